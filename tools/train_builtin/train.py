@@ -1,0 +1,295 @@
+"""Train the built-in model and write it as GGUF.
+
+    python tools/train_builtin/train.py --out src/cllm/models/builtin/builtin.gguf
+
+Needs an environment of its own (see README.md beside this file): torch, tokenizers, gguf, jinja2, numpy.
+About an hour on two cores. The text is generated, so there is nothing to download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import jinja2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILTIN = ROOT / "src/cllm/models/builtin"
+sys.path.insert(0, str(BUILTIN))
+from questions import KINDS, SYSTEM_PROMPTS, Question  # type: ignore[import-not-found]  # noqa: E402
+
+WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, FEED_FORWARD = 256, 4, 4, 2, 64, 640
+VOCABULARY, ROPE_BASE, EPSILON, CONTEXT = 1024, 100_000.0, 1e-6, 4096
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
+MARKS += ["<think>", "</think>"]
+# The pre-tokenizer that llama.cpp knows as "qwen2": single digits, words with their leading space.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PROMPT_WEIGHT = 0.05  # loss mostly on the answers
+COMMON = {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}
+
+
+def template() -> jinja2.Template:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string((BUILTIN / "chat_template.jinja").read_text())
+
+
+TEMPLATE = template()
+KIND_NAMES = [kind for kind in KINDS for _ in range(COMMON.get(kind, 1))]
+
+
+def train_question(rng: random.Random, kinds: list[str]) -> Question:
+    while True:
+        question = KINDS[rng.choice(kinds)](rng)
+        if not question.held_out:
+            return question
+
+
+def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
+    """One conversation as (text, is an answer) pieces."""
+    first = train_question(rng, KIND_NAMES)
+    turns = [first]
+    if not first.tools:
+        plain = [kind for kind in KIND_NAMES if kind != "tools"]
+        turns += [train_question(rng, plain) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3]))]
+    history = []
+    if rng.random() < 0.3:
+        history.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for question in turns:
+        history += question.messages
+        think = question.thinking is not None and rng.random() < 0.2
+        prompt = TEMPLATE.render(
+            messages=history, tools=question.tools, add_generation_prompt=True, enable_thinking=think
+        )
+        if not prompt.startswith(done):  # the last turn thought; its thoughts leave the history
+            break
+        answer = f"{question.thinking}\n</think>\n\n{question.answer}" if think else question.answer
+        pieces += [(prompt[len(done) :], False), (answer + "<|im_end|>", True), ("\n", False)]
+        done = prompt + answer + "<|im_end|>\n"
+        history.append({"role": "assistant", "content": question.answer})
+    return pieces
+
+
+def train_tokenizer() -> Tokenizer:
+    rng = random.Random(1)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(CONTROL) - len(MARKS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    marks = CONTROL + MARKS
+
+    def texts() -> Iterator[str]:
+        for _ in range(20_000):
+            text = "".join(piece for piece, _ in dialogue(rng))
+            for mark in marks:
+                text = text.replace(mark, "\n")
+            yield "".join(c for c in text if ord(c) < 128)  # emoji stay bytes: a token may split a character
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.add_special_tokens(CONTROL)
+    tokenizer.add_tokens(MARKS)
+    return tokenizer
+
+
+def packed(tokenizer: Tokenizer, rng: random.Random, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Rows of whole dialogues: ids (rows, length + 1) and loss weights of the same shape."""
+    ids = np.zeros((rows, length + 1), np.int64)
+    weights = np.zeros((rows, length + 1), np.float32)
+    for row in range(rows):
+        at = 0
+        while at <= length:
+            for text, is_answer in dialogue(rng):
+                tokens = tokenizer.encode(text).ids[: length + 1 - at]
+                ids[row, at : at + len(tokens)] = tokens
+                weights[row, at : at + len(tokens)] = 1.0 if is_answer else PROMPT_WEIGHT
+                at += len(tokens)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, EPSILON)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+class Layer(nn.Module):
+    """One Qwen3 block: grouped attention with normed queries and keys, then SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.ffn_norm = Norm(WIDTH), Norm(WIDTH)
+        self.attn_q_norm, self.attn_k_norm = Norm(HEAD), Norm(HEAD)
+        self.attn_q = nn.Linear(WIDTH, HEADS * HEAD, bias=False)
+        self.attn_k = nn.Linear(WIDTH, KV_HEADS * HEAD, bias=False)
+        self.attn_v = nn.Linear(WIDTH, KV_HEADS * HEAD, bias=False)
+        self.attn_output = nn.Linear(HEADS * HEAD, WIDTH, bias=False)
+        self.ffn_gate = nn.Linear(WIDTH, FEED_FORWARD, bias=False)
+        self.ffn_up = nn.Linear(WIDTH, FEED_FORWARD, bias=False)
+        self.ffn_down = nn.Linear(FEED_FORWARD, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        h = self.attn_norm(x)
+        q = self.attn_q_norm(self.attn_q(h).view(rows, length, HEADS, HEAD)).transpose(1, 2)
+        k = self.attn_k_norm(self.attn_k(h).view(rows, length, KV_HEADS, HEAD)).transpose(1, 2)
+        v = self.attn_v(h).view(rows, length, KV_HEADS, HEAD).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.attn_output(mixed.transpose(1, 2).reshape(rows, length, HEADS * HEAD))
+        h = self.ffn_norm(x)
+        return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_embd = nn.Embedding(VOCABULARY, WIDTH)
+        self.blk = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.output_norm = Norm(WIDTH)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                scale = 1 / math.sqrt(2 * LAYERS) if name.endswith(("output.weight", "down.weight")) else 1
+                nn.init.normal_(weight, std=0.02 * scale if "embd" in name else scale / math.sqrt(weight.shape[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        frequency = ROPE_BASE ** (-torch.arange(0, HEAD, 2) / HEAD)
+        angle = torch.arange(length)[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        x = self.token_embd(ids)
+        for layer in self.blk:
+            x = layer(x, cos, sin)
+        return self.output_norm(x) @ self.token_embd.weight.T
+
+
+def train(tokenizer: Tokenizer, steps: int, seed: int, save: Path) -> Model:
+    """AdamW, warm-up then linear decay to 0; the last fifth on long rows, so that long histories work."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    model = Model()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.98))
+    begun, mean = time.time(), 0.0
+    for step in range(steps):
+        rate = 3e-3 * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        rows, length = (40, 192) if step < steps * 0.8 else (4, 1920)
+        ids, weights = packed(tokenizer, rng, rows, length)
+        logits = model(ids[:, :-1])
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        weight = weights[:, 1:].flatten()
+        loss = (losses * weight).sum() / weight.sum()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mean = loss.item() if step == 0 else 0.95 * mean + 0.05 * loss.item()
+        if step % 20 == 19 or step == steps - 1:
+            spent = time.time() - begun
+            left = spent / (step + 1) * (steps - step - 1)
+            print(f"step {step + 1}/{steps} loss {mean:.4f} {spent:.0f} s, {left:.0f} s left", flush=True)
+        if step % 200 == 199:
+            torch.save(model.state_dict(), save)
+    return model
+
+
+def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, steps: int) -> None:
+    """Write weights (matrices Q8_0, vectors F32), tokenizer and chat template."""
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_name("cLLM built-in")
+    writer.add_description(f"Answers checkable questions; trained for {steps} steps by tools/train_builtin")
+    writer.add_license("mit")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
+    assert len(tokens) == VOCABULARY, len(tokens)
+    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | dict.fromkeys(MARKS, gguf.TokenType.USER_DEFINED)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(vocabulary["<|im_end|>"])
+    writer.add_pad_token_id(vocabulary["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((BUILTIN / "chat_template.jinja").read_text())
+
+    for name, weight in model.state_dict().items():
+        values = weight.detach().numpy().astype(np.float32)
+        if values.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=BUILTIN / "builtin.gguf")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--checkpoint", type=Path, default=Path("builtin.pt"), help="written every 200 steps")
+    options = parser.parse_args()
+    tokenizer = train_tokenizer()
+    model = train(tokenizer, options.steps, options.seed, options.checkpoint)
+    write_gguf(model, tokenizer, options.out, options.steps)
+    print(f"wrote {options.out}, {options.out.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
