@@ -1,0 +1,34 @@
+"""What a step gave to one sequence, and how the engine stands."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token of one sequence.
+
+    token: the id, or -1 if the sequence ended without one (abort). finish: "" while it goes on, else the
+    FinishReason. A token that ends a sequence because it means "end" is counted but is not text: ``is_text`` False.
+    """
+
+    request_id: str
+    index: int
+    token: int
+    finish: str = ""
+    is_text: bool = True
+    num_cached_tokens: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine after a step: what the gauges show."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_seq_ids: int = 0
+    num_seq_ids_in_use: int = 0
+    num_cells: int = 0
+    num_cells_held: int = 0
+    num_cells_idle: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0

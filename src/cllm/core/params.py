@@ -1,0 +1,92 @@
+"""How the tokens of a request are to be chosen."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from cllm.errors import BadRequest
+
+MAX_N = 128
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling of one request; the steps apply in the order penalties, bias, top-k, top-p, min-p, temperature.
+
+    temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, else tokens less
+    probable than ``min_p`` times the best are left out. repetition_penalty divides (multiplies, if negative) the
+    logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
+    count the output alone. seed: the same seed gives the same text, whatever else is being computed.
+    max_tokens: None means up to the end of the context.
+
+    Raises BadRequest, naming the field and the limit, for values out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        within("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            within("max_tokens", self.max_tokens, 1, None)
+        within("temperature", self.temperature, 0, 100)
+        within("top_k", self.top_k, 0, None)
+        within("top_p", self.top_p, 0, 1)
+        within("min_p", self.min_p, 0, 1)
+        within("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        within("presence_penalty", self.presence_penalty, -2, 2)
+        within("frequency_penalty", self.frequency_penalty, -2, 2)
+        within("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="the number of entries")
+        for token, bias in self.logit_bias.items():
+            within("logit_bias", token, 0, None, what="a token id")
+            within("logit_bias", bias, -100, 100, what="a bias")
+        if self.seed is not None:
+            within("seed", self.seed, -(2**63), 2**63 - 1)
+        within("stop", len(self.stop), 0, MAX_STOP_STRINGS, what="the number of strings")
+        for text in self.stop:
+            within("stop", len(text), 1, MAX_STOP_LENGTH, what="the length of a string")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalized(self) -> bool:
+        """True if the logits of tokens seen so far change."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def check_vocabulary(self, vocabulary_size: int) -> None:
+        """Raise BadRequest if a token id lies outside of the vocabulary."""
+        for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                within(field, token, 0, vocabulary_size - 1, what="a token id")
+
+
+def within(field: str, value: float, low: float, high: float | None, what: str = "the value") -> None:
+    """Raise BadRequest unless ``low <= value <= high``; NaN is never within."""
+    if value >= low and (high is None or value <= high) and not math.isnan(value):
+        return
+    if high is None:
+        limit, code = f"at least {low}", "integer_below_min_value"
+    else:
+        limit = f"between {low} and {high}"
+        code = "integer_above_max_value" if value > high else "integer_below_min_value"
+    if isinstance(value, float):
+        code = code.replace("integer", "decimal")
+    raise BadRequest(f"Invalid '{field}': {what} must be {limit}, not {value}.", param=field, code=code)

@@ -1,0 +1,80 @@
+"""What is being computed."""
+
+from __future__ import annotations
+
+import enum
+
+from cllm.core.request import Request
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Sequence:
+    """One continuation of a request's prompt; ``n=3`` makes three.
+
+    There are no phases. ``num_computed_tokens`` (tokens whose keys and values lie in the cache) catches up with
+    ``num_tokens``. Lacks one: the sequence decodes. Lacks many: it prefills, in chunks. Lost its cells: it lacks again.
+
+    Invariants: 0 <= num_computed_tokens < num_tokens until it has finished; seq_id >= 0 exactly while RUNNING.
+    """
+
+    __slots__ = (
+        "index",
+        "limit",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "request",
+        "seed",
+        "seq_id",
+        "status",
+        "token_counts",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
+        """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens."""
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.tokens = list(request.prompt)
+        self.num_prompt_tokens = len(request.prompt)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.seq_id = -1
+        self.status = Status.WAITING
+        self.limit = context_length
+        if request.params.max_tokens is not None:
+            self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
+        # token -> [times in the prompt, times in the output]; only kept for those who pay for penalties
+        self.token_counts: dict[int, list[int]] | None = {} if request.params.penalized else None
+        if self.token_counts is not None:
+            for token in request.prompt:
+                self.token_counts.setdefault(token, [0, 0])[0] += 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_lacking_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.token_counts is not None:
+            self.token_counts.setdefault(token, [0, 0])[1] += 1
+
+    def __repr__(self) -> str:
+        name = f"{self.request.request_id}.{self.index}"
+        return f"<{name} {self.status.value} {self.num_computed_tokens}/{self.num_tokens} seq_id={self.seq_id}>"
