@@ -1,1 +1,25 @@
-"""cLLM."""
+"""cLLM: a server for GGUF language models on llama.cpp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cllm.core.params import SamplingParams
+    from cllm.llm import LLM, Completion
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used, so that ``cllm --help`` stays quick."""
+    if name == "SamplingParams":
+        from cllm.core.params import SamplingParams
+
+        return SamplingParams
+    if name in ("LLM", "Completion"):
+        from cllm import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'cllm' has no attribute {name!r}")

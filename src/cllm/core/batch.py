@@ -8,16 +8,16 @@ from cllm.core.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: ``count`` tokens from position ``start``; ``samples`` if logits are wanted."""
+    """One sequence's share of a step: ``num_tokens`` tokens from position ``start``; ``samples`` if logits are wanted."""
 
     seq: Sequence
     start: int
-    count: int
+    num_tokens: int
     samples: bool
 
     def __str__(self) -> str:
         name = f"{self.seq.request.request_id}.{self.seq.index}"
-        return f"{name} {self.start}+{self.count}{' sample' if self.samples else ''}"
+        return f"{name} {self.start}+{self.num_tokens}{' sample' if self.samples else ''}"
 
 
 class Trim(NamedTuple):
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
     @property
     def num_samples(self) -> int:

@@ -1,0 +1,37 @@
+# Each target first makes ready what it needs (tools/setup.sh); only Python 3.11+, make and a C++ compiler must be there.
+# ARGS goes to the program:  make serve ARGS="--port 8080"   make test ARGS="tests/core -x"
+
+RUN   := tools/setup.sh uv run
+CHECK := tools/setup.sh --no-llama uv run
+ARGS  ?=
+
+.PHONY: help serve test check lint format bench docs
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):[a-z ]*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+serve: ## start the server with the built-in model
+	@exec $(RUN) cllm serve $(ARGS)
+
+test: ## run all tests, those that need llama.cpp too
+	@exec $(RUN) pytest $(ARGS)
+
+check: lint ## linters and the unit tests that need no llama.cpp: the loop of every change, under a minute
+	@$(CHECK) pytest -m "not llama and not slow" $(ARGS)
+
+lint: ## lint, format check, types
+	@$(CHECK) ruff check
+	@$(CHECK) ruff format --check
+	@$(CHECK) mypy
+
+format: ## rewrite the sources in the house format
+	@$(CHECK) ruff format
+	@$(CHECK) ruff check --fix
+
+bench: ## measure what the engine adds to llama.cpp
+	@exec $(RUN) python benchmarks/engine_overhead.py $(ARGS)
+
+docs: ## derive the pages under docs/ that are made from the code
+	@$(RUN) cllm config docs > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md

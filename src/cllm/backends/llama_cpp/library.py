@@ -1,0 +1,62 @@
+"""libllama itself: one import, its log in our hands, and what it says of the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from typing import Any
+
+# An abort inside libllama would start gdb for a backtrace where gdb is installed; the engine must die quickly instead.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
+import llama_cpp
+from llama_cpp import llama_cpp as lib
+
+from cllm.errors import StartupError
+
+TESTED_VERSION = "0.3.36"
+LOG_LEVEL_WARNING = 3
+LOG_LEVEL_ERROR = 4
+LOG_LEVEL_CONTINUED = 5
+
+# The structs are passed by value and change between releases, so another version would corrupt memory.
+if llama_cpp.__version__ != TESTED_VERSION:
+    raise StartupError(
+        f"llama-cpp-python {llama_cpp.__version__} is installed, but cLLM is made for {TESTED_VERSION}: "
+        f"pip install llama-cpp-python=={TESTED_VERSION}"
+    )
+
+recent_errors: deque[str] = deque(maxlen=20)
+"""The last warnings and errors that libllama logged, one line each."""
+
+
+def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
+        recent_errors.append(text.decode("utf-8", "replace").strip())
+
+
+_log_callback = lib.llama_log_callback(_log)  # kept alive here: libllama holds only the pointer
+lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+lib.llama_backend_init()
+
+
+def system_info() -> str:
+    """The CPU features and libraries that this build of llama.cpp uses, in its own words."""
+    return str(lib.llama_print_system_info().decode().strip())
+
+
+def last_error(default: str) -> str:
+    """The most telling of the recent log lines: the last error that names a cause."""
+    for line in reversed(recent_errors):
+        _, _, cause = line.partition("error loading model: ")
+        if cause:
+            return cause.removeprefix("error loading model architecture: ").removeprefix("error loading model hyperparameters: ")
+    return recent_errors[-1] if recent_errors else default
+
+
+def check_pointer(pointer: Any, what: str) -> Any:
+    """The pointer, or StartupError with libllama's own reason if it is NULL."""
+    if not pointer:
+        raise StartupError(f"{what}: {last_error('llama.cpp gave no reason')}")
+    return pointer

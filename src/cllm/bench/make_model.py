@@ -1,0 +1,238 @@
+"""A model of a real one's shape with random weights, for measuring speed where nothing can be downloaded.
+
+It costs what the real one costs in time and memory, token for token; what it says is noise.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import string
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backends.llama_cpp.quantize import quantize
+from cllm.errors import StartupError
+from cllm.models.gguf import size_text
+
+if TYPE_CHECKING:
+    import gguf
+
+Progress = Callable[[str, float], None]
+"""Called with the name of the stage and the share of it that is done, 0 to 1."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The dimensions of a transformer with grouped attention, SwiGLU and embeddings that are also the output."""
+
+    architecture: str
+    tokenizer: str
+    layers: int
+    width: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    context: int
+    rope_base: float
+
+
+SHAPES = {
+    "tiny": Shape("qwen3", "qwen2", 2, 256, 512, 4, 2, 64, 2048, 4096, 1e6),
+    "qwen3-0.6b": Shape("qwen3", "qwen2", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960, 1e6),
+    "qwen3-1.7b": Shape("qwen3", "qwen2", 28, 2048, 6144, 16, 8, 128, 151_936, 40_960, 1e6),
+    "llama-3.2-1b": Shape("llama", "llama-bpe", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 5e5),
+}
+
+# The name on the command line -> llama.cpp's file type.
+QUANTS = {name.lower(): name for name in ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0")}
+
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EPSILON = 1e-6
+BLOCK = 1 << 23
+
+
+def make_model(
+    shape: str,
+    quant: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress,
+) -> None:
+    """Write the model ``SHAPES[shape]`` quantized to ``QUANTS[quant]`` as ``out``, whole or not at all.
+
+    The same arguments give the same weights. Needs the ``bench`` extra and beside ``out`` room for the model in F16 as
+    well. Raises StartupError for unknown names, a missing extra or folder, or too little room.
+    """
+    _check(shape, SHAPES, "shape")
+    _check(quant, QUANTS, "quantization")
+    if not out.parent.is_dir():
+        raise StartupError(f"There is no folder {out.parent}")
+    _check_space(SHAPES[shape], out.parent)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        result = source = Path(folder) / "f16.gguf"
+        _write_f16(SHAPES[shape], shape, source, seed, progress)
+        if QUANTS[quant] != "F16":
+            result = Path(folder) / "quantized.gguf"
+            quantize(
+                source, result, QUANTS[quant], threads=threads, progress=lambda share: progress("quantizing", share)
+            )
+        result.replace(out)
+
+
+def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape (rows, columns) of each tensor; norms are vectors."""
+    yield "token_embd.weight", (shape.vocabulary, shape.width)
+    yield "output_norm.weight", (shape.width,)
+    for layer in range(shape.layers):
+        for name, dims in _layer_tensors(shape):
+            yield f"blk.{layer}.{name}.weight", dims
+
+
+def vocabulary(size: int) -> tuple[list[str], list[str]]:
+    """The tokens and merges of a byte-level BPE with ``size`` tokens, the control tokens last.
+
+    Every byte, then each string of 2, 3, 4 lower-case letters in order, with and without a space before it; a token
+    comes from the one that is a letter shorter, so every token can be reached and English costs 3 letters a token.
+    """
+    tokens = [_byte_characters()[byte] for byte in range(256)]
+    merges = list(islice(_merges(), size - len(tokens) - len(CONTROL)))
+    return tokens + [merge.replace(" ", "") for merge in merges] + CONTROL, merges
+
+
+def _check(name: str, table: Mapping[str, object], what: str) -> None:
+    if name not in table:
+        raise StartupError(f"Unknown {what} {name!r}; there are {', '.join(table)}")
+
+
+def _check_space(shape: Shape, folder: Path) -> None:
+    needed = 2 * sum(2 * math.prod(dims) for _, dims in tensors(shape))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StartupError(f"Making this model needs {size_text(needed)} in {folder}, which has {size_text(free)} free")
+
+
+def _layer_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
+    yield "attn_norm", (shape.width,)
+    yield "attn_q", (queries, shape.width)
+    yield "attn_k", (keys, shape.width)
+    yield "attn_v", (keys, shape.width)
+    yield "attn_output", (shape.width, queries)
+    if shape.architecture == "qwen3":
+        yield "attn_q_norm", (shape.head,)
+        yield "attn_k_norm", (shape.head,)
+    yield "ffn_norm", (shape.width,)
+    yield "ffn_gate", (shape.feed_forward, shape.width)
+    yield "ffn_up", (shape.feed_forward, shape.width)
+    yield "ffn_down", (shape.width, shape.feed_forward)
+
+
+def _byte_characters() -> dict[int, str]:
+    """GPT-2's printable character for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _merges() -> Iterator[str]:
+    space, letters = _byte_characters()[ord(" ")], string.ascii_lowercase
+    for length in range(1, 9):
+        for start in ("".join(word) for word in product(letters, repeat=length - 1)):
+            yield from (f"{space}{start} {letter}" for letter in letters)
+        for start in ("".join(word) for word in product(letters, repeat=length)):
+            yield from (f"{start} {letter}" for letter in letters)
+
+
+def _write_f16(shape: Shape, name: str, path: Path, seed: int, progress: Progress) -> None:
+    writer = _writer(shape, name, path)
+    every = list(tensors(shape))
+    for tensor, dims in every:
+        kind = np.float32 if len(dims) == 1 else np.float16
+        writer.add_tensor_info(tensor, dims, np.dtype(kind), math.prod(dims) * np.dtype(kind).itemsize)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    total, done = sum(math.prod(dims) for _, dims in every), 0
+    weights = _Weights(seed)
+    for _, dims in every:
+        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else weights.matrix(*dims))
+        done += math.prod(dims)
+        progress("writing random weights", done / total)
+    writer.close()
+
+
+class _Weights:
+    """Matrices with normal entries of standard deviation 1/sqrt(columns), so that activations keep their size.
+
+    600 million of them would take half a minute; here every matrix is put together from pieces, cut at random places,
+    of one block of eight million numbers. Neither speed nor size depends on it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.block = self.random.standard_normal(BLOCK, np.float32)
+        self.scaled: dict[int, npt.NDArray[np.float16]] = {}
+
+    def matrix(self, rows: int, columns: int) -> npt.NDArray[np.float16]:
+        block = self.scaled.get(columns)
+        if block is None:
+            block = self.scaled[columns] = (self.block * np.float32(columns**-0.5)).astype(np.float16)
+        values = np.empty(rows * columns, np.float16)
+        at = 0
+        while at < len(values):
+            piece = block[self.random.integers(BLOCK) :][: len(values) - at]
+            values[at : at + len(piece)] = piece
+            at += len(piece)
+        return values.reshape(rows, columns)
+
+
+def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
+    """A writer that holds all metadata and the vocabulary."""
+    try:
+        import gguf
+    except ImportError:
+        raise StartupError("Making a model needs the extra `bench`: pip install 'cllm[bench]'") from None
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"{name} with random weights")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.feed_forward)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_rope_dimension_count(shape.head)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_vocab_size(shape.vocabulary)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+
+    tokens, merges = vocabulary(shape.vocabulary)
+    normal = len(tokens) - len(CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(shape.tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * normal + [gguf.TokenType.CONTROL] * len(CONTROL))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(tokens.index("<|endoftext|>"))
+    writer.add_pad_token_id(tokens.index("<|endoftext|>"))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+    return writer

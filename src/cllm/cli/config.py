@@ -1,0 +1,111 @@
+"""``cllm config``: what is set, by whom, and what can be set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from cllm.cli.settings_flags import SHORT_NAMES, ConfigFlag, SettingFlags, section_of, settings_from_flags
+from cllm.config import ALIASES, NOT_NEEDED, OPTIONS, Loaded, Option, value_at
+from cllm.config_file import show as shown
+
+app = App(name="config", help="Show the effective settings and describe all of them.")
+
+JsonFlag = Annotated[bool, Parameter(negative="", help="Print one JSON object with settings, origins and notes.")]
+
+
+@app.command
+def show(*, config: ConfigFlag = None, settings: SettingFlags | None = None, json: JsonFlag = False) -> None:
+    """Print the effective settings and who set each; the lines are themselves a YAML file that --config takes."""
+    loaded = settings_from_flags(config, settings)
+    print(as_json(loaded) if json else as_lines(loaded))
+
+
+@app.command
+def docs() -> None:
+    """Print the page docs/configuration.md, which describes all settings."""
+    print(page(), end="")
+
+
+def as_json(loaded: Loaded) -> str:
+    content = {"settings": loaded.settings.model_dump(), "origins": loaded.origins, "notes": loaded.notes}
+    return json.dumps(content, indent=2)
+
+
+def as_lines(loaded: Loaded) -> str:
+    lines = {key: f"{key}: {shown(value_at(loaded.settings, key), width=30_000)}" for key in OPTIONS}
+    width = min(max(map(len, lines.values())), 60)
+    return "\n".join(
+        [
+            *(f"{line:{width}}  # {loaded.origins[key]}" for key, line in lines.items()),
+            *(f"# note: {note}" for note in loaded.notes),
+        ]
+    )
+
+
+INTRODUCTION = """\
+# Configuration
+
+This page is made from `src/cllm/config.py` by `cllm config docs`.
+
+Every option can be given in a YAML file, in the environment and as a flag; later ones win:
+
+1. the default below,
+2. the YAML file named by `--config` or `CLLM_CONFIG`,
+3. the environment: `server.port` is `CLLM_SERVER_PORT`,
+4. the flag: `server.port` is `--server.port`; underscores may be written as dashes.
+
+```yaml
+model:
+  path: hf:owner/repo:q4_k_m
+server:
+  port: 9000
+```
+
+`cllm config show` prints what is in effect and who set it. An unknown key, a value of the wrong type or one out of
+range stops the start with one line that names the place.
+"""
+
+OTHER_NAMES = """\
+## Other names
+
+Keys of other servers and earlier designs that a YAML file may hold. Of several names for one option the smallest value
+holds; the option's own name wins over all of them.
+
+| Key | Read as |
+|---|---|
+"""
+
+WITHOUT_EFFECT = """\
+## Keys without effect
+
+Accepted in a YAML file, with a note at the start.
+
+| Key | Why it is not needed |
+|---|---|
+"""
+
+
+def page() -> str:
+    """All options as Markdown."""
+    return "\n".join([*sections(), OTHER_NAMES + table(ALIASES, "`{}`"), WITHOUT_EFFECT + table(NOT_NEEDED, "{}")])
+
+
+def sections() -> Iterator[str]:
+    yield INTRODUCTION
+    for name, group in groupby(OPTIONS.values(), key=section_of):
+        rows = "".join(row(option) for option in group)
+        yield f"## {name}\n\n| Key | Default | Values | What it does |\n|---|---|---|---|\n{rows}"
+
+
+def row(option: Option) -> str:
+    short = f" (`{SHORT_NAMES[option.key]}`)" if option.key in SHORT_NAMES else ""
+    return f"| `{option.key}`{short} | `{shown(option.default)}` | {option.expects} | {option.help} |\n"
+
+
+def table(entries: dict[str, str], form: str) -> str:
+    return "".join(f"| `{key}` | {form.format(text)} |\n" for key, text in entries.items())

@@ -1,0 +1,51 @@
+"""``cllm serve``."""
+
+from __future__ import annotations
+
+import sys
+
+from cllm.cli.progress import loading_bar
+from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.engine.settings import engine_params
+from cllm.models import catalog, hub
+from cllm.observe import log
+from cllm.server.run import address, listen, run_forever
+from cllm.service import Service
+
+
+def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None) -> None:
+    """Serve a model over HTTP: OpenAI's API and cLLM's own, until Ctrl-C.
+
+    MODEL is a path to a GGUF file or hf:owner/repo[:quantization]; without one the built-in model is served.
+    """
+    loaded = settings_from_flags(config, settings, model)
+    tree = loaded.settings
+    for note in loaded.notes:
+        print("cllm:", note, file=sys.stderr)
+    log.configure(tree.log.level)
+    path = None
+    if tree.backend.name != "fake":
+        with hub.stderr_progress() as progress:
+            path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
+    name = tree.model.name or (catalog.model_name(path) if path else "fake")
+    params = engine_params(tree, path)
+    listener = listen(tree.server.host, tree.server.port)
+    url = address(listener)
+    bar = loading_bar(f"loading {name}")
+
+    def on_ready(service: Service) -> None:
+        bar.close()
+        info = service.info
+        size = info.num_cells * info.kv_bytes_per_token / 1e6
+        print(
+            f"cLLM serves {service.model_name} at {url}: {info.max_num_seqs} sequences of {info.context_length} tokens"
+            f" ({info.layout} KV cache, {size:.0f} MB)",
+            file=sys.stderr,
+        )
+        print(f'Try: curl {url}/v1/chat/completions -H "Content-Type: application/json" \\', file=sys.stderr)
+        print("""  -d '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'""", file=sys.stderr, flush=True)
+
+    try:
+        run_forever(tree, params, name, listener, bar.update, on_ready)
+    finally:
+        bar.close()

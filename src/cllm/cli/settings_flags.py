@@ -1,0 +1,71 @@
+"""The settings as flags of a command: one flag for each option of ``cllm.config``, and short names for some.
+
+A command takes them so, and gets only what was typed::
+
+    def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+from cyclopts import Group, Parameter
+
+from cllm.config import OPTIONS, Loaded, Option, load_settings
+from cllm.config_file import show
+from cllm.errors import StartupError
+
+SHORT_NAMES = {
+    "server.host": "--host",
+    "server.port": "--port",
+    "model.path": "--model",
+    "model.max_context_length": "--context",
+    "backend.llama_cpp.n_threads": "--threads",
+    "scheduler.max_num_seqs": "--max-num-seqs",
+}
+
+ModelArgument = Annotated[str | None, Parameter(help="The model to serve, the same as --model.", show_default=False)]
+ConfigFlag = Annotated[
+    Path | None, Parameter(name="--config", help="YAML file of settings. [default: CLLM_CONFIG]", show_default=False)
+]
+
+
+def section_of(option: Option) -> str:
+    return option.key.rpartition(".")[0]
+
+
+PANELS = {name: Group(name, sort_key=i) for i, name in enumerate(dict.fromkeys(map(section_of, OPTIONS.values())))}
+
+
+def flag(option: Option) -> Any:
+    """The option as the type of one flag: its names, help and panel."""
+    names = [option.flag, *([SHORT_NAMES[option.key]] if option.key in SHORT_NAMES else [])]
+    help_text = f"{option.help} [default: {show(option.default)}]"
+    kind = option.type | None if option.nullable else option.type
+    return Annotated[kind, Parameter(name=names, help=help_text, group=PANELS[section_of(option)])]
+
+
+if TYPE_CHECKING:
+    SettingFlags = dict[str, object]
+else:
+    # A TypedDict may have any string as a key and leaves out what was not given: just what load_settings takes.
+    SettingFlags = Annotated[
+        TypedDict("SettingFlags", {key: flag(option) for key, option in OPTIONS.items()}, total=False),
+        Parameter(name="*"),
+    ]
+
+
+def settings_from_flags(config: Path | None, flags: Mapping[str, object] | None, model: str | None = None) -> Loaded:
+    """The effective settings of a command, from what it was given and the environment of the process.
+
+    model: the positional argument of commands that have one. Raises StartupError.
+    """
+    given = dict(flags or {})
+    if model is not None:
+        if "model.path" in given:
+            raise StartupError(f"the model is named twice: {show(model)} and --model {show(given['model.path'])}")
+        given["model.path"] = model
+    return load_settings(config, os.environ, given)

@@ -1,0 +1,364 @@
+"""Every setting of cLLM, written once: type, default, bounds and help.
+
+The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from the tree below.
+Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < flags (``--server.port``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from cllm.config_file import Given, read_yaml, show, unknown
+from cllm.errors import StartupError
+
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class Server(Section):
+    """The HTTP server."""
+
+    host: Text = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 is reachable from other machines."
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    max_body_mb: int = Field(
+        default=4, ge=1, le=1024, description="Largest request body in MB; a larger one is refused (413)."
+    )
+    drain_timeout: float = Field(
+        default=30.0, ge=0, le=86400, description="Seconds that running streams get to end after SIGTERM."
+    )
+
+
+class Model(Section):
+    """The model that is served."""
+
+    path: Text | None = Field(
+        default=None,
+        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null is the built-in model.",
+    )
+    name: Text | None = Field(default=None, description="Name shown in /v1/models; null takes it from the model.")
+    max_context_length: int | None = Field(
+        default=None,
+        ge=2,
+        le=10_000_000,
+        description="Tokens per sequence; null chooses from the model and the memory.",
+    )
+    quantization: Text | None = Field(
+        default=None, description="Which file of a hub repository to take when the path does not say, e.g. q4_k_m."
+    )
+
+
+class Scheduler(Section):
+    """What is computed in one step."""
+
+    max_num_seqs: int = Field(
+        default=32, ge=1, le=256, description="Sequences computed at the same time; the others wait."
+    )
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=8192, description="Tokens computed in one step, at most.")
+    request_timeout: float | None = Field(
+        default=600.0,
+        gt=0,
+        le=604800,
+        description="Seconds a request may take, waiting included; null is without limit.",
+    )
+
+
+class KV(Section):
+    """The KV cache."""
+
+    layout: Literal["partitioned", "unified"] = Field(
+        default="partitioned",
+        description="partitioned gives each sequence its own cells, the fastest for unrelated requests; "
+        "unified is one pool for all, the better one for long shared prefixes.",
+    )
+    max_memory_mb: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses from what is free."
+    )
+
+
+class LlamaCpp(Section):
+    """What llama.cpp is told when it loads the model."""
+
+    n_threads: int | None = Field(
+        default=None, ge=1, le=1024, description="Threads that compute; null takes all cores."
+    )
+    n_gpu_layers: int = Field(
+        default=99, ge=-1, le=10_000, description="Layers kept on the GPU, where there is one; 0 is none, -1 is all."
+    )
+    use_mmap: bool = Field(default=True, description="Map the model file into memory instead of reading it.")
+    use_mlock: bool = Field(default=False, description="Lock the model in RAM, so that it is never swapped out.")
+
+
+class Backend(Section):
+    """What computes."""
+
+    name: Literal["llama_cpp", "fake"] = Field(
+        default="llama_cpp",
+        description="llama_cpp computes; fake only keeps time like a model, for tests and load studies.",
+    )
+    llama_cpp: LlamaCpp = LlamaCpp()
+
+
+class Sampling(Section):
+    """How tokens are chosen where a request does not say."""
+
+    temperature: float = Field(
+        default=0.8, ge=0, le=100, description="0 takes the most probable token; more is more varied."
+    )
+    top_k: int = Field(
+        default=40, ge=0, le=10_000_000, description="Keep this many of the most probable tokens; 0 is off."
+    )
+    top_p: float = Field(
+        default=0.95, ge=0, le=1, description="Keep the best tokens up to this probability mass; 1 is off."
+    )
+    min_p: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Leave out tokens less probable than this share of the best one; 0 is off.",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Tokens to generate at most; null goes on to the end of the context.",
+    )
+
+
+class Log(Section):
+    """What the server writes to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least that is worth a line."
+    )
+
+
+class Settings(Section):
+    """All settings; ``Settings()`` is all defaults."""
+
+    server: Server = Server()
+    model: Model = Model()
+    scheduler: Scheduler = Scheduler()
+    kv: KV = KV()
+    backend: Backend = Backend()
+    sampling: Sampling = Sampling()
+    log: Log = Log()
+
+
+# Other names of settings, taken from YAML files of other servers and earlier designs. Where several are given they
+# all speak of the same limit, so the smallest holds.
+ALIASES = {
+    "scheduler.max_batch_size": "scheduler.max_num_seqs",
+    "resources.max_batch_size": "scheduler.max_num_seqs",
+    "backend.llama_cpp.n_seq_max": "scheduler.max_num_seqs",
+    "backend.llama_cpp.n_batch": "scheduler.max_num_batched_tokens",
+    "resources.kv_cache_max_memory_mb": "kv.max_memory_mb",
+}
+
+# Keys that a YAML file may hold and that change nothing, with the reason that the reader gets.
+NOT_NEEDED = {
+    "server.num_threads": "one event loop serves all connections, without worker threads",
+    "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
+    "server.use_libtorch": "models are computed by llama.cpp alone",
+    "scheduler.max_iterations": "the engine steps as long as there is work; each request ends by its own limits",
+    "scheduler.batch_timeout_ms": "no batch is waited for: sequences enter and leave in every step",
+    "scheduler.loop_interval": "the next step begins as soon as the last one has ended",
+    "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
+    "scheduler.wait_poll_interval_ms": "tokens are handed to the waiting request as they come; nothing polls",
+    "resources.kv_cache_max_size": "the KV cache is bounded in memory (kv.max_memory_mb), not in entries",
+    "cache.default_max_size": "there is no cache of results yet",
+    "cache.default_max_memory_mb": "there is no cache of results yet",
+    "cache.eviction_threshold": "there is no cache of results yet",
+    "cache.cleanup_interval": "there is no cache of results yet",
+}
+
+# CLLM_ variables that are no settings: the file to read, and what the client commands use to reach a server.
+OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ..."."""
+
+    key: str
+    type: Any
+    nullable: bool
+    default: object
+    help: str
+    expects: str
+
+    @property
+    def variable(self) -> str:
+        return "CLLM_" + self.key.replace(".", "_").upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The effective settings; ``origins`` says for each dotted key who set it, ``notes`` are lines for the operator.
+
+    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port".
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+    notes: list[str]
+
+
+def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from options_of(field.annotation, key + ".")
+        else:
+            yield option_of(key, field)
+
+
+def option_of(key: str, field: FieldInfo) -> Option:
+    kind: Any = field.annotation
+    nullable = NoneType in get_args(kind)
+    if nullable:
+        (kind,) = (part for part in get_args(kind) if part is not NoneType)
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    expects = describe(kind, field.metadata) + (" or null" if nullable else "")
+    return Option(key, kind, nullable, field.default, field.description or "", expects)
+
+
+def describe(kind: Any, metadata: list[Any]) -> str:
+    if get_origin(kind) is Literal:
+        *others, last = get_args(kind)
+        return f"{', '.join(others)} or {last}"
+    text = {int: "a whole number", float: "a number", bool: "true or false", str: "one line of text"}[kind]
+    for word, bound in (("from", "ge"), ("above", "gt"), ("up to", "le")):
+        text += "".join(f" {word} {getattr(rule, bound)}" for rule in metadata if hasattr(rule, bound))
+    return text
+
+
+OPTIONS = {option.key: option for option in options_of(Settings)}
+VARIABLES = {option.variable: option for option in OPTIONS.values()}
+FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
+
+
+def load_settings(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
+    """Put the settings together from all sources.
+
+    config: the YAML file; None takes the one that CLLM_CONFIG names, if any. flags: dotted key -> value, only what was
+    given. Raises StartupError with one line that names the source (file and line, variable or flag) and the key.
+    """
+    named = environ.get("CLLM_CONFIG")
+    path = Path(named) if config is None and named else config
+    given, notes = from_file(path) if path is not None else ({}, [])
+    given |= from_environment(environ)
+    given |= from_flags(flags)
+    tree: dict[str, Any] = {}
+    for key, one in given.items():
+        plant(tree, key, one.value)
+    origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
+    return Loaded(Settings.model_validate(tree), origins, notes)
+
+
+def value_at(settings: Settings, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def plant(tree: dict[str, Any], key: str, value: object) -> None:
+    *path, leaf = key.split(".")
+    for name in path:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value
+
+
+def checked(option: Option, value: object, source: str) -> Any:
+    """The value in the option's type; raises StartupError, saying what ``source`` must be."""
+    tree: dict[str, Any] = {}
+    plant(tree, option.key, value)
+    try:
+        return value_at(Settings.model_validate(tree), option.key)
+    except ValidationError:
+        raise StartupError(f"{source} must be {option.expects}, not {show(value)}") from None
+
+
+def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
+    """The settings of a YAML file under their own names, and a note for each key that is not taken as it stands."""
+    entries: dict[str, Given] = {}
+    notes = []
+    for key, entry in read_yaml(path, FILE_KEYS).items():
+        if key in NOT_NEEDED:
+            notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
+            continue
+        option = OPTIONS[ALIASES.get(key, key)]
+        entries[key] = Given(checked(option, entry.value, f"{entry.origin}: {key}"), entry.origin)
+    for target in dict.fromkeys(ALIASES.values()):
+        others = {key: entries.pop(key) for key, canonical in ALIASES.items() if canonical == target and key in entries}
+        if not others:
+            continue
+        how = "by its own name"
+        if target not in entries:
+            taken = min(others, key=lambda key: as_limit(others[key].value))
+            how = f"by {taken}, the smallest"
+            entries[target] = others.pop(taken)
+        if others:
+            winner = entries[target]
+            losers = ", ".join(f"{key}: {show(other.value)}" for key, other in others.items())
+            notes.append(f"{winner.origin}: {target} is {show(winner.value)} {how}; not taken: {losers}")
+    return entries, notes
+
+
+def as_limit(value: object) -> float:
+    """Null is no limit."""
+    return value if isinstance(value, int) else math.inf
+
+
+def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
+    given = {}
+    for key, value in flags.items():
+        if key not in OPTIONS:
+            raise unknown("--", key, OPTIONS)
+        option = OPTIONS[key]
+        given[key] = Given(checked(option, value, option.flag), option.flag)
+    return given
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    given = {}
+    for variable in sorted(environ):
+        if not variable.startswith("CLLM_") or variable in OTHER_VARIABLES:
+            continue
+        if variable not in VARIABLES:
+            raise unknown("", variable, {*VARIABLES, *OTHER_VARIABLES})
+        option = VARIABLES[variable]
+        value = parsed(option, environ[variable])
+        given[option.key] = Given(checked(option, value, variable), variable)
+    return given
+
+
+def parsed(option: Option, text: str) -> object:
+    """The text in the option's type, or the text itself if it cannot be read so."""
+    if option.nullable and text.lower() in ("", "null", "none"):
+        return None
+    try:
+        if option.type is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return option.type(text) if option.type in (int, float) else text
+    except (KeyError, ValueError):
+        return text

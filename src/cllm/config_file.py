@@ -1,0 +1,146 @@
+"""A YAML file as flat dotted keys with their line numbers, and nothing that YAML can do beyond that.
+
+No aliases, no tags, no key twice, no unknown key; each error is one line that names file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+
+from cllm.errors import StartupError
+
+MAX_FILE_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value somebody gave, and where ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port")."""
+
+    value: object
+    origin: str
+
+
+def show(value: object, width: int = 80) -> str:
+    """A value as YAML writes it, on one line and cut to ``width`` characters."""
+    if not isinstance(value, str | bool | int | float | NoneType):
+        return "a list" if isinstance(value, list) else "a mapping"
+    try:
+        text = json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+    except ValueError:  # Python refuses to write numbers of thousands of digits
+        return "a huge number"
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def unknown(source: str, name: str, known: Collection[str]) -> StartupError:
+    """The error for a name that nobody knows, with the nearest ones that exist."""
+    tail = "." + name.rpartition(".")[2]
+    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
+    return StartupError(f"{source}{show(name)[1:-1]} is not a setting{hint}")
+
+
+class Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # A few lines of nested aliases stand for gigabytes; a file of settings needs none.
+        if self.check_event(yaml.AliasEvent):
+            mark = self.current_event.start_mark
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path, keys: Collection[str]) -> dict[str, Given]:
+    """The leaves of the file; ``keys`` are the dotted keys that it may hold."""
+    text = read_text(path)
+    entries: dict[str, Given] = {}
+    try:
+        root = yaml.compose(text, Loader=Loader)
+        if root is not None and value_of(root, f"{path}:1") is not None:
+            Collector(path, keys, entries).collect(root, "")
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise StartupError(f"{path}:{line}: not valid YAML: unprintable character #x{error.character:04x}") from None
+    except RecursionError:
+        raise StartupError(f"{path}: nested too deeply") from None
+    return entries
+
+
+def read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartupError(f"{path}: cannot be read: {reason}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise StartupError(f"{path}: larger than {MAX_FILE_BYTES} bytes, so not a file of settings")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise StartupError(f"{path}:{line}: not valid UTF-8") from None
+
+
+class Collector:
+    """Walks the nodes of one file and fills ``entries``."""
+
+    def __init__(self, path: Path, keys: Collection[str], entries: dict[str, Given]) -> None:
+        self.path = path
+        self.keys = keys
+        self.sections = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
+        self.entries = entries
+        self.seen: set[str] = set()
+
+    def collect(self, node: yaml.Node, section: str) -> None:
+        """Take the leaves under ``node``; "server.port: 1" is as good as a mapping in "server"."""
+        place = self.place(node)
+        if not isinstance(node, yaml.MappingNode):
+            raise StartupError(f"{place}: {section or 'the file'} must be a mapping, not {show(value_of(node, place))}")
+        for key_node, value_node in node.value:
+            key = self.key(key_node, section)
+            value = value_of(value_node, self.place(key_node))
+            if key in self.keys:
+                self.entries[key] = Given(value, self.place(key_node))
+            elif value is not None:  # null is a section whose keys are all commented out
+                self.collect(value_node, key)
+
+    def key(self, node: yaml.Node, section: str) -> str:
+        place = self.place(node)
+        if not isinstance(node, yaml.ScalarNode):
+            raise StartupError(f"{place}: a key must be a word, not {show(value_of(node, place))}")
+        key = f"{section}.{node.value}" if section else str(node.value)
+        if key not in self.keys and key not in self.sections:
+            raise unknown(f"{place}: ", key, {*self.keys, *self.sections})
+        if key in self.seen:
+            raise StartupError(f"{place}: {key} is given twice")
+        self.seen.add(key)
+        return key
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.path}:{node.start_mark.line + 1}"
+
+
+def value_of(node: yaml.Node, place: str) -> object:
+    """The value of a plain scalar; of a list or a mapping only an empty one, to say what was found."""
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if kind in ("str", "timestamp", "value", "merge"):
+        return node.value
+    if kind in ("seq", "map"):
+        return [] if kind == "seq" else {}
+    try:
+        if kind in ("int", "float", "bool", "null"):
+            return Loader("").construct_object(node)
+    except (ValueError, LookupError):
+        raise StartupError(f"{place}: {show(node.value)} cannot be read as {kind}") from None
+    raise StartupError(f"{place}: the tag {show(node.tag)[1:-1]} is not allowed")

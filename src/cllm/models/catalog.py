@@ -1,0 +1,84 @@
+"""From the name a person writes to a file on this disk, and to the name it is served under."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cllm.errors import StartupError
+from cllm.models import hub
+from cllm.models.hub import SPLIT, Progress
+
+BUILTIN_NAME = "cllm-builtin"
+BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
+FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or nothing for the built-in model"
+
+# hf:owner/repo:quant, and what one copies from a browser: https://huggingface.co/owner/repo
+HUB = re.compile(r"(?:hf:|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)")
+REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quantization>[\w./-]+))?/?")
+
+
+def resolve(name: str | None, quantization: str | None = None, progress: Progress | None = None) -> Path:
+    """The GGUF file (the first one of several) that ``name`` means, downloaded if need be.
+
+    quantization: which of a hub repository's files; ``progress`` as in ``hub.download``. Raises StartupError if the
+    name has no known form or the file cannot be had. A file is not opened here: ``gguf.read_header`` checks it.
+    """
+    if name is None or name == BUILTIN_NAME:
+        return _builtin()
+    if match := HUB.fullmatch(name):
+        return _from_hub(name, match["rest"], quantization, progress)
+    path = Path(name).expanduser()
+    if not _looks_like_path(name) and not (name and path.exists()):
+        raise StartupError(f"Unknown model {name!r}{_did_you_mean(name)}; a model is {FORMS}")
+    return _first_part(path)
+
+
+def model_name(path: Path) -> str:
+    """The name clients see: ``cllm-builtin``, ``owner/repo`` for a file of the hub's cache, else the file's stem."""
+    if path == BUILTIN:
+        return BUILTIN_NAME
+    for folder in path.parts:
+        if folder.startswith("models--") and "snapshots" in path.parts:
+            return folder.removeprefix("models--").replace("--", "/")
+    return SPLIT.sub("", path.name).removesuffix(".gguf")
+
+
+def _builtin() -> Path:
+    if not BUILTIN.is_file():
+        raise StartupError("The built-in model is missing from this installation; install cLLM again or name a model")
+    return BUILTIN
+
+
+def _from_hub(name: str, rest: str, quantization: str | None, progress: Progress | None) -> Path:
+    match = REPO.fullmatch(rest)
+    if match is None:
+        raise StartupError(f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M")
+    named = match["quantization"]
+    if named and quantization and named.casefold() != quantization.casefold():
+        raise StartupError(f"{name!r} names {named}, but the quantization asked for is {quantization}; drop one")
+    return hub.download(match["repo"], named or quantization, progress)
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or "\\" in name
+
+
+def _did_you_mean(name: str) -> str:
+    return f" (did you mean hf:{name}?)" if REPO.fullmatch(name) else ""
+
+
+def _first_part(path: Path) -> Path:
+    """llama.cpp wants the first of a split model's files and finds the others beside it."""
+    if not path.exists():
+        raise StartupError(f"There is no file {path}; a model is {FORMS}")
+    match = SPLIT.search(path.name)
+    if match is None:
+        return path
+    start, parts = path.name[: match.start()], int(match["parts"])
+    files = [path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}") for part in range(1, parts + 1)]
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise StartupError(f"The model has {parts} files; {missing} is missing")
+    return files[0]

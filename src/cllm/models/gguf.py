@@ -1,0 +1,366 @@
+"""The header of a GGUF file: read quickly, and never trusted.
+
+llama.cpp's own reader is C++ on a file from the network, and most of the model-file CVEs lie there. What this module
+refuses never reaches it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import stat
+import struct
+from collections.abc import Collection
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from cllm.errors import StartupError
+
+Scalar = int | float | bool | str
+Value = Scalar | tuple[Scalar, ...]
+
+# ggml's types: name, elements in a block, bytes of a block.
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
+}
+
+# GGUF's value types: the letter that ``struct`` has for them.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY, UINT32 = 8, 9, 4
+
+# Far above every known model, far below what would hurt us.
+MAX_KEYS, MAX_TENSORS, MAX_NAME, MAX_DIMS = 1 << 16, 1 << 17, 63, 4
+MAX_TEXT, MAX_KEY, MAX_HEADS = 1 << 26, 1 << 16, 1 << 20
+MAX_ARRAY, MAX_ARRAY_STRINGS = 1 << 28, 1 << 22
+MAX_ELEMENTS = (1 << 63) - 1
+KEPT_ARRAY = 4096
+"""Arrays of numbers up to this length keep their values: they are one number a layer."""
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """``shape`` in GGUF's order: the first dimension is the contiguous one. ``offset`` counts from the data section."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    num_bytes: int
+
+
+class GgufHeader(msgspec.Struct, frozen=True):
+    """What a GGUF file says of itself. Sizes and offsets in bytes.
+
+    metadata: numbers, booleans, strings; arrays of at most 4096 numbers as tuples; longer arrays and arrays of strings
+    are only in ``array_lengths``, where every array is.
+    """
+
+    path: Path
+    version: int
+    architecture: str
+    metadata: dict[str, Value]
+    array_lengths: dict[str, int]
+    tensors: list[Tensor]
+    file_bytes: int
+    data_offset: int
+
+    @property
+    def split_count(self) -> int:
+        """The files the model is spread over; this header describes one of them."""
+        count = self.metadata.get("split.count", 1)
+        return count if isinstance(count, int) and count > 0 else 1
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def number(self, key: str) -> Value | None:
+        """The value of ``{architecture}.{key}``."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def read_header(path: Path, *, keep_strings: Collection[str] = ()) -> GgufHeader:
+    """Read and check the header of ``path``.
+
+    keep_strings: keys whose arrays of strings are wanted in ``metadata``. Raises StartupError, one line, for anything
+    that is not a complete and sound GGUF file; tensor data is not looked at.
+    """
+    size = _regular_file_size(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data, size, keep_strings).header()
+    except (OSError, ValueError) as error:
+        raise StartupError(f"Cannot read {path}: {error}") from None
+
+
+def kv_bytes_per_token(header: GgufHeader) -> int | None:
+    """Bytes of one token's keys and values over all layers with f16 cells; an upper bound under sliding windows.
+
+    None where the metadata does not tell: attention with compressed keys, recurrent layers that are not listed.
+    """
+    layers, heads = header.number("block_count"), header.number("attention.head_count")
+    kv_heads = header.number("attention.head_count_kv") or heads
+    compressed = header.number("attention.kv_lora_rank") is not None
+    recurrent = any(key.startswith(f"{header.architecture}.ssm.") for key in header.metadata)
+    if not isinstance(layers, int) or not 0 < layers <= KEPT_ARRAY or compressed:
+        return None
+    if recurrent and not isinstance(kv_heads, tuple):
+        return None
+    per_layer = kv_heads if isinstance(kv_heads, tuple) else (kv_heads,) * layers
+    counts = [count for count in per_layer if isinstance(count, int) and 0 <= count <= MAX_HEADS]
+    lengths = [_head_length(header, f"attention.{part}_length", heads) for part in ("key", "value")]
+    if len(counts) != layers or any(length is None for length in lengths):
+        return None
+    return 2 * sum(counts) * sum(length for length in lengths if length is not None)
+
+
+def size_text(num_bytes: int) -> str:
+    """A size for a person: ``12.3 MB``, ``4.6 GB``."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _head_length(header: GgufHeader, key: str, heads: Value | None) -> int | None:
+    length = header.number(key)
+    if length is None:
+        width = header.number("embedding_length")
+        most = max((h for h in heads if isinstance(h, int)), default=0) if isinstance(heads, tuple) else heads
+        if isinstance(width, int) and isinstance(most, int) and most > 0:
+            return width // most
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _regular_file_size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise StartupError(f"There is no file {path}") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"Cannot read {path}: {error}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise StartupError(f"{path} is a directory; give the path of a .gguf file in it")
+    if not stat.S_ISREG(status.st_mode):
+        raise StartupError(f"{path} is not a regular file")
+    if status.st_size == 0:
+        raise StartupError(f"{path} is empty: the download did not begin, or the disk was full")
+    return status.st_size
+
+
+class _Reader:
+    """Walks through the header; ``at`` never passes the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int, keep_strings: Collection[str]) -> None:
+        self.path, self.data, self.size, self.at = path, data, min(size, len(data)), 0
+        self.keep_strings = keep_strings
+        self.metadata: dict[str, Value] = {}
+        self.array_lengths: dict[str, int] = {}
+        self.strings_left, self.text_left = MAX_ARRAY_STRINGS, MAX_TEXT
+        self.alignment = 32
+
+    def header(self) -> GgufHeader:
+        version = self._version()
+        num_tensors, num_keys = self._unpack("<QQ")
+        if num_keys > MAX_KEYS or num_tensors > MAX_TENSORS:
+            self._damaged(f"it claims {num_keys} keys and {num_tensors} tensors")
+        for _ in range(num_keys):
+            self._read_key()
+        self._read_alignment()
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        data_offset = self._padded(self.at)
+        return GgufHeader(
+            path=self.path,
+            version=version,
+            architecture=self._architecture(),
+            metadata=self.metadata,
+            array_lengths=self.array_lengths,
+            tensors=self._checked(infos, data_offset),
+            file_bytes=self.size,
+            data_offset=data_offset,
+        )
+
+    def _version(self) -> int:
+        start = bytes(self.data[:64])
+        if start[:4] != b"GGUF":
+            raise StartupError(f"{self.path} is not a GGUF file{_looks_like(start)}")
+        self.at = 4
+        version: int = self._unpack("<I")[0]
+        if version not in (2, 3):
+            reason = "is big-endian" if version and version & 0xFFFF == 0 else f"has GGUF version {version}"
+            raise StartupError(f"{self.path} {reason}; versions 2 and 3, little-endian, are supported")
+        return version
+
+    def _architecture(self) -> str:
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            self._damaged("general.architecture is missing")
+        return architecture
+
+    def _read_key(self) -> None:
+        key = self._string(MAX_KEY)
+        if not key or key in self.metadata or key in self.array_lengths:
+            self._damaged(f"the key {key!r} is {'there twice' if key else 'empty'}")
+        kind = self._unpack("<I")[0]
+        if kind == ARRAY:
+            self._read_array(key)
+        elif kind == STRING:
+            self.metadata[key] = self._string(MAX_TEXT)
+        elif kind in SCALARS:
+            if key == "general.alignment" and kind != UINT32:
+                self._damaged("general.alignment is not a uint32")
+            self.metadata[key] = self._scalars(kind, 1)[0]
+        else:
+            self._damaged(f"the key {key!r} has the unknown type {kind}")
+
+    def _read_array(self, key: str) -> None:
+        kind, length = self._unpack("<IQ")
+        if length > MAX_ARRAY or not (kind in SCALARS or kind == STRING):
+            self._damaged(f"the array {key!r} claims {length} values of type {kind}")
+        self.array_lengths[key] = length
+        if kind == STRING and key in self.keep_strings:
+            self._count_strings(key, length)
+            self.metadata[key] = tuple(self._string(MAX_TEXT) for _ in range(length))
+        elif kind == STRING:
+            self._skip_strings(key, length)
+        elif length <= KEPT_ARRAY:
+            self.metadata[key] = self._scalars(kind, length)
+        else:
+            self._forward(length * struct.calcsize(SCALARS[kind]))
+
+    def _count_strings(self, key: str, length: int) -> None:
+        self.strings_left -= length
+        if self.strings_left < 0:
+            self._damaged(f"the array {key!r} claims {length} strings")
+
+    def _skip_strings(self, key: str, length: int) -> None:
+        self._count_strings(key, length)
+        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(length):
+                at += 8 + unpack(data, at)[0]
+        except (struct.error, OverflowError):
+            self._broken_off(at)
+        if at > self.size:
+            self._broken_off(at)
+        self.at = at
+
+    def _read_alignment(self) -> None:
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            self._damaged(f"the alignment is {alignment}, not a power of two")
+        self.alignment = alignment
+
+    def _tensor_info(self) -> Tensor:
+        name = self._string(MAX_NAME)
+        num_dims = self._unpack("<I")[0]
+        if num_dims > MAX_DIMS:
+            self._damaged(f"the tensor {name!r} has {num_dims} dimensions")
+        shape = self._unpack(f"<{num_dims}Q")
+        kind, offset = self._unpack("<IQ")
+        if kind not in TENSOR_TYPES:
+            raise StartupError(f"{self.path}: the tensor {name!r} has type {kind}, which is not supported")
+        type_name, block_elements, block_bytes = TENSOR_TYPES[kind]
+        elements = math.prod(shape)
+        if max(shape, default=1) > MAX_ELEMENTS or elements > MAX_ELEMENTS or (shape or (1,))[0] % block_elements:
+            self._damaged(f"the tensor {name!r} has the impossible shape {list(shape)} for {type_name}")
+        return Tensor(name, shape, type_name, offset, elements // block_elements * block_bytes)
+
+    def _checked(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
+        """llama.cpp wants tensors in the file's order without gaps; then none can overlap either."""
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            self._damaged("two tensors have the same name")
+        offset, end = 0, 0
+        for tensor in tensors:
+            if tensor.offset != offset:
+                self._damaged(f"the tensor {tensor.name!r} lies at {tensor.offset}, expected at {offset}")
+            end = offset + tensor.num_bytes
+            offset = self._padded(end)
+        if tensors and data_offset + end > self.size:
+            self._incomplete(data_offset + end)
+        return tensors
+
+    def _padded(self, offset: int) -> int:
+        return -(-offset // self.alignment) * self.alignment
+
+    def _unpack(self, form: str) -> tuple[int, ...]:
+        at = self.at
+        self._forward(struct.calcsize(form))
+        return struct.unpack_from(form, self.data, at)
+
+    def _scalars(self, kind: int, count: int) -> tuple[Scalar, ...]:
+        values: tuple[Scalar, ...] = self._unpack(f"<{count}{SCALARS[kind]}")
+        return values
+
+    def _string(self, limit: int) -> str:
+        length = self._unpack("<Q")[0]
+        self.text_left -= length
+        if length > limit or self.text_left < 0:
+            self._damaged(f"a string at byte {self.at} claims {length} bytes")
+        at = self.at
+        self._forward(length)
+        return self.data[at : self.at].decode("utf-8", "replace")
+
+    def _forward(self, num_bytes: int) -> None:
+        if self.at + num_bytes > self.size:
+            self._broken_off(self.at + num_bytes)
+        self.at += num_bytes
+
+    def _broken_off(self, wanted: int) -> NoReturn:
+        if wanted - self.size > MAX_ARRAY * 8:
+            self._damaged(f"a length near byte {self.at} points far behind the end of the file")
+        raise StartupError(
+            f"{self.path} breaks off in its header after {size_text(self.size)}: the download is incomplete"
+        )
+
+    def _incomplete(self, expected: int) -> NoReturn:
+        raise StartupError(
+            f"{self.path}: expected {size_text(expected)}, has {size_text(self.size)}, "
+            f"{expected - self.size} bytes are missing: the download is incomplete"
+        )
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise StartupError(f"{self.path} is damaged: {reason}")
+
+
+def _looks_like(start: bytes) -> str:
+    """What the file is instead, as the end of a sentence."""
+    if start.startswith(b"version https://git-lfs"):
+        return " but a Git LFS pointer: fetch the real file with `git lfs pull`"
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return " but a web page: the download went wrong, or the link leads to a page about the file"
+    if start[:4] in (b"ggml", b"ggjt", b"ggla", b"lmgg", b"tjgg", b"algg"):
+        return " but its predecessor GGML: convert it again"
+    return ""

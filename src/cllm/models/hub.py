@@ -1,0 +1,259 @@
+"""Models from the Hugging Face Hub, kept in the cache that llama.cpp and every other Hugging Face tool share.
+
+``huggingface_hub`` does the transport and reads HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. It
+resumes a download that breaks off while it runs; one that was stopped from outside begins that file again. It is
+imported where it is used, because it takes 0.6 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from cllm.errors import StartupError
+from cllm.models.gguf import size_text
+
+Progress = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes that are there, and the bytes it will have (0 if unknown)."""
+
+DEFAULT_ORDER = "Q4_K_M Q4_0 Q8_0 UD-Q4_K_XL Q4_K_S Q5_K_M Q5_K_S Q6_K IQ4_NL IQ4_XS MXFP4 MXFP4_MOE Q4_1 Q5_0 Q5_1"
+SPLIT = re.compile(r"-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
+QUANTIZATION = re.compile(
+    r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?![A-Z0-9])"
+)
+NOT_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
+LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+
+logger = logging.getLogger(__name__)
+
+
+def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
+    """The first file of ``repo``'s model in the local cache, all its parts downloaded.
+
+    quantization: ``Q4_K_M`` and the like in any case, or a file name; without it the best of the usual ones.
+    progress: None draws on stderr. Without a connection, or offline by HF_HUB_OFFLINE, what is in the cache is used.
+    Raises StartupError if the repository, the quantization or the disk space is not there.
+    """
+    with _one_line_errors(repo):
+        try:
+            sizes = _listed(repo)
+        except Exception as error:
+            cached = _cached(repo)
+            if not cached:
+                raise
+            logger.warning("%s: using what is cached, the hub did not answer (%s)", repo, type(error).__name__)
+            return cached[choose(f"The cached part of {repo}", cached, quantization)[0]]
+        files = choose(repo, sizes, quantization)
+        _check_space(repo, {file: sizes[file] for file in files})
+        with contextlib.nullcontext(progress) if progress else stderr_progress() as report:
+            paths = [_fetched(repo, file, report) for file in files]
+        return paths[0]
+
+
+def choose(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
+    """The files of one model among ``files``, in order; StartupError says what there is instead."""
+    models = _models(files)
+    if not models:
+        raise StartupError(f"{where} has no complete GGUF model; look for a repository of the same name with -GGUF")
+    return models[_default(models) if quantization is None else _matching(where, models, quantization)]
+
+
+def quantization_of(file: str) -> str | None:
+    """The quantization in a file's name (or else its folder's), in capitals."""
+    stem, folder = SPLIT.sub("", Path(file).name).removesuffix(".gguf"), str(Path(file).parent)
+    found = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
+    return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def stderr_progress() -> Iterator[Progress]:
+    """A bar on a terminal; elsewhere a line now and then, so that a log shows that something happens."""
+    if not sys.stderr.isatty():
+        yield _line_progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(file: str, done: int, total: int) -> None:
+            if file not in tasks:
+                tasks[file] = bars.add_task(file)
+            bars.update(tasks[file], completed=done, total=total or None)
+
+        yield report
+
+
+def _line_progress() -> Progress:
+    last = -LINE_EVERY
+
+    def report(file: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last < LINE_EVERY and done < total:
+            return
+        last = time.monotonic()
+        sys.stderr.write(f"Downloading {file}: {size_text(done)} of {size_text(total)}\n")
+
+    return report
+
+
+def _listed(repo: str) -> dict[str, int]:
+    """All files of the repository with their sizes in bytes; a size the hub does not tell is 0."""
+    from huggingface_hub import HfApi
+
+    siblings = HfApi().model_info(repo, files_metadata=True).siblings or []
+    return {sibling.rfilename: sibling.size or 0 for sibling in siblings}
+
+
+def _cached(repo: str) -> dict[str, Path]:
+    """The repository's files in the cache's snapshot of main, or of the newest one."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
+    with contextlib.suppress(OSError):
+        snapshots.append(folder / "snapshots" / (folder / "refs" / "main").read_text().strip())
+    for snapshot in reversed(snapshots):
+        files = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*.gguf") if path.exists()}
+        if files:
+            return files
+    return {}
+
+
+def _check_space(repo: str, sizes: Mapping[str, int]) -> None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    needed = sum(size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(repo, file), str))
+    cache = Path(constants.HF_HUB_CACHE)
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise StartupError(
+            f"{repo} needs {size_text(needed)} but {cache} has {size_text(free)} free; "
+            "make room or set HF_HOME to another disk"
+        )
+
+
+def _fetched(repo: str, file: str, progress: Progress) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    class FileMeter(_Meter):
+        def report(self, done: int, total: int) -> None:
+            progress(file, done, total)
+
+    meter: Any = FileMeter  # it stands for a class of tqdm's without being one
+    return Path(hf_hub_download(repo, file, tqdm_class=meter))
+
+
+class _Meter:
+    """The part of tqdm's interface that ``huggingface_hub`` uses, turned into calls of ``report``."""
+
+    def __init__(self, *, total: float | None = None, initial: float = 0, **_: object) -> None:
+        self.n, self.total = initial, total
+
+    def report(self, done: int, total: int) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, num_bytes: float = 1) -> None:
+        self.n += num_bytes
+        self.report(int(self.n), int(self.total or 0))
+
+    def update_transfer(self, num_bytes: float) -> None:
+        """Bytes on the wire; with deduplication they are not the file's."""
+
+    def set_postfix_str(self, *_: object, **__: object) -> None:
+        pass
+
+    set_transfer_postfix_str = set_postfix_str
+
+
+def _models(files: Iterable[str]) -> dict[str, list[str]]:
+    """Complete models: the name without its part number -> its files in order."""
+    parts: dict[str, dict[int, str]] = {}
+    wanted: dict[str, int] = {}
+    for file in files:
+        if not file.lower().endswith(".gguf") or NOT_MODELS.search(file):
+            continue
+        split = SPLIT.search(file)
+        name = file[: split.start()] + ".gguf" if split else file
+        wanted[name] = int(split["parts"]) if split else 1
+        parts.setdefault(name, {})[int(split["part"]) if split else 1] = file
+    complete = {name for name, count in wanted.items() if sorted(parts[name]) == list(range(1, count + 1))}
+    return {name: [parts[name][part] for part in sorted(parts[name])] for name in sorted(complete)}
+
+
+def _default(models: Mapping[str, list[str]]) -> str:
+    """The usual quantization; among several names with it the shortest, since additions mark variants."""
+    order = {name: rank for rank, name in enumerate(DEFAULT_ORDER.split())}
+    return min(models, key=lambda name: (order.get(quantization_of(name) or "", len(order)), len(name), name))
+
+
+def _matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
+    lower = wanted.lower()
+    quantizations = {name: (quantization_of(name) or "").lower() for name in models}
+    named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
+    exact = [name for name, quantization in quantizations.items() if quantization == lower]
+    dynamic = [name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"]
+    found = named or exact or dynamic
+    if len(found) > 1:
+        raise StartupError(f"{where} has several files for {wanted}; name one: {', '.join(found)}")
+    if found:
+        return found[0]
+    there = ", ".join(sorted({quantization_of(name) or name for name in models}))
+    raise StartupError(f"{where} has no {wanted}; it has {there}")
+
+
+@contextlib.contextmanager
+def _one_line_errors(repo: str) -> Iterator[None]:
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(_explained(repo, error)) from error
+
+
+def _explained(repo: str, error: Exception) -> str:
+    """One line that says what to do; huggingface_hub's own messages are paragraphs."""
+    import httpx2
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN to your token"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"There is no model {repo} at {constants.ENDPOINT}, or it is private: then set HF_TOKEN to your token"
+    if isinstance(error, errors.HFValidationError):
+        return f"{repo!r} is not the name of a repository; it is written owner/repo"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set and {repo} is not in {constants.HF_HUB_CACHE}; unset it once to download"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return f"{constants.ENDPOINT} refuses {repo}: set HF_TOKEN to a token that may read it"
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{constants.ENDPOINT} answered {error.response.status_code} for {repo}; try again later"
+    if isinstance(error, httpx2.NetworkError | httpx2.ProtocolError) and not isinstance(error, httpx2.ConnectError):
+        return f"The connection to {constants.ENDPOINT} broke off while {repo} was downloaded; try again"
+    if isinstance(error, httpx2.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
+        return (
+            f"Cannot reach {constants.ENDPOINT} and {repo} is not in {constants.HF_HUB_CACHE}: check the network "
+            f"and HF_ENDPOINT, or give the path of a .gguf file ({type(error).__name__})"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"The disk is full while downloading {repo}; make room or set HF_HOME to another disk"
+    return f"Cannot download {repo}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

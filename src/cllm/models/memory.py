@@ -1,0 +1,62 @@
+"""How much memory there is for a model and its KV cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cllm.errors import StartupError
+from cllm.models.gguf import GgufHeader, kv_bytes_per_token, size_text
+
+USUAL_KV_BYTES = 4 << 30
+COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
+MIN_CONTEXT = 256
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, within the container's limit; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _physical_bytes()
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    limit = _container_limit()
+    return available if limit is None or available is None else min(available, limit)
+
+
+def _physical_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _container_limit() -> int | None:
+    """What is left of the control group's memory (version 2)."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def kv_budget(header: GgufHeader, wanted_bytes: int | None, context_length: int | None, *, on_gpu: bool) -> int:
+    """Bytes for the KV cache: what was asked for, else half of what the weights leave, 4 GiB at most.
+
+    Raises StartupError with the sizes if the model, or one sequence of ``context_length`` tokens, does not fit. With
+    ``on_gpu`` the weights lie elsewhere and only llama.cpp can tell.
+    """
+    available = available_bytes()
+    if on_gpu or available is None:
+        return wanted_bytes or USUAL_KV_BYTES
+    weights = header.tensor_bytes + COMPUTE_BYTES
+    one_sequence = (kv_bytes_per_token(header) or 0) * (context_length or MIN_CONTEXT)
+    need = weights + (wanted_bytes or one_sequence)
+    if need > available:
+        what = "its KV cache" if wanted_bytes else f"a KV cache of {context_length or MIN_CONTEXT} tokens"
+        raise StartupError(
+            f"not enough memory: the model needs {size_text(weights)} and {what} {size_text(need - weights)}, "
+            f"but {size_text(available)} are available: take a smaller quantization, context or kv.max_memory_mb"
+        )
+    return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - weights) // 2))

@@ -1,0 +1,99 @@
+"""Prometheus metrics, under the names that vLLM's dashboards know with ``cllm:`` for ``vllm:``."""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from cllm.core.output import Stats
+
+# CPUs take minutes for what GPUs do in milliseconds, so the buckets reach further than usual.
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+
+GAUGES = {
+    "num_running": ("num_requests_running", "sequences being computed"),
+    "num_waiting": ("num_requests_waiting", "sequences waiting for a sequence id or for cells"),
+    "num_seq_ids": ("seq_ids", "sequence ids there are"),
+    "num_seq_ids_in_use": ("seq_ids_in_use", "sequence ids leased to running sequences"),
+    "num_cells": ("kv_cells", "KV cells (tokens) there are"),
+    "num_cells_held": ("kv_cells_held", "KV cells held by running sequences"),
+    "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, free for the taking"),
+    "num_steps": ("engine_steps", "steps since the engine started"),
+    "num_preemptions": ("preemptions", "sequences that gave up their cells and were computed again"),
+}
+
+
+class Metrics:
+    """One registry; every observation costs about a microsecond."""
+
+    def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a time stamp for each series, which no dashboard reads
+        self._registry = CollectorRegistry()
+        registry, labels = self._registry, ("model_name",)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"cllm:{name}", text, labels, registry=registry).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"cllm:{name}", text, labels, registry=registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(f"cllm:{name}_seconds", text, labels, registry=registry, buckets=buckets)
+            return family.labels(model_name)
+
+        self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
+        self._ready = gauge("engine_ready", "1 if the engine takes requests")
+        self._restarts = gauge("engine_restarts", "times the engine died and was started again")
+        self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
+        self._requests = counter("requests", "requests handed to the engine")
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens handed to the engine")
+        self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
+        self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
+        self._itl = histogram("inter_token_latency", "between the tokens of a request", ITL_BUCKETS)
+        self._e2e = histogram("e2e_request_latency", "from submission to the end", E2E_BUCKETS)
+        self._outcome = Counter(
+            "cllm:request_outcome",
+            "how requests ended: finished, abort (the client went away), error, timeout",
+            ("model_name", "outcome"),
+            registry=self._registry,
+        )
+        self._finish = Counter(
+            "cllm:request_success",
+            "choices that finished, by reason",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._model_name = model_name
+
+    def begun(self, num_prompt_tokens: int) -> None:
+        self._requests.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """``count`` tokens came ``seconds`` after what came before them."""
+        (self._ttft if first else self._itl).observe(seconds)
+        self._generation_tokens.inc(count)
+
+    def finished(self, reason: str) -> None:
+        self._finish.labels(self._model_name, reason).inc()
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        self._outcome.labels(self._model_name, outcome).inc()
+        self._e2e.observe(seconds)
+
+    def render(self, stats: Stats, *, ready: bool, num_restarts: int) -> bytes:
+        """The page that Prometheus reads."""
+        for field, gauge in self._stats.items():
+            gauge.set(getattr(stats, field))
+        self._usage.set(stats.num_cells_held / stats.num_cells if stats.num_cells else 0)
+        self._ready.set(ready)
+        self._restarts.set(num_restarts)
+        return generate_latest(self._registry)

@@ -1,0 +1,114 @@
+"""The engine process: ``python -m cllm.process.child``, started by client.py.
+
+One thread steps the engine and is the only one that calls libllama. A second one only reads stdin into a queue; when
+stdin ends, the parent is gone and the process exits at once, whatever it was doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from cllm.core.output import Stats, TokenOutput
+from cllm.engine.build import EngineParams, build_backend, build_engine
+from cllm.engine.engine import Command
+from cllm.errors import StartupError
+from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
+
+PIPE_BYTES = 1 << 20  # room for some thousand steps while the parent is busy
+
+
+class PipeInbox:
+    """Commands from stdin."""
+
+    def __init__(self, stdin: BinaryIO) -> None:
+        self._stdin = stdin
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            body = read_frame(self._stdin)
+            if body is None:
+                os._exit(0)
+            self._queue.put(self._decoder.decode(body))
+
+    def drain(self, block: bool) -> list[Command]:
+        commands = [self._queue.get()] if block else []
+        while not self._queue.empty():
+            commands.append(self._queue.get())
+        return commands
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The body of the next frame, or None at the end of the stream."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return stream.read(LENGTH.unpack(head)[0])
+
+
+def own_stdout() -> int:
+    """A private descriptor for frames; whatever libraries print to stdout goes to stderr instead."""
+    private = os.dup(1)
+    os.dup2(2, 1)
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(private, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return private
+
+
+def send_all(descriptor: int, message: FromChild) -> None:
+    data = memoryview(frame(message))
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    output = own_stdout()
+    body = read_frame(sys.stdin.buffer)
+    if body is None:
+        return 0
+    params = msgspec.msgpack.decode(body, type=EngineParams)
+    reported = 0.0
+
+    def progress(share: float) -> None:
+        nonlocal reported
+        if share - reported >= 0.01:
+            reported = share
+            send_all(output, Loading(share))
+
+    try:
+        backend = build_backend(params, progress)
+    except StartupError as error:
+        send_all(output, Failed(str(error)))
+        return 2
+    engine = build_engine(backend, check=params.check)
+    inbox = PipeInbox(sys.stdin.buffer)
+    gc.collect()
+    gc.freeze()
+
+    def send(outputs: list[TokenOutput], stats: Stats) -> None:
+        send_all(output, Stepped(outputs, stats))
+
+    send_all(output, Ready(backend.info))
+    try:
+        engine.run(inbox, send)
+    except BrokenPipeError:  # the parent is gone
+        pass
+    os._exit(0)  # the reader thread sits in read(); nothing is left to flush
+
+
+if __name__ == "__main__":
+    sys.exit(main())

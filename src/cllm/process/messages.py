@@ -1,0 +1,50 @@
+"""What crosses the border: frames of a 4-byte length and MessagePack, over the child's stdin and stdout.
+
+To the child: EngineParams once, then commands (engine/engine.py). From the child: the structs below.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from cllm.backends.base import ModelInfo
+from cllm.core.output import Stats, TokenOutput
+
+LENGTH = struct.Struct("<I")
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The share of the model that is loaded, 0 to 1."""
+
+    share: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    info: ModelInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine cannot start; ``reason`` is one line for a person."""
+
+    reason: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All that one step gave, for all sequences."""
+
+    outputs: list[TokenOutput]
+    stats: Stats
+
+
+FromChild = Loading | Ready | Failed | Stepped
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    """The bytes of one message, length first."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body

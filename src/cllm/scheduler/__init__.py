@@ -1,0 +1,1 @@
+"""Decides what each step computes and for whom; computes nothing itself."""

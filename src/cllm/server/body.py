@@ -1,0 +1,93 @@
+"""Request bodies: how large, what type, JSON or not, and a pydantic model of them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic
+import pydantic_core
+from starlette.requests import Request
+
+from cllm.errors import BadRequest
+
+Model = TypeVar("Model", bound=pydantic.BaseModel)
+
+CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "greater_than_equal": "integer_below_min_value",
+    "greater_than": "integer_below_min_value",
+    "less_than_equal": "integer_above_max_value",
+    "less_than": "integer_above_max_value",
+}
+
+
+class Body(pydantic.BaseModel):
+    """Base of request models: no coercion, no NaN, unknown fields ignored."""
+
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+def documented(model: type[Body]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that its route reads by itself; app.py moves ``$defs`` to where they belong."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field."""
+    value = parse_json(await read_bytes(request))
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise explain(error) from None
+
+
+async def read_bytes(request: Request) -> bytes:
+    """The body; one over the server's limit is refused as soon as that is known, and not read to its end."""
+    content_type = request.headers.get("content-type", "")
+    media_type, _, parameters = content_type.partition(";")
+    charset = parameters.lower().replace(" ", "").replace('"', "")
+    if media_type.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+        message = f"The Content-Type must be application/json in UTF-8, not {content_type[:80]!r}."
+        raise BadRequest(message, code="unsupported_media_type", status=415)
+    if "content-encoding" in request.headers:
+        raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
+    limit: int = request.app.state.max_body
+    too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
+    if int(request.headers.get("content-length") or 0) > limit:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        value = pydantic_core.from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body must be a JSON object.", code="invalid_type")
+    return value
+
+
+def explain(error: pydantic.ValidationError) -> BadRequest:
+    """The first fault of a body, in words, with the field's path as OpenAI writes it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif part.isidentifier():  # union members have names like "list[str]", which no field has
+            param += f".{part}" if param else part
+    message = first["msg"].removeprefix("Value error, ")
+    kind = first["type"]
+    code = CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
+    if kind == "missing":
+        return BadRequest(f"Missing required parameter: '{param}'.", param=param, code=code)
+    return BadRequest(f"Invalid '{param}': {message}.", param=param or None, code=code)

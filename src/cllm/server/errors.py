@@ -1,0 +1,77 @@
+"""Errors to answers, in the form that OpenAI's clients read. Nothing of a fault of ours but its existence gets out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pydantic_core
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.errors import BadRequest, EngineError
+from cllm.server.sse import ClientGone
+from cllm.service import RequestTimeout
+
+log = logging.getLogger("cllm.server")
+
+RETRY_AFTER = 2  # seconds: about the time an engine needs to be back
+CLIENT_CLOSED_REQUEST = 499
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and OpenAI's error object, always with its four keys."""
+    if isinstance(error, BadRequest):
+        kind = "invalid_request_error"
+        return error.status, body(str(error), kind, error.param, error.code)
+    if isinstance(error, RequestTimeout):
+        return 504, body(str(error), "timeout", None, "request_timeout")
+    if isinstance(error, EngineError):
+        return 503, body(str(error), "server_error", None, "engine_unavailable")
+    return 500, body("Internal error; the log of the server says more.", "server_error", None, "internal_error")
+
+
+def body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_event(error: Exception) -> bytes:
+    """A fault after the first byte: an event with the error object, for a stream that then ends."""
+    if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
+        log.exception("a stream failed", exc_info=error)
+    return b"data: " + pydantic_core.to_json(describe(error)[1]) + b"\n\n"
+
+
+def answer(status: int, content: dict[str, Any]) -> Response:
+    headers = {"retry-after": str(RETRY_AFTER)} if status == 503 else {}
+    if status == 413:
+        headers["connection"] = "close"  # the rest of the body is not read
+    return Response(pydantic_core.to_json(content), status, headers, "application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of ``app`` in one form."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        return answer(*describe(error))
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        return answer(*describe(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return answer(error.status_code, body(message[:300], "invalid_request_error", None, code))
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    for kind in (BadRequest, EngineError, RequestTimeout):
+        app.add_exception_handler(kind, expected)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

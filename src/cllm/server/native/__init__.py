@@ -1,0 +1,1 @@
+"""cLLM's own dialect: generate, encode, model info, health, metrics."""

@@ -1,0 +1,164 @@
+"""The routes that cLLM has had from its beginning."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cllm import __version__
+from cllm.server.body import Body, documented, read_body
+from cllm.server.errors import error_event
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.service import Generation, Service
+
+router = APIRouter(tags=["cLLM"])
+
+DEFAULT_MAX_TOKENS = 100
+
+
+class GenerateBody(Body):
+    """A plain prompt; what is left out is the operator's default."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    stream: bool = False
+
+
+class EncodeBody(Body):
+    text: Annotated[str, Field(min_length=1)]
+
+
+@router.get("/")
+async def root(request: Request) -> dict[str, Any]:
+    """What this server is and where its doors are."""
+    service: Service = request.app.state.service
+    paths = sorted(path for path in request.app.openapi()["paths"] if path != "/")
+    return {"name": "cLLM", "version": __version__, "model": service.model_name, "docs": "/docs", "paths": paths}
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Alive, whether or not the engine is ready."""
+    service: Service = request.app.state.service
+    return {"status": "healthy", "model_loaded": service.engine.ready}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 while requests are taken; 503 while the model loads, the engine restarts or the server shuts down."""
+    service: Service = request.app.state.service
+    if service.ready:
+        return JSONResponse({"status": "ready"})
+    return JSONResponse({"status": "draining" if service.draining else "loading"}, 503, {"retry-after": "2"})
+
+
+@router.get("/model/info")
+async def model_info(request: Request) -> dict[str, Any]:
+    """The model, the sizes in force, and how the engine stands."""
+    service: Service = request.app.state.service
+    return {
+        "model_name": service.model_name,
+        **msgspec.structs.asdict(service.info),
+        "stats": msgspec.structs.asdict(service.engine.stats),
+    }
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus."""
+    service: Service = request.app.state.service
+    engine = service.engine
+    page = service.metrics.render(engine.stats, ready=service.ready, num_restarts=engine.num_restarts)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post("/encode", openapi_extra=documented(EncodeBody))
+async def encode(request: Request) -> dict[str, Any]:
+    """Token ids of a text, as the model would read it in a prompt."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EncodeBody)
+    tokens = await service.encode(body.text, param="text")
+    return {"tokens": tokens, "length": len(tokens)}
+
+
+@router.post("/generate", openapi_extra=documented(GenerateBody))
+async def generate(request: Request) -> Response:
+    """Continue a prompt; with ``stream`` the same as /generate_stream."""
+    body = await read_body(request, GenerateBody)
+    generation = await prepare(request, body)
+    if body.stream:
+        return EventStream(stream(request.app.state.service, generation))
+    return await until_disconnect(request, collect(request.app.state.service, generation, body.max_tokens))
+
+
+@router.post("/generate_stream", openapi_extra=documented(GenerateBody))
+async def generate_stream(request: Request) -> Response:
+    """Continue a prompt; events ``{"id", "token", "done"}``, the last with ``done`` true."""
+    body = await read_body(request, GenerateBody)
+    return EventStream(stream(request.app.state.service, await prepare(request, body)))
+
+
+async def prepare(request: Request, body: GenerateBody) -> Generation:
+    service: Service = request.app.state.service
+    values = body.model_dump(exclude={"prompt", "stream", "stop"})
+    params = request.app.state.sampling.params(**values, stop=tuple(body.stop or ()))
+    generation = Generation(secrets.token_hex(16), [await service.encode(body.prompt)], params)
+    service.check(generation)
+    return generation
+
+
+async def collect(service: Service, generation: Generation, max_tokens: int) -> Response:
+    begun = time.monotonic()
+    parts, finish = [], ""
+    async with aclosing(service.generate(generation)) as steps:
+        async for deltas in steps:
+            parts += [delta.text for delta in deltas]
+            finish = deltas[-1].finish
+    seconds = time.monotonic() - begun
+    usage = generation.usage
+    content = {
+        "id": generation.request_id,
+        "text": "".join(parts),
+        "response_time": seconds,
+        "tokens_per_second": usage.completion_tokens / seconds,
+        "generated_tokens": usage.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "max_tokens": max_tokens,
+        "finish_reason": finish,
+    }
+    return JSONResponse(content)
+
+
+async def stream(service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
+    head = b'data: {"id":"%s",' % generation.request_id.encode()
+    finish = ""
+    try:
+        async with aclosing(service.generate(generation)) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    finish = delta.finish
+                    if delta.text:
+                        yield head + b'"token":' + to_json(delta.text) + b',"done":false}\n\n'
+    except Exception as error:
+        yield error_event(error)
+        finish = "error"
+    tokens = generation.usage.completion_tokens
+    yield head + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % (finish.encode(), tokens)

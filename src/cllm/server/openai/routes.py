@@ -1,0 +1,127 @@
+"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.errors import BadRequest
+from cllm.server.body import documented, read_body
+from cllm.server.openai.schema import ChatBody, CompletionBody, GenerationBody
+from cllm.server.openai.stream import Chunks, usage_object
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.service import Generation, Service
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.post("/chat/completions", openapi_extra=documented(ChatBody))
+async def chat_completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    body = await read_body(request, ChatBody)
+    check_model(body.model, service)
+    body.check()
+    params = body.params(request.app.state.sampling)
+    prompt = await service.encode_chat(
+        body.template_messages(), body.template_tools(), **(body.chat_template_kwargs or {})
+    )
+    generation = Generation(f"chatcmpl-{secrets.token_hex(12)}", [prompt], params, param="messages")
+    return await respond(request, body, generation, chat=True)
+
+
+@router.post("/completions", openapi_extra=documented(CompletionBody))
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    body = await read_body(request, CompletionBody)
+    check_model(body.model, service)
+    body.check()
+    params = body.params(request.app.state.sampling)
+    prompts = [
+        await service.encode(prompt) if isinstance(prompt, str) else checked_tokens(prompt, service)
+        for prompt in body.prompts()
+    ]
+    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params)
+    return await respond(request, body, generation, chat=False)
+
+
+@router.get("/models")
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [model_object(request.app.state.service)]}
+
+
+@router.get("/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    check_model(name, request.app.state.service)
+    return model_object(request.app.state.service)
+
+
+def model_object(service: Service) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "cllm",
+        "context_length": info.context_length if info else None,
+    }
+
+
+def check_model(name: str | None, service: Service) -> None:
+    """Raise BadRequest (404) if a request names another model than the one that is served."""
+    if name is not None and name != service.model_name:
+        message = f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
+        raise BadRequest(message, param="model", code="model_not_found", status=404)
+
+
+def checked_tokens(tokens: list[int], service: Service) -> list[int]:
+    """Raise BadRequest if a token id lies outside of the vocabulary."""
+    size = service.info.vocabulary_size
+    for token in tokens:
+        if not 0 <= token < size:
+            message = f"Invalid 'prompt': token ids must be between 0 and {size - 1}, not {token}."
+            raise BadRequest(message, param="prompt", code="invalid_value")
+    return tokens
+
+
+async def respond(request: Request, body: GenerationBody, generation: Generation, *, chat: bool) -> Response:
+    """Stream the generation, or collect it; what can be refused is refused before the first byte."""
+    service: Service = request.app.state.service
+    service.check(generation)
+    head = {
+        "id": generation.request_id,
+        "object": ("chat.completion" if chat else "text_completion") + (".chunk" if chat and body.stream else ""),
+        "created": int(time.time()),
+        "model": service.model_name,
+    }
+    headers = {"x-request-id": generation.request_id}
+    if body.stream:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        chunks = Chunks(head, chat=chat, include_usage=include_usage)
+        return EventStream(chunks.stream(service, generation), headers)
+    choices = await until_disconnect(request, collect(service, generation, chat=chat))
+    content = {**head, "choices": choices, "usage": usage_object(generation.usage)}
+    return Response(to_json(content), headers=headers, media_type="application/json")
+
+
+async def collect(service: Service, generation: Generation, *, chat: bool) -> list[dict[str, Any]]:
+    """All choices of a generation, whole."""
+    texts: list[list[str]] = [[] for _ in range(len(generation.prompts) * generation.params.n)]
+    finish = [""] * len(texts)
+    async with aclosing(service.generate(generation)) as steps:
+        async for deltas in steps:
+            for delta in deltas:
+                texts[delta.index].append(delta.text)
+                finish[delta.index] = delta.finish
+    choices: list[dict[str, Any]] = []
+    for i, parts in enumerate(texts):
+        text = "".join(parts)
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+        choices.append({"index": i, **content, "logprobs": None, "finish_reason": finish[i]})
+    return choices

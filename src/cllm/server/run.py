@@ -1,0 +1,149 @@
+"""Runs the HTTP server and its engine, from the socket to the last goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from cllm.config import Settings
+from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.errors import EngineError, StartupError
+from cllm.observe.metrics import Metrics
+from cllm.process.client import EngineClient
+from cllm.server.app import create_app
+from cllm.server.defaults import SamplingDefaults
+from cllm.service import Service
+
+log = logging.getLogger("cllm.server")
+
+BACKLOG = 2048
+KEEP_ALIVE = 75  # seconds; longer than the idle time of the usual clients and proxies, so that they close first
+LAST_WORDS = 2  # seconds for streams that were ended to say so
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartupError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if hasattr(socket, "SO_REUSEADDR") and not hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, but at SIGTERM running streams get ``drain_timeout`` seconds and then an error of their own.
+
+    The second signal ends them at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_timeout = drain_timeout
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._end_streams()
+        self._service.draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.draining = True
+        timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _end_streams(self) -> None:
+        self._service.engine.end_all(EngineError("The server is shutting down."))
+
+
+async def run(
+    settings: Settings,
+    params: EngineParams,
+    model_name: str,
+    listener: socket.socket,
+    on_loading: Callable[[float], None],
+    on_ready: Callable[[Service], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartupError if the model cannot be loaded."""
+    vocabulary = build_vocabulary(params)
+    engine = EngineClient(params, on_loading)
+    metrics = Metrics(model_name)
+    service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout)
+    sampling = SamplingDefaults(**settings.sampling.model_dump())
+    app = create_app(service, sampling, int(settings.server.max_body_mb * 1_000_000))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
+    )
+    server = HttpServer(config, service, settings.server.drain_timeout)
+    starting = asyncio.create_task(engine.start())
+
+    def started(task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            server.should_exit = True
+        else:
+            on_ready(service)
+
+    starting.add_done_callback(started)
+    try:
+        await server.serve(sockets=[listener])
+        if starting.done() and not starting.cancelled() and (error := starting.exception()):
+            raise error
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StartupError):
+            await starting
+        await engine.close()
+
+
+def run_forever(
+    settings: Settings,
+    params: EngineParams,
+    model_name: str,
+    listener: socket.socket,
+    on_loading: Callable[[float], None],
+    on_ready: Callable[[Service], None],
+) -> None:
+    """``run`` in an event loop of its own: uvloop where there is one."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner, contextlib.suppress(KeyboardInterrupt):
+        # uvicorn raises the signal again once it has shut down, which is how we learn of it: as a clean end
+        previous = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            runner.run(run(settings, params, model_name, listener, on_loading, on_ready))
+        finally:
+            signal.signal(signal.SIGTERM, previous)

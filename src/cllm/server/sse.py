@@ -1,0 +1,88 @@
+"""Answers that end when the client goes away: server-sent events, and plain ones."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+HEARTBEAT = 15.0  # seconds of silence after which proxies and clients are told that we are alive
+HEARTBEAT_BYTES = b": ping\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+class EventStream(Response):
+    """Sends events that are ready bytes.
+
+    A disconnect is watched for beside the writing, so that the generator is closed, and its sequences are given
+    back, as soon as the client has gone, whether or not there is something to write.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._sending = False
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        writing = asyncio.create_task(self._write(send))
+        watching = asyncio.create_task(disconnected(receive))
+        try:
+            while True:
+                sent = self._num_sent
+                done, _ = await asyncio.wait({writing, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
+                if done:
+                    break
+                if self._num_sent == sent and not self._sending:
+                    await send({"type": "http.response.body", "body": HEARTBEAT_BYTES, "more_body": True})
+        finally:
+            watching.cancel()
+            writing.cancel()
+            await asyncio.gather(writing, watching, return_exceptions=True)
+        if not writing.cancelled() and (error := writing.exception()):
+            raise error
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for data in events:
+                self._sending = True
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._sending = False
+                self._num_sent += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; it is cancelled, and ClientGone raised, if the client goes away before."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,225 @@
+"""A neutral request in, a stream of neutral deltas out. Every dialect is a translation to and from this interface."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from cllm.backends.base import ModelInfo, Vocabulary
+from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import FinishReason
+from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
+from cllm.observe.metrics import Metrics
+from cllm.process.client import EngineClient, Stream
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.detokenizer import Detokenizer
+from cllm.text.stop_strings import StopStrings
+
+LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
+
+
+class RequestTimeout(CLLMError):
+    """The request took longer than scheduler.request_timeout."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """New text of one choice. ``finish`` is "" while it goes on, else stop or length, and then nothing follows."""
+
+    index: int
+    text: str
+    num_tokens: int
+    finish: str = ""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request; complete when its deltas have ended."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
+
+    Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
+    """
+
+    request_id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    param: str = "prompt"
+    usage: Usage = field(default_factory=Usage)
+
+
+class Choice:
+    """The text of one sequence as it grows."""
+
+    def __init__(self, index: int, pieces: list[bytes], stops: tuple[str, ...]) -> None:
+        self.index = index
+        self.begun = False
+        self.finish = ""
+        self._detokenizer = Detokenizer(pieces)
+        self._stops = StopStrings(stops)
+
+    def feed(self, output: TokenOutput) -> str:
+        """The text that ``output`` adds; sets ``finish`` at the end, which a stop string brings about too."""
+        self.begun = True
+        text = self._detokenizer.feed(output.token) if output.is_text else ""
+        if output.finish:
+            text += self._detokenizer.flush()
+        text, stopped = self._stops.feed(text)
+        if stopped:
+            self.finish = FinishReason.STOP
+        elif output.finish:
+            text += self._stops.flush()
+            self.finish = output.finish
+        return text
+
+
+class Service:
+    """Text in, text out, over one engine."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        model_name: str,
+        request_timeout: float | None = None,
+    ) -> None:
+        """``request_timeout``: seconds that a request may take from submission to its last token."""
+        self.engine = engine
+        self.vocabulary = vocabulary
+        self.metrics = metrics
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.draining = False
+        self._chat_template = ChatTemplate(vocabulary)
+        self._request_timeout = request_timeout
+        self._longest_piece = max(map(len, vocabulary.pieces))
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.ready and not self.draining
+
+    @property
+    def info(self) -> ModelInfo:
+        """Raises EngineError while the model has never been loaded."""
+        if self.engine.info is None:
+            raise EngineError("The model is being loaded; please retry.")
+        return self.engine.info
+
+    async def encode(self, text: str, *, add_special: bool = True, param: str = "prompt") -> list[int]:
+        """Tokens of plain text. Raises BadRequest if it can never fit, without tokenizing what is far too long."""
+        self._check_length(len(text), param)
+        if len(text) < LONG_TEXT:
+            return self.vocabulary.tokenize(text, add_special=add_special, parse_special=False)
+        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=add_special, parse_special=False)
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any
+    ) -> list[int]:
+        """Tokens of a conversation by the model's template. Raises BadRequest, also if it can never fit."""
+        length = sum(len(str(message.get("content") or "")) for message in messages)
+        self._check_length(length, "messages")
+        if length < LONG_TEXT and len(messages) < 100:
+            return self._chat_template.encode(messages, tools, **variables)
+        return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        at_least = num_characters // self._longest_piece
+        if at_least >= self.info.context_length:
+            raise context_length_exceeded(at_least, self.info.context_length, param)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens left out."""
+        return b"".join(self.vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+    def check(self, generation: Generation) -> None:
+        """Raise BadRequest if it can never be computed, so that a dialect can refuse before the first byte."""
+        info = self.info
+        generation.params.check_vocabulary(info.vocabulary_size)
+        for prompt in generation.prompts:
+            if not prompt:
+                raise BadRequest("The prompt is empty.", param=generation.param, code="empty_prompt")
+            if len(prompt) >= info.context_length:
+                raise context_length_exceeded(len(prompt), info.context_length, generation.param)
+        if self.draining:
+            raise EngineError("The server is shutting down.")
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[Delta], None]:
+        """The deltas of a request as they come, those of one step together; ends when every choice has finished.
+
+        Close it (contextlib.aclosing) to abort. Raises what ``check`` raises, EngineError and RequestTimeout.
+        """
+        self.check(generation)
+        begun = time.monotonic()
+        requests = [
+            Request(f"{generation.request_id}-{i}", prompt, generation.params)
+            for i, prompt in enumerate(generation.prompts)
+        ]
+        generation.usage.prompt_tokens = sum(map(len, generation.prompts))
+        stream = self.engine.submit(requests)
+        outcome = "abort"
+        try:
+            self.metrics.begun(generation.usage.prompt_tokens)
+            async with asyncio.timeout(self._request_timeout):
+                async with aclosing(self._deltas(generation, stream)) as all_deltas:
+                    async for deltas in all_deltas:
+                        yield deltas
+            outcome = "finished"
+        except TimeoutError:
+            outcome = "timeout"
+            raise RequestTimeout(f"The request took longer than {self._request_timeout:g} seconds.") from None
+        except EngineError:
+            outcome = "error"
+            raise
+        finally:
+            self.engine.close_stream(stream)
+            self.metrics.ended(outcome, time.monotonic() - begun)
+
+    async def _deltas(self, generation: Generation, stream: Stream) -> AsyncGenerator[list[Delta], None]:
+        params, pieces = generation.params, self.vocabulary.pieces
+        choices = {
+            (request.request_id, j): Choice(i * params.n + j, pieces, params.stop)
+            for i, request in enumerate(stream.requests)
+            for j in range(params.n)
+        }
+        going = len(choices)
+        last = time.monotonic()
+        while going:
+            outputs = await stream.get()
+            now = time.monotonic()
+            self.metrics.tokens(len(outputs), now - last, first=generation.usage.completion_tokens == 0)
+            last = now
+            deltas: dict[int, Delta] = {}
+            for output in outputs:
+                choice = choices[output.request_id, output.index]
+                if choice.finish:  # sampled before the engine heard of the stop string
+                    continue
+                if output.finish == FinishReason.ERROR:
+                    raise EngineError("The engine failed to compute this request; please retry.")
+                if not choice.begun and output.index == 0:
+                    generation.usage.cached_tokens += output.num_cached_tokens
+                text = choice.feed(output)
+                delta = deltas.setdefault(choice.index, Delta(choice.index, "", 0))
+                delta.text += text
+                delta.num_tokens += 1
+                delta.finish = choice.finish
+                generation.usage.completion_tokens += 1
+                if choice.finish:
+                    going -= 1
+                    self.metrics.finished(choice.finish)
+                    if not output.finish:
+                        self.engine.abort(output.request_id, output.index)
+            yield list(deltas.values())

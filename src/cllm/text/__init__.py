@@ -1,0 +1,1 @@
+"""Text to tokens and back: chat templates, tokenizing, detokenizing, stop strings."""

@@ -1,0 +1,113 @@
+"""Messages to prompt text, by the model's own Jinja template. The only place that builds a Jinja environment."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from cllm.backends.base import Vocabulary
+from cllm.errors import BadRequest, StartupError
+
+# Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
+
+class ChatTemplate:
+    """Renders messages and tokenizes the result, so that only the template can write control tokens.
+
+    A control token's text inside a message is fenced before rendering and tokenized as plain text afterwards.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
+        """``source``: another template than the model's. Raises StartupError if it has a syntax error."""
+        self._vocabulary = vocabulary
+        source = source if source is not None else vocabulary.chat_template
+        self._template = compile_template(source) if source else None
+
+    def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of the prompt that asks for the next assistant message.
+
+        Raises BadRequest if the model has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
+        try:
+            text = self._template.render(
+                messages=self._fenced(messages),
+                tools=self._fenced(tools) or None,
+                add_generation_prompt=True,
+                **self._vocabulary.special_texts,
+                **variables,
+            )
+        except TemplateRefusal as error:
+            raise BadRequest(f"The chat template refused the messages: {str(error)[:200]}", param="messages") from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+            raise BadRequest(f"The chat template failed: {str(error)[:200]}", param="messages") from None
+        return self.tokenize(text)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of rendered text; what lies between fences is plain text."""
+        tokens: list[int] = []
+        for i, part in enumerate(text.split(OPEN)):
+            fenced, _, rest = part.partition(CLOSE) if i else ("", "", part)
+            if fenced:
+                tokens += self._vocabulary.tokenize(fenced, add_special=False, parse_special=False)
+            if rest:
+                tokens += self._vocabulary.tokenize(rest, add_special=not tokens and i == 0, parse_special=True)
+        return tokens
+
+    def _fenced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            if OPEN in value or CLOSE in value:
+                value = value.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd")
+            for control in self._vocabulary.control_tokens:
+                if control in value:
+                    # the fence goes inside the first character's right, so that no shorter control token matches
+                    value = value.replace(control, f"{OPEN}{control[0]}{CLOSE}{OPEN}{control[1:]}{CLOSE}")
+            return value
+        if isinstance(value, list):
+            return [self._fenced(item) for item in value]
+        if isinstance(value, dict):
+            return {self._fenced(key): self._fenced(item) for key, item in value.items()}
+        return value
+
+
+class TemplateRefusal(Exception):
+    """The template called raise_exception."""
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """The template in a sandbox, with what transformers gives templates. Raises StartupError on a syntax error."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise StartupError(f"the model's chat template has a syntax error: {error}") from None
+
+
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def refuse(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
+
+
+class Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what a model wrote, for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

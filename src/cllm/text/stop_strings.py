@@ -1,0 +1,41 @@
+"""Stop strings that may lie across tokens and chunks."""
+
+from __future__ import annotations
+
+
+class StopStrings:
+    """Passes text on and ends before the first stop string.
+
+    Holds back the longest end of the text that could still become a stop string, never more. The cost of a piece
+    depends on its length and on the stop strings, not on the text so far.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._longest = max(map(len, stops), default=0)
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string was found; after that, feed nothing more."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        at = min((i for i in map(text.find, self._stops) if i >= 0), default=-1)
+        if at >= 0:
+            self._held = ""
+            return text[:at], True
+        keep = self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def _num_held(self, text: str) -> int:
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+    def flush(self) -> str:
+        """What was held back and turned out to be text."""
+        held, self._held = self._held, ""
+        return held

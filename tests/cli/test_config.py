@@ -1,0 +1,192 @@
+"""``cllm config``, and the settings as flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.cli import main as command_line
+from cllm.cli.config import page
+from cllm.cli.settings_flags import SHORT_NAMES, settings_from_flags
+from cllm.config import OPTIONS, Settings, load_settings
+from cllm.errors import CLLMError, StartupError
+
+DOCS_PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No variable and no file of the person who runs the tests."""
+    for variable in [name for name in os.environ if name.startswith("CLLM_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def cllm(capsys: pytest.CaptureFixture[str]):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code: int | str | None = 0
+        try:
+            command_line.main(arguments)
+        except SystemExit as end:
+            code = end.code
+        output = capsys.readouterr()
+        return int(code or 0), output.out, output.err
+
+    return run
+
+
+def shown(cllm, *arguments: str) -> dict:
+    code, out, err = cllm("config", "show", "--json", *arguments)
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_show_as_a_process() -> None:
+    """The installed command prints the tree with the origin of each value."""
+    environ = {**os.environ, "CLLM_LOG_LEVEL": "debug"}
+    script = "from cllm.cli.main import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", script, "config", "show", "--port", "9000"],
+        env=environ,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    lines = [line.split() for line in process.stdout.splitlines()]
+    assert ["server.port:", "9000", "#", "--server.port"] in lines
+    assert ["log.level:", '"debug"', "#", "CLLM_LOG_LEVEL"] in lines
+    assert ["kv.max_memory_mb:", "null", "#", "default"] in lines
+    assert len(lines) == len(OPTIONS)
+
+
+def test_help_is_quick() -> None:
+    """--help imports neither a command nor what only commands need."""
+    script = (
+        "import sys; from cllm.cli.main import app; app(['--help'], result_action='return_value');"
+        "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config', 'rich.markdown'};"
+        "print(sorted(slow & set(sys.modules)))"
+    )
+    process = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert process.stdout.splitlines()[-1] == "[]"
+    assert "Serve a model over HTTP." in process.stdout
+
+
+def test_output_is_a_settings_file(cllm, tmp_path: Path) -> None:
+    """What show prints can be given back with --config."""
+    (tmp_path / "in.yaml").write_text("resources: {max_batch_size: 4}\ncache: {cleanup_interval: 5}\n")
+    path = "/a long path/" + "x" * 300 + "/\u4f60 # \u2028.gguf"
+    _, out, _ = cllm("config", "show", "--config", "in.yaml", "--model", path, "--threads", "2")
+    assert "# note: in.yaml:2: cache.cleanup_interval is not needed: " in out
+    (tmp_path / "out.yaml").write_text(out)
+    settings = load_settings(tmp_path / "out.yaml", {}, {}).settings
+    assert settings.model.path == path
+    assert (settings.scheduler.max_num_seqs, settings.backend.llama_cpp.n_threads) == (4, 2)
+
+
+def test_only_given_flags_count(cllm) -> None:
+    """A flag that was not typed leaves the option to the other sources."""
+    result = shown(cllm, "--context", "none", "--backend.llama-cpp.no-use-mmap", "--kv.max-memory-mb=5")
+    assert {key: origin for key, origin in result["origins"].items() if origin != "default"} == {
+        "model.max_context_length": "--model.max-context-length",
+        "backend.llama_cpp.use_mmap": "--backend.llama-cpp.use-mmap",
+        "kv.max_memory_mb": "--kv.max-memory-mb",
+    }
+    assert result["settings"]["backend"]["llama_cpp"]["use_mmap"] is False
+    assert shown(cllm)["settings"] == Settings().model_dump()
+
+
+@pytest.mark.parametrize("names", [{option.key: option.flag for option in OPTIONS.values()}, SHORT_NAMES])
+def test_every_option_is_a_flag(cllm, names: dict[str, str]) -> None:
+    """Each option can be given under its own name, and some under a short one."""
+    given = {key: OPTIONS[key].default for key in names}
+    origins = shown(cllm, *(f"{names[key]}={value}" for key, value in given.items()))["origins"]
+    assert {key for key, origin in origins.items() if origin == OPTIONS[key].flag} == set(names)
+
+
+def test_help_shows_what_an_option_is(cllm) -> None:
+    """--help has names, description, default and choices of each option."""
+    code, out, _ = cllm("config", "show", "--help")
+    assert code == 0
+    for option in OPTIONS.values():
+        assert option.flag in out
+    assert "--server.port --port" in out
+    assert "Port to listen on; 0 takes any free one. [default: 8000]" in out
+    assert "[choices: partitioned, unified]" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "show", "--port", "x"], 'cllm: Invalid value for --port: unable to convert "x" into int.'),
+        (
+            ["config", "show", "--port", "65536"],
+            "cllm: --server.port must be a whole number from 0 up to 65535, not 65536",
+        ),
+        (["config", "show", "--prot", "1"], "cllm: Unknown option: --prot. Did you mean --port?"),
+        (["config", "show", "--config", "no.yaml"], "cllm: no.yaml: cannot be read: No such file or directory"),
+        (["config", "sho"], 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs.'),
+        (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),
+        (["quux", "--port", "1"], 'cllm: "quux" is not a command; see cllm --help'),
+    ],
+)
+def test_usage_errors(cllm, arguments: list[str], message: str) -> None:
+    """What cannot be understood is one line on stderr and exit code 2."""
+    assert cllm(*arguments) == (2, "", message + "\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (StartupError("no such model\nsecond line"), 2, "cllm: no such model second line\n"),
+        (CLLMError("engine gone"), 2, "cllm: engine gone\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_commands(cllm, monkeypatch, error: BaseException, code: int, line: str) -> None:
+    """An error that was foreseen is a line and an exit code, never a traceback."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command_line, "app", fail)
+    assert cllm() == (code, "", line)
+
+
+def test_reader_that_goes_away() -> None:
+    """A closed pipe ends the command without a word."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = "from cllm.cli.main import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", script, "config", "docs"],
+        check=False,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, b"")
+
+
+def test_positional_model() -> None:
+    """A command's positional model is the same as --model, and both together are refused."""
+    loaded = settings_from_flags(None, None, "a.gguf")
+    assert (loaded.settings.model.path, loaded.origins["model.path"]) == ("a.gguf", "--model.path")
+    with pytest.raises(StartupError, match=r'named twice: "a\.gguf" and --model "b\.gguf"'):
+        settings_from_flags(None, {"model.path": "b.gguf"}, "a.gguf")
+
+
+def test_page_is_in_step(cllm) -> None:
+    """docs/configuration.md is what ``cllm config docs`` prints."""
+    assert DOCS_PAGE.read_text(encoding="utf-8") == page() == cllm("config", "docs")[1]

@@ -1,0 +1,157 @@
+"""Which names mean what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cllm.errors import StartupError
+from cllm.models import catalog, hub
+from cllm.models.catalog import BUILTIN, model_name, resolve
+from cllm.models.hub import Progress, choose, quantization_of
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """What the hub is asked for; nothing is downloaded."""
+    calls: list[tuple[str, str | None]] = []
+
+    def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
+        calls.append((repo, quantization))
+        return Path("downloaded.gguf")
+
+    monkeypatch.setattr(hub, "download", download)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "wanted"),
+    [
+        ("hf:owner/repo", None, ("owner/repo", None)),
+        ("hf:owner/repo", "q8_0", ("owner/repo", "q8_0")),
+        ("hf:Owner/Re.po-GGUF:Q4_K_M", None, ("Owner/Re.po-GGUF", "Q4_K_M")),
+        ("hf:owner/repo:q4_0", "Q4_0", ("owner/repo", "q4_0")),
+        ("hf.co/owner/repo:Q4_0", None, ("owner/repo", "Q4_0")),
+        ("https://huggingface.co/owner/repo/", None, ("owner/repo", None)),
+        ("hf:owner/repo:sub/file-Q4_0.gguf", None, ("owner/repo", "sub/file-Q4_0.gguf")),
+    ],
+)
+def test_hub_names(
+    asked: list[tuple[str, str | None]], name: str, quantization: str | None, wanted: tuple[str, str | None]
+) -> None:
+    assert resolve(name, quantization) == Path("downloaded.gguf")
+    assert asked == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hf:owner", "write hf:owner/repo"),
+        ("hf:a/b/c", "write hf:owner/repo"),
+        ("hf:", "write hf:owner/repo"),
+        ("hf:owner/repo:q4_0", "drop one"),
+        ("owner/repo", "did you mean hf:owner/repo?"),
+        ("llama3", "a path to a .gguf file, hf:owner/repo[:quantization], or nothing"),
+        ("", "a path to a .gguf file"),
+        ("./none.gguf", "There is no file"),
+        ("none.gguf", "There is no file"),
+    ],
+)
+def test_refused(asked: list[tuple[str, str | None]], name: str, words: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        resolve(name, "q8_0" if "drop" in words else None)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not asked
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "no_suffix").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert resolve("~/model.gguf") == tmp_path / "model.gguf"
+    assert resolve("no_suffix") == Path("no_suffix")
+
+
+def test_split_files_lead_to_the_first(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"big-{part:05}-of-00002.gguf" for part in (1, 2))
+    second.touch()
+    with pytest.raises(StartupError, match=r"has 2 files; .*00001-of-00002\.gguf is missing"):
+        resolve(str(second))
+    first.touch()
+    assert resolve(str(second)) == first
+    assert model_name(first) == "big"
+
+
+def test_builtin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(catalog, "BUILTIN", tmp_path / "builtin.gguf")
+    with pytest.raises(StartupError, match="missing from this installation"):
+        resolve(None)
+    (tmp_path / "builtin.gguf").touch()
+    assert resolve(None) == resolve("cllm-builtin") == tmp_path / "builtin.gguf"
+
+
+def test_served_names() -> None:
+    assert model_name(BUILTIN) == "cllm-builtin"
+    assert model_name(Path("/models/Qwen3-0.6B-Q8_0.gguf")) == "Qwen3-0.6B-Q8_0"
+    assert model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B-GGUF/snapshots/abc/f.gguf")) == "Qwen/Qwen3-0.6B-GGUF"
+
+
+@pytest.mark.parametrize(
+    ("file", "quantization"),
+    [
+        ("Qwen3-0.6B-Q4_K_M.gguf", "Q4_K_M"),
+        ("qwen2.5-0.5b-instruct-q4_0.gguf", "Q4_0"),
+        ("model.IQ2_XXS.gguf", "IQ2_XXS"),
+        ("m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("BF16/m-00001-of-00002.gguf", "BF16"),
+        ("m-q8_0-00001-of-00003.gguf", "Q8_0"),
+        ("gpt-oss-mxfp4.gguf", "MXFP4"),
+        ("Qwen3.gguf", None),
+    ],
+)
+def test_quantization_of(file: str, quantization: str | None) -> None:
+    assert quantization_of(file) == quantization
+
+
+FILES = [
+    "README.md",
+    "imatrix.gguf",
+    "mmproj-F16.gguf",
+    "m-F16.gguf",
+    "m-Q4_0.gguf",
+    "m-Q4_K_M-00002-of-00002.gguf",
+    "m-Q4_K_M-00001-of-00002.gguf",
+    "m-UD-Q2_K_XL.gguf",
+    "half-Q6_K-00001-of-00002.gguf",
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        (None, ["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf"]),
+        ("q4_0", ["m-Q4_0.gguf"]),
+        ("F16", ["m-F16.gguf"]),
+        ("Q2_K_XL", ["m-UD-Q2_K_XL.gguf"]),
+        ("m-q4_0.gguf", ["m-Q4_0.gguf"]),
+    ],
+)
+def test_choose(wanted: str | None, chosen: list[str]) -> None:
+    assert choose("o/r", FILES, wanted) == chosen
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "words"),
+    [
+        (FILES, "q6_k", "o/r has no q6_k; it has F16, Q4_0, Q4_K_M, UD-Q2_K_XL"),
+        (["model.safetensors", "mmproj-F16.gguf"], None, "no complete GGUF model"),
+        (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "name one: a-Q4_0.gguf, b-Q4_0.gguf"),
+    ],
+)
+def test_choose_refuses(files: list[str], wanted: str | None, words: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        choose("o/r", files, wanted)
+    assert words in str(caught.value)

@@ -1,0 +1,342 @@
+"""The settings tree and its four sources."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cllm.config import ALIASES, NOT_NEEDED, OPTIONS, VARIABLES, Loaded, Settings, load_settings, value_at
+from cllm.config_file import MAX_FILE_BYTES
+from cllm.errors import StartupError
+
+SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a YAML file as c.yaml in the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content: str | bytes) -> Path:
+        path = Path("c.yaml")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def refusal(config: Path | None = None, environ: dict[str, str] | None = None, **flags: object) -> str:
+    with pytest.raises(StartupError) as caught:
+        load_settings(config, environ or {}, flags)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def from_environment(variable: str, text: str) -> object:
+    loaded = load_settings(None, {variable: text}, {})
+    return value_at(loaded.settings, VARIABLES[variable].key)
+
+
+def test_defaults() -> None:
+    """Without any source every option has its default and says so."""
+    loaded = load_settings(None, {}, {})
+    assert loaded == Loaded(Settings(), dict.fromkeys(OPTIONS, "default"), [])
+    assert loaded.settings.server.port == 8000
+    assert loaded.settings.model.path is None
+
+
+def test_settings_are_frozen() -> None:
+    """Nobody can change a setting after the start."""
+    with pytest.raises(ValidationError):
+        Settings().server.port = 1  # type: ignore[misc]
+
+
+def test_every_option_is_described() -> None:
+    """Each option has a help text that is a sentence."""
+    assert [option.key for option in OPTIONS.values() if not option.help.endswith(".")] == []
+
+
+def test_defaults_are_within_their_own_bounds() -> None:
+    """Each default passes the check that a given value passes."""
+    for key, option in OPTIONS.items():
+        assert value_at(load_settings(None, {}, {key: option.default}).settings, key) == option.default
+
+
+def test_names_of_variables_and_keys_are_unique_and_disjoint() -> None:
+    """No two options share a variable, and no alias hides an option."""
+    assert len(VARIABLES) == len(OPTIONS)
+    assert not set(OPTIONS) & (set(ALIASES) | set(NOT_NEEDED))
+    assert set(ALIASES.values()) <= set(OPTIONS)
+
+
+def test_later_sources_win(file) -> None:
+    """Defaults < file < environment < flags, each with its origin."""
+    path = file("server:\n  host: file\n  port: 1\n  max_body_mb: 2\n")
+    environ = {"CLLM_SERVER_PORT": "3", "CLLM_SERVER_MAX_BODY_MB": "4", "PATH": "x"}
+    loaded = load_settings(path, environ, {"server.max_body_mb": 5})
+    assert loaded.settings.server.model_dump() == {"host": "file", "port": 3, "max_body_mb": 5, "drain_timeout": 30.0}
+    assert {key: origin for key, origin in loaded.origins.items() if origin != "default"} == {
+        "server.host": "c.yaml:2",
+        "server.port": "CLLM_SERVER_PORT",
+        "server.max_body_mb": "--server.max-body-mb",
+    }
+
+
+def test_file_named_by_the_environment(file) -> None:
+    """CLLM_CONFIG names the file where the command line does not."""
+    path = file("log: {level: debug}\n")
+    assert load_settings(None, {"CLLM_CONFIG": "c.yaml"}, {}).settings.log.level == "debug"
+    assert load_settings(path, {"CLLM_CONFIG": "missing.yaml"}, {}).settings.log.level == "debug"
+    assert load_settings(None, {"CLLM_CONFIG": ""}, {}).settings.log.level == "info"
+    assert refusal(environ={"CLLM_CONFIG": "missing.yaml"}).startswith("missing.yaml: cannot be read: ")
+
+
+# ------------------------------------------------------------------------------------------------ the seed's file
+
+
+def test_seed_file_loads_as_it_is() -> None:
+    """The recommended YAML of the first design acts under the names that cLLM has for its keys."""
+    settings = load_settings(SEED_YAML, {}, {}).settings
+    assert (settings.server.host, settings.server.port) == ("0.0.0.0", 8080)
+    assert settings.model.model_dump() == {
+        "path": "/path/to/model",
+        "name": None,
+        "max_context_length": 2048,
+        "quantization": "q4_k_m",
+    }
+    assert settings.scheduler.model_dump() == {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 1024,
+        "request_timeout": 120.0,
+    }
+    assert settings.kv.max_memory_mb == 8192
+    assert settings.backend.llama_cpp.model_dump() == {
+        "n_threads": 8,
+        "n_gpu_layers": 99,
+        "use_mmap": True,
+        "use_mlock": False,
+    }
+
+
+def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
+    """Each key that changes nothing is named with its line and the reason, and one line says which limit won."""
+    loaded = load_settings(SEED_YAML, {}, {})
+    reasons = [note for note in loaded.notes if "is not needed: " in note]
+    assert len(reasons) == len(NOT_NEEDED) == 13
+    assert f"{SEED_YAML}:4: server.num_threads is not needed: {NOT_NEEDED['server.num_threads']}" in reasons
+    assert [note for note in loaded.notes if note not in reasons] == [
+        (
+            f"{SEED_YAML}:23: scheduler.max_num_seqs is 16 by resources.max_batch_size, the smallest; "
+            "not taken: scheduler.max_batch_size: 64, backend.llama_cpp.n_seq_max: 16"
+        )
+    ]
+    assert loaded.origins["scheduler.max_num_seqs"] == f"{SEED_YAML}:23"
+    assert loaded.origins["kv.max_memory_mb"] == f"{SEED_YAML}:25"
+
+
+def test_one_alias_acts_without_a_note(file) -> None:
+    """A single alias is the option under another name."""
+    loaded = load_settings(file("backend: {llama_cpp: {n_seq_max: 7}}"), {}, {})
+    assert loaded.settings.scheduler.max_num_seqs == 7
+    assert loaded.notes == []
+
+
+def test_own_name_wins_over_an_alias(file) -> None:
+    """The canonical key holds, wherever it stands and whatever its size, and a note says so."""
+    loaded = load_settings(file("resources: {max_batch_size: 4}\nscheduler: {max_num_seqs: 9}"), {}, {})
+    assert loaded.settings.scheduler.max_num_seqs == 9
+    assert loaded.notes == [
+        "c.yaml:2: scheduler.max_num_seqs is 9 by its own name; not taken: resources.max_batch_size: 4"
+    ]
+
+
+def test_alias_has_the_bounds_of_its_option(file) -> None:
+    """A value out of range is reported under the name in the file, even if another alias would win."""
+    message = refusal(file("resources:\n  max_batch_size: 4\nscheduler:\n  max_batch_size: 257\n"))
+    assert message == "c.yaml:4: scheduler.max_batch_size must be a whole number from 1 up to 256, not 257"
+
+
+def test_null_alias_is_no_limit(file) -> None:
+    """An alias of an option that may be null may be null."""
+    loaded = load_settings(file("resources: {kv_cache_max_memory_mb: null}"), {}, {})
+    assert loaded.settings.kv.max_memory_mb is None
+
+
+# ------------------------------------------------------------------------------------------------ the YAML file
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "server:\n", "server: {}\n", "---\n", "\ufeffserver:\n"])
+def test_files_that_set_nothing(file, text: str) -> None:
+    """An empty file or section is all defaults."""
+    assert load_settings(file(text), {}, {}).settings == Settings()
+
+
+def test_dotted_keys(file) -> None:
+    """A dotted key is the same as nested mappings."""
+    loaded = load_settings(file("server.port: 1\nbackend.llama_cpp:\n  n_threads: 2\n"), {}, {})
+    assert (loaded.settings.server.port, loaded.settings.backend.llama_cpp.n_threads) == (1, 2)
+    assert loaded.origins["backend.llama_cpp.n_threads"] == "c.yaml:3"
+
+
+def test_whole_number_for_a_float(file) -> None:
+    """A float may be written without a point, and null where the option may be null."""
+    loaded = load_settings(file("scheduler: {request_timeout: 5}\nserver: {drain_timeout: 0}"), {}, {})
+    assert loaded.settings.scheduler.request_timeout == 5.0
+    assert isinstance(loaded.settings.server.drain_timeout, float)
+    assert load_settings(file("scheduler: {request_timeout: ~}"), {}, {}).settings.scheduler.request_timeout is None
+
+
+def test_date_is_text(file) -> None:
+    """What YAML takes for a date is still a name."""
+    assert load_settings(file("model: {name: 2024-01-31}"), {}, {}).settings.model.name == "2024-01-31"
+
+
+PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server:\n  port: '8080'", PORT + '"8080"'),
+        ("server:\n  port: 70000", PORT + "70000"),
+        ("server:\n  port: -1", PORT + "-1"),
+        ("server:\n  port: true", PORT + "true"),
+        ("server:\n  port: 80.0", PORT + "80.0"),
+        ("server:\n  port:", PORT + "null"),
+        ("server:\n  port: [1]", PORT + "a list"),
+        ("server:\n  port: {a: 1}", PORT + "a mapping"),
+        ("server:\n  port: 0x" + "f" * 9000, PORT + "a huge number"),
+        ("server:\n  port: " + "9" * 9000, 'c.yaml:2: "' + "9" * 76 + "... cannot be read as int"),
+        ("server:\n  port: " + "x" * 99, PORT + '"' + "x" * 76 + "..."),
+        (
+            "server:\n  drain_timeout: .nan",
+            "c.yaml:2: server.drain_timeout must be a number from 0 up to 86400, not NaN",
+        ),
+        ("kv: {layout: paged}", 'c.yaml:1: kv.layout must be partitioned or unified, not "paged"'),
+        ("model: {name: ''}", 'c.yaml:1: model.name must be one line of text or null, not ""'),
+        ('model: {path: "a\\nb"}', 'c.yaml:1: model.path must be one line of text or null, not "a\\nb"'),
+        ("server:\n  prot: 1", "c.yaml:2: server.prot is not a setting; did you mean server.port?"),
+        ("\nport: 1", "c.yaml:2: port is not a setting; did you mean server.port?"),
+        ("sever: {port: 1}", "c.yaml:1: sever is not a setting; did you mean server?"),
+        ("log: {name: x}", "c.yaml:1: log.name is not a setting; did you mean backend.name or model.name?"),
+        ("zzz: 1", "c.yaml:1: zzz is not a setting"),
+        ('"a\\nb": 1', "c.yaml:1: a\\nb is not a setting"),
+        ("<<: {port: 1}", "c.yaml:1: << is not a setting"),
+        ("server:\n  port: 1\n  port: 2", "c.yaml:3: server.port is given twice"),
+        ("server: {port: 1}\nserver.port: 2", "c.yaml:2: server.port is given twice"),
+        ("server: {port: 1}\nserver: {host: a}", "c.yaml:2: server is given twice"),
+        ("server: 3", "c.yaml:1: server must be a mapping, not 3"),
+        ("backend:\n  llama_cpp:\n  - 1", "c.yaml:3: backend.llama_cpp must be a mapping, not a list"),
+        ("just text", 'c.yaml:1: the file must be a mapping, not "just text"'),
+        ("- 1", "c.yaml:1: the file must be a mapping, not a list"),
+        ("? [a]\n: 1", "c.yaml:1: a key must be a word, not a list"),
+        ("server:\n  port: 1\n   host: 2", "c.yaml:3: not valid YAML: mapping values are not allowed here"),
+        ("server:\n\tport: 1", "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("log:\n  level: 'x", "c.yaml:2: not valid YAML: found unexpected end of stream"),
+        ("log: {}\n---\nlog: {}", "c.yaml:2: not valid YAML: but found another document"),
+        ("log: {}\nkv: \x01", "c.yaml:2: not valid YAML: unprintable character #x0001"),
+        ("log: &a {}\nkv: *a", "c.yaml:2: not valid YAML: aliases (*name) are not allowed"),
+        ("[" * 5000, "c.yaml: nested too deeply"),
+        (
+            "model:\n  path: !!python/object/apply:os.system ['true']",
+            "c.yaml:2: the tag tag:yaml.org,2002:python/object/apply:os.system is not allowed",
+        ),
+        ("model:\n  path: !secret x", "c.yaml:2: the tag !secret is not allowed"),
+        ("server:\n  port: !!int x", 'c.yaml:2: "x" cannot be read as int'),
+        ("server:\n  port: !!bool x", 'c.yaml:2: "x" cannot be read as bool'),
+        (b"server:\n  host: \xff", "c.yaml:2: not valid UTF-8"),
+        ("#" * (MAX_FILE_BYTES + 1), "c.yaml: larger than 1000000 bytes, so not a file of settings"),
+    ],
+)
+def test_refused_files(file, text: str | bytes, message: str) -> None:
+    """Each fault of a file is one line that names the file, the line and the key."""
+    assert refusal(file(text)) == message
+
+
+def test_alias_bomb_is_refused_at_once(file) -> None:
+    """Nested aliases are not expanded."""
+    levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    assert refusal(file("a0: &a0 [x]\n" + levels)) == "c.yaml:2: not valid YAML: aliases (*name) are not allowed"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A missing file, a directory and an impossible name are start-up errors."""
+    assert refusal(tmp_path / "no.yaml").endswith("no.yaml: cannot be read: No such file or directory")
+    assert refusal(tmp_path).endswith(": cannot be read: Is a directory")
+    assert "cannot be read" in refusal(Path("a\0b"))
+
+
+# ------------------------------------------------------------------------------------------------ environment, flags
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("CLLM_SERVER_PORT", "9000", 9000),
+        ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "3", 3),
+        ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "", None),
+        ("CLLM_BACKEND_LLAMA_CPP_N_THREADS", "None", None),
+        ("CLLM_BACKEND_LLAMA_CPP_N_GPU_LAYERS", "-1", -1),
+        ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "false", False),
+        ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "0", False),
+        ("CLLM_BACKEND_LLAMA_CPP_USE_MLOCK", "TRUE", True),
+        ("CLLM_BACKEND_LLAMA_CPP_USE_MLOCK", "1", True),
+        ("CLLM_SCHEDULER_REQUEST_TIMEOUT", "null", None),
+        ("CLLM_SCHEDULER_REQUEST_TIMEOUT", "5", 5.0),
+        ("CLLM_MODEL_PATH", "hf:owner/repo:q4_k_m", "hf:owner/repo:q4_k_m"),
+        ("CLLM_MODEL_NAME", "7", "7"),
+        ("CLLM_KV_LAYOUT", "unified", "unified"),
+    ],
+)
+def test_environment_is_read_by_type(variable: str, text: str, value: object) -> None:
+    """A variable's text becomes the type of its option."""
+    assert from_environment(variable, text) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("CLLM_SERVER_PORT", "x", 'must be a whole number from 0 up to 65535, not "x"'),
+        ("CLLM_SERVER_PORT", "", 'must be a whole number from 0 up to 65535, not ""'),
+        ("CLLM_SERVER_PORT", "none", 'must be a whole number from 0 up to 65535, not "none"'),
+        ("CLLM_SERVER_PORT", "65536", "must be a whole number from 0 up to 65535, not 65536"),
+        ("CLLM_SERVER_PORT", "9" * 5000, 'must be a whole number from 0 up to 65535, not "' + "9" * 76 + "..."),
+        ("CLLM_SAMPLING_TOP_P", "nan", "must be a number from 0 up to 1, not NaN"),
+        ("CLLM_SAMPLING_TEMPERATURE", "inf", "must be a number from 0 up to 100, not Infinity"),
+        ("CLLM_SCHEDULER_REQUEST_TIMEOUT", "0", "must be a number above 0 up to 604800 or null, not 0.0"),
+        ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "yes", 'must be true or false, not "yes"'),
+        ("CLLM_LOG_LEVEL", "LOUD", 'must be debug, info, warning or error, not "LOUD"'),
+        ("CLLM_PORT", "1", "is not a setting; did you mean CLLM_SERVER_PORT?"),
+    ],
+)
+def test_refused_variables(variable: str, text: str, message: str) -> None:
+    """A variable that is unknown or unreadable is named with what it must be."""
+    assert refusal(environ={variable: text}) == f"{variable} {message}"
+
+
+def test_variables_of_the_clients_are_no_settings() -> None:
+    """What the client commands read from the environment does not disturb a server."""
+    environ = {"CLLM_API_KEY": "secret", "CLLM_URL": "http://localhost:1", "CLLMX": "1"}
+    assert load_settings(None, environ, {}).settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("server.port", 65536, "--server.port must be a whole number from 0 up to 65535, not 65536"),
+        ("sampling.min_p", math.nan, "--sampling.min-p must be a number from 0 up to 1, not NaN"),
+        ("sampling.min_p", 10**400, "--sampling.min-p must be a number from 0 up to 1, not 1000"),
+        ("server.prot", 1, "--server.prot is not a setting; did you mean server.port?"),
+    ],
+)
+def test_refused_flags(key: str, value: object, message: str) -> None:
+    """A flag out of range is named as it is typed."""
+    assert refusal(**{key: value}).startswith(message)
+
+
+def test_a_bad_value_is_refused_even_if_overridden(file) -> None:
+    """A fault in the file does not hide behind a flag."""
+    assert refusal(file("server:\n  port: x"), **{"server.port": 1}) == PORT + '"x"'

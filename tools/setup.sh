@@ -1,0 +1,107 @@
+#!/bin/sh
+# Makes everything ready, then runs the command it was given:
+#
+#   tools/setup.sh uv run cllm serve          the whole environment in .venv, llama.cpp compiled
+#   tools/setup.sh --no-llama uv run mypy     enough to check the sources; compiles nothing
+#
+# It installs into this checkout only (.venv, .tools; downloads are shared in uv's cache).
+# When everything is there it costs a tenth of a second and says nothing.
+set -eu
+cd "$(dirname "$0")/.."
+
+say() { printf 'cllm: %s\n' "$*" >&2; }
+die() { say "$@"; exit 1; }
+
+main() {
+  ensure_uv
+  without=
+  if [ "${1:-}" = --no-llama ]; then
+    shift
+    # A complete .venv serves as well, and must not lose its llama.cpp.
+    ready || { UV_PROJECT_ENVIRONMENT=.tools/check-venv without="--no-install-package llama-cpp-python"; }
+  fi
+  export UV_PROJECT_ENVIRONMENT
+  ready || install
+  export UV_NO_SYNC=1
+  exec "$@"
+}
+
+ensure_uv() {
+  # Older ones do not know extra-build-variables and would quietly compile a llama.cpp that crashes.
+  case $(uv --version 2>/dev/null) in '' | 'uv 0.'[0-8].*) ;; *) return ;; esac
+  PATH=$PWD/.tools/bin:$PATH
+  [ ! -x .tools/bin/uv ] || return 0
+  python=$(find_python)
+  say "fetching uv into .tools"
+  "$python" -m venv .tools/uv >&2 || die "$python cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)"
+  .tools/uv/bin/pip install --quiet --disable-pip-version-check uv >&2 || die "pip could not fetch uv from PyPI: check the network, or install uv yourself"
+  mkdir -p .tools/bin && ln -sf ../uv/bin/uv .tools/bin/uv
+}
+
+find_python() {
+  for python in python3 python3.14 python3.13 python3.12 python3.11; do
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo "$python" && return
+  done
+  no_python
+}
+
+no_python() {
+  die "Python 3.11 to 3.14 is needed and $(python3 --version 2>/dev/null || echo 'no python3') is on PATH: install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13)"
+}
+
+ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
+
+install() {
+  uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
+  mkdir -p .tools/tmp
+  log=.tools/setup.log begun=$(date +%s)
+  : >"$log" >.tools/tmp/begun
+  if [ -z "$without" ] && ! ls "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp >/dev/null 2>&1; then
+    # The compilers that are checked here are the ones that are used.
+    CC=${CC:-$(first cc gcc clang)} CXX=${CXX:-$(first c++ g++ clang++)}
+    [ -n "$CC" ] && [ -n "$CXX" ] || die "a C++ compiler is needed to build llama.cpp: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+    export CC CXX
+    cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+    say "first run: fetching the Python packages and compiling llama.cpp for this machine," \
+      "about $((13 / cores + 1)) minutes on $cores cores. Later starts skip this."
+  fi
+  report_progress &
+  trap "kill $! 2>/dev/null || :" EXIT
+  # In the foreground, so that Ctrl-C reaches it. The compilation lies in TMPDIR, where its progress can be counted.
+  status=0
+  env -u MAKEFLAGS TMPDIR="$PWD/.tools/tmp" uv sync $without </dev/null >"$log" 2>&1 || status=$?
+  kill $! 2>/dev/null || :
+  trap - EXIT
+  [ ! -t 2 ] || printf '\r\033[K' >&2
+  [ "$status" = 0 ] || { tail -n 25 "$log" >&2; die "set-up failed, above is the end of $log"; }
+  [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
+}
+
+first() { for name; do command -v "$name" && return; done || :; }
+
+seconds() { echo $(($(date +%s) - begun)); }
+elapsed() { s=$(seconds); echo "$((s / 60)) min $((s % 60)) s"; }
+
+# One line that renews itself on a terminal, a line every 30 s in a log.
+report_progress() {
+  every=30 before= after='\n'
+  [ ! -t 2 ] || every=2 before='\r\033[K' after=
+  while sleep $every >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    printf "${before}cllm: %s, %s${after}" "$(elapsed)" "$(stage)" >&2
+  done
+}
+
+stage() {
+  commands=$(find .tools/tmp -name compile_commands.json -newer .tools/tmp/begun 2>/dev/null | head -n 1)
+  if [ -n "$commands" ]; then
+    echo "compiling llama.cpp: $(find "${commands%/*}" -name '*.o' | wc -l | tr -d ' ') of $(grep -c '"file":' "$commands") files"
+  else
+    tail -n 1 "$log" | sed 's/^ *//'
+  fi
+}
+
+UV_PYTHON_DOWNLOADS=never # the system's Python is used; PyPI is the only place asked
+UV_PROJECT_ENVIRONMENT=${UV_PROJECT_ENVIRONMENT:-.venv}
+export UV_PYTHON_DOWNLOADS
+unset VIRTUAL_ENV
+main "$@"
