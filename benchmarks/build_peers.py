@@ -6,7 +6,7 @@ llama-cpp-python sdist that uv.lock names, and the switches are those of pyproje
 
     python3 benchmarks/build_peers.py [FOLDER]        (default: .tools/peers; standard library only)
 
-CMAKE_ARGS of the environment is added (for instance -DGGML_CUDA=ON).
+SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv builds llama-cpp-python: -DGGML_CUDA=ON;-D...
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def main() -> None:
     variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["extra-build-variables"][PACKAGE]
     # Without the ceiling, git would call the commit of cLLM the build of llama.cpp.
     environment = os.environ | variables | {"GIT_CEILING_DIRECTORIES": str(folder)}
-    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + shlex.split(os.environ.get("CMAKE_ARGS", ""))
+    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get("SKBUILD_CMAKE_ARGS", "").split(";")
     arguments += [f"-D{name}={value}" for name, value in OPTIONS.items()]
     cmake = find_cmake(folder)
 
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"  switches {variables}\n  log      {log}", flush=True)
     with log.open("w") as output:
         for command in (
-            [cmake, "-S", str(source), "-B", str(build), *arguments],
+            [cmake, "-S", str(source), "-B", str(build), *filter(None, arguments)],
             [cmake, "--build", str(build), "--parallel", str(os.cpu_count()), "--target", *PROGRAMS],
         ):
             print(f"$ {shlex.join(command)}", file=output, flush=True)

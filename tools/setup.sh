@@ -54,6 +54,7 @@ ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
   mkdir -p .tools/tmp
+  find .tools/tmp -mindepth 1 -maxdepth 1 -name 'tmp*' -mmin +60 -exec rm -rf {} + # left by interrupted compilations
   log=.tools/setup.log begun=$(date +%s)
   : >"$log" >.tools/tmp/begun
   if [ -z "$without" ] && ! ls "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp >/dev/null 2>&1; then

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cllm.backends.base import ModelInfo, Vocabulary
-from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request
+from cllm.core.request import Request, check_prompt
 from cllm.core.sequence import FinishReason
-from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
+from cllm.errors import CLLMError, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient, Stream
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.detokenizer import Detokenizer
-from cllm.text.stop_strings import StopStrings
+from cllm.text.choice import Choice
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 
@@ -59,31 +57,6 @@ class Generation:
     params: SamplingParams
     param: str = "prompt"
     usage: Usage = field(default_factory=Usage)
-
-
-class Choice:
-    """The text of one sequence as it grows."""
-
-    def __init__(self, index: int, pieces: list[bytes], stops: tuple[str, ...]) -> None:
-        self.index = index
-        self.begun = False
-        self.finish = ""
-        self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(stops)
-
-    def feed(self, output: TokenOutput) -> str:
-        """The text that ``output`` adds; sets ``finish`` at the end, which a stop string brings about too."""
-        self.begun = True
-        text = self._detokenizer.feed(output.token) if output.is_text else ""
-        if output.finish:
-            text += self._detokenizer.flush()
-        text, stopped = self._stops.feed(text)
-        if stopped:
-            self.finish = FinishReason.STOP
-        elif output.finish:
-            text += self._stops.flush()
-            self.finish = output.finish
-        return text
 
 
 class Service:
@@ -150,10 +123,7 @@ class Service:
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
-            if not prompt:
-                raise BadRequest("The prompt is empty.", param=generation.param, code="empty_prompt")
-            if len(prompt) >= info.context_length:
-                raise context_length_exceeded(len(prompt), info.context_length, generation.param)
+            check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
         if self.draining:
             raise EngineError("The server is shutting down.")
 
@@ -209,17 +179,16 @@ class Service:
                     continue
                 if output.finish == FinishReason.ERROR:
                     raise EngineError("The engine failed to compute this request; please retry.")
-                if not choice.begun and output.index == 0:
-                    generation.usage.cached_tokens += output.num_cached_tokens
-                text = choice.feed(output)
+                generation.usage.cached_tokens += output.num_cached_tokens
+                text, finish = choice.feed(output)
                 delta = deltas.setdefault(choice.index, Delta(choice.index, "", 0))
                 delta.text += text
                 delta.num_tokens += 1
-                delta.finish = choice.finish
+                delta.finish = finish
                 generation.usage.completion_tokens += 1
-                if choice.finish:
+                if finish:
                     going -= 1
-                    self.metrics.finished(choice.finish)
+                    self.metrics.finished(finish)
                     if not output.finish:
                         self.engine.abort(output.request_id, output.index)
             yield list(deltas.values())

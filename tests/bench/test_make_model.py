@@ -42,8 +42,8 @@ assert tokenize("<|im_end|>", True) == [lib.llama_vocab_eos(vocabulary)]
 params = lib.llama_context_default_params()
 params.n_ctx, params.n_threads, params.n_threads_batch = 256, 1, 1
 context = lib.llama_init_from_model(model, params)
-batch = lib.llama_batch_get_one((lib.llama_token * len(tokens))(*tokens), len(tokens))
-assert lib.llama_decode(context, batch) == 0
+ids = (lib.llama_token * len(tokens))(*tokens)
+assert lib.llama_decode(context, lib.llama_batch_get_one(ids, len(tokens))) == 0
 logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (lib.llama_vocab_n_tokens(vocabulary),))
 assert np.isfinite(logits).all()
 assert 0.1 < logits.std() < 10

@@ -41,6 +41,9 @@ class Faults(msgspec.Struct, frozen=True):
     hang_at_step: int = 0
 
 
+NO_COSTS, NO_FAULTS = Costs(), Faults()
+
+
 class FakeBackend:
     """Keeps the contract of backends/base.py and checks that its caller does.
 
@@ -55,8 +58,8 @@ class FakeBackend:
         max_num_batched_tokens: int = 256,
         num_cells: int | None = None,
         length: int = 16,
-        costs: Costs = Costs(),
-        faults: Faults = Faults(),
+        costs: Costs = NO_COSTS,
+        faults: Faults = NO_FAULTS,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.info = ModelInfo(

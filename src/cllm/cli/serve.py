@@ -43,7 +43,9 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
             file=sys.stderr,
         )
         print(f'Try: curl {url}/v1/chat/completions -H "Content-Type: application/json" \\', file=sys.stderr)
-        print("""  -d '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'""", file=sys.stderr, flush=True)
+        print(
+            """  -d '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'""", file=sys.stderr, flush=True
+        )
 
     try:
         run_forever(tree, params, name, listener, bar.update, on_ready)

@@ -8,7 +8,7 @@ from cllm.core.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: ``num_tokens`` tokens from position ``start``; ``samples`` if logits are wanted."""
+    """One sequence's share of a step: ``num_tokens`` from position ``start``; ``samples`` if logits are wanted."""
 
     seq: Sequence
     start: int

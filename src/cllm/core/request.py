@@ -5,15 +5,26 @@ from __future__ import annotations
 import msgspec
 
 from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest, context_length_exceeded
 
 
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; ``params.n`` sequences are made of it.
 
-    prompt: token ids, at least one, all inside the vocabulary and together shorter than the context: whoever makes
-    a Request has checked that. ``request_id`` names it for ever and is unique.
+    prompt: token ids that ``check_prompt`` has let pass. ``request_id`` names it for ever and is unique.
     """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
+
+
+def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, param: str) -> None:
+    """Raise BadRequest, naming the field ``param``, for a prompt that can never be computed."""
+    if not prompt:
+        raise BadRequest(f"Invalid '{param}': the prompt is empty.", param=param, code="empty_prompt")
+    if min(prompt) < 0 or max(prompt) >= vocabulary_size:
+        message = f"Invalid '{param}': token ids must be between 0 and {vocabulary_size - 1}."
+        raise BadRequest(message, param=param, code="invalid_value")
+    if len(prompt) >= context_length:
+        raise context_length_exceeded(len(prompt), context_length, param)

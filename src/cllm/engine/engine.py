@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,6 +44,8 @@ class Inbox(Protocol):
         """What has arrived since the last call; if ``block``, wait until there is something."""
         ...
 
+
+log = logging.getLogger("cllm.engine")
 
 Outbox = Callable[[list[TokenOutput], Stats], None]
 
@@ -87,7 +89,7 @@ class Engine:
         try:
             logits = self.backend.forward(batch)
         except EngineError as error:
-            print(f"cllm engine: {error}", file=sys.stderr, flush=True)
+            log.error("a step failed: %s", error)
             return self.scheduler.fail(batch)
         tokens = self.sampler.sample(batch, logits) if batch.num_samples else []
         outputs = self.scheduler.update(batch, tokens)

@@ -103,10 +103,8 @@ def main() -> int:
         send_all(output, Stepped(outputs, stats))
 
     send_all(output, Ready(backend.info))
-    try:
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, send)
-    except BrokenPipeError:  # the parent is gone
-        pass
     os._exit(0)  # the reader thread sits in read(); nothing is left to flush
 
 

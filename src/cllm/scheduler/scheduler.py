@@ -127,7 +127,9 @@ class Scheduler:
             finish = FinishReason.LENGTH
         if finish:
             self.release(seq)
-        return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, seq.num_cached_tokens)
+        first = seq.index == 0 and seq.num_tokens == seq.num_prompt_tokens + 1
+        num_cached = seq.num_cached_tokens if first else 0
+        return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""

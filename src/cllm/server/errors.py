@@ -40,7 +40,7 @@ def body(message: str, kind: str, param: str | None, code: str | None) -> dict[s
 def error_event(error: Exception) -> bytes:
     """A fault after the first byte: an event with the error object, for a stream that then ends."""
     if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
-        log.exception("a stream failed", exc_info=error)
+        log.error("a stream failed", exc_info=error)
     return b"data: " + pydantic_core.to_json(describe(error)[1]) + b"\n\n"
 
 
@@ -58,7 +58,7 @@ def install(app: FastAPI) -> None:
         return answer(*describe(error))
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return answer(*describe(error))
 
     async def http(request: Request, error: Exception) -> Response:

@@ -88,7 +88,7 @@ def compile_template(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -106,7 +106,7 @@ def refuse(message: str) -> NoReturn:
 class Generation(jinja2.ext.Extension):
     """``{% generation %}`` marks what a model wrote, for training; here it changes nothing."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

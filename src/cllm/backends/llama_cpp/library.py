@@ -46,12 +46,19 @@ def system_info() -> str:
     return str(lib.llama_print_system_info().decode().strip())
 
 
+def supports_gpu_offload() -> bool:
+    """True if this build of llama.cpp can use a GPU that is there."""
+    return bool(lib.llama_supports_gpu_offload())
+
+
 def last_error(default: str) -> str:
     """The most telling of the recent log lines: the last error that names a cause."""
     for line in reversed(recent_errors):
         _, _, cause = line.partition("error loading model: ")
         if cause:
-            return cause.removeprefix("error loading model architecture: ").removeprefix("error loading model hyperparameters: ")
+            return cause.removeprefix("error loading model architecture: ").removeprefix(
+                "error loading model hyperparameters: "
+            )
     return recent_errors[-1] if recent_errors else default
 
 

@@ -157,7 +157,7 @@ async def stream(service: Service, generation: Generation) -> AsyncGenerator[byt
                     finish = delta.finish
                     if delta.text:
                         yield head + b'"token":' + to_json(delta.text) + b',"done":false}\n\n'
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # the status line has gone out: what happened must go into the stream
         yield error_event(error)
         finish = "error"
     tokens = generation.usage.completion_tokens

@@ -43,10 +43,7 @@ async def completions(request: Request) -> Response:
     check_model(body.model, service)
     body.check()
     params = body.params(request.app.state.sampling)
-    prompts = [
-        await service.encode(prompt) if isinstance(prompt, str) else checked_tokens(prompt, service)
-        for prompt in body.prompts()
-    ]
+    prompts = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params)
     return await respond(request, body, generation, chat=False)
 
@@ -78,16 +75,6 @@ def check_model(name: str | None, service: Service) -> None:
     if name is not None and name != service.model_name:
         message = f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)
-
-
-def checked_tokens(tokens: list[int], service: Service) -> list[int]:
-    """Raise BadRequest if a token id lies outside of the vocabulary."""
-    size = service.info.vocabulary_size
-    for token in tokens:
-        if not 0 <= token < size:
-            message = f"Invalid 'prompt': token ids must be between 0 and {size - 1}, not {token}."
-            raise BadRequest(message, param="prompt", code="invalid_value")
-    return tokens
 
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, *, chat: bool) -> Response:

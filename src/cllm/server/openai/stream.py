@@ -68,6 +68,6 @@ class Chunks:
                         yield data
             if self._include_usage:
                 yield self.usage(generation.usage)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the status line has gone out: it must go into the stream
             yield error_event(error)
         yield DONE

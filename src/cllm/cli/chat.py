@@ -1,0 +1,69 @@
+"""``cllm chat``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.cli.talk import DEFAULTS, Local, Messages, Remote, Sampling, Talker, print_stream
+from cllm.errors import BadRequest
+
+HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
+
+
+def chat(
+    model: ModelArgument = None,
+    /,
+    *,
+    url: Annotated[str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")] = None,
+    system: Annotated[str | None, Parameter(help="The system message.")] = None,
+    sampling: Sampling = DEFAULTS,
+    config: ConfigFlag = None,
+    settings: SettingFlags | None = None,
+) -> None:
+    """Talk with a model in the terminal: with a running server, or else with a model loaded here."""
+    url = url or os.environ.get("CLLM_URL")
+    talker: Talker
+    if url:
+        talker = Remote(url, sampling)
+    else:
+        talker = Local(settings_from_flags(config, settings, model).settings, sampling)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(HELP)
+    opening: Messages = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while (text := read_message(interactive)) is not None:
+        if text == "/exit":
+            return
+        if text == "/new":
+            messages = list(opening)
+        elif text:
+            turn(talker, messages, text)
+
+
+def read_message(interactive: bool) -> str | None:
+    """The next line, or None at the end."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+
+
+def turn(talker: Talker, messages: Messages, text: str) -> None:
+    """Ask, print the answer and remember both; an answer that was stopped or refused is forgotten."""
+    messages.append({"role": "user", "content": text})
+    try:
+        answer = print_stream(talker.ask(messages))
+    except KeyboardInterrupt:
+        print(" (stopped)")
+        messages.pop()
+    except BadRequest as error:
+        print(f"({error})")
+        messages.pop()
+    else:
+        messages.append({"role": "assistant", "content": answer})

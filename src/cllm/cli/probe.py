@@ -1,0 +1,60 @@
+"""One question to the built-in model in a process of its own, so that a broken build of llama.cpp kills only that."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+TIMEOUT = 120  # seconds
+QUESTION, ANSWER = "What is 27 plus 45?", "72"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came of it. error is "" if the answer came; died_of is the name of the signal that killed the process."""
+
+    answer: str = ""
+    system: str = ""
+    version: str = ""
+    gpu_offload: bool = False
+    error: str = ""
+    died_of: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.answer == ANSWER
+
+
+def probe() -> Probe:
+    """Ask; never raises for what the child does."""
+    command = [sys.executable, "-m", "cllm.cli.probe"]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer within {TIMEOUT} seconds")
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        return Probe(error=f"the process died of {name} while it decoded", died_of=name)
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines()
+        return Probe(error=lines[-1] if lines else f"exit code {child.returncode}")
+    return Probe(**json.loads(child.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """The child: load, decode, say so on stdout."""
+    from cllm.backends.llama_cpp.library import TESTED_VERSION, supports_gpu_offload
+    from cllm.core.params import SamplingParams
+    from cllm.llm import LLM
+
+    with LLM(scheduler_max_num_seqs=1) as llm:
+        completion = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8))
+        found = Probe(completion.text, llm.info.system, TESTED_VERSION, supports_gpu_offload())
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""A model in the caller's own process, for scripts and notebooks.
+
+from cllm import LLM, SamplingParams
+
+llm = LLM()
+for completion in llm.generate(["Spell: garden", "2 + 2 = ?"], SamplingParams(temperature=0, max_tokens=20)):
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Self
+
+from cllm.config import OPTIONS, Settings, load_settings
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request, check_prompt
+from cllm.core.sequence import FinishReason
+from cllm.engine.build import build_backend, build_engine, build_vocabulary
+from cllm.engine.engine import Abort, Add
+from cllm.engine.settings import engine_params
+from cllm.errors import EngineError
+from cllm.models import catalog
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.choice import Choice
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Output:
+    """One of the ``n`` continuations of a prompt. finish_reason is stop or length."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What became of one prompt; ``prompt_tokens`` of it were read, ``cached_tokens`` of them not computed again."""
+
+    outputs: list[Output]
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of output ``index`` of prompt ``prompt``; finish_reason is "" while it goes on."""
+
+    prompt: int
+    index: int
+    text: str
+    tokens: list[int]
+    finish_reason: str
+
+
+class LLM:
+    """An engine without a server. Not for several threads at once; all prompts of one call are batched."""
+
+    def __init__(self, model: str | None = None, **settings: object) -> None:
+        """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in one.
+
+        settings: any option of docs/configuration.md with its section, written with underscores, for example
+        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError.
+        """
+        flags = {option_key(name): value for name, value in settings.items()}
+        if model is not None:
+            flags["model.path"] = model
+        self._load(load_settings(None, {}, flags).settings)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Load what a whole settings tree says. Raises StartupError."""
+        llm = cls.__new__(cls)
+        llm._load(settings)  # noqa: SLF001  # its own
+        return llm
+
+    def _load(self, settings: Settings) -> None:
+        path = None
+        if settings.backend.name != "fake":
+            path = catalog.resolve(settings.model.path, settings.model.quantization)
+        params = engine_params(settings, path)
+        self.vocabulary = build_vocabulary(params)
+        self._chat_template = ChatTemplate(self.vocabulary)
+        self._backend = build_backend(params)
+        self.info = self._backend.info
+        self._engine = build_engine(self._backend)
+        self._ids = count()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, as ``generate`` reads it."""
+        return self.vocabulary.tokenize(text, add_special=True, parse_special=False)
+
+    def encode_chat(self, messages: Messages, tools: Messages | None = None, **variables: Any) -> list[int]:
+        """Token ids that ask for the next assistant message; ``variables`` reach the model's chat template."""
+        return self._chat_template.encode(messages, tools or [], **variables)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Complete each prompt (text or token ids). Raises BadRequest, naming the field, and EngineError."""
+        encoded = self._encode(prompts)
+        return self._collect(encoded, params or SamplingParams())
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
+    ) -> Completion:
+        """The next assistant message of a conversation."""
+        return self._collect([self.encode_chat(messages, tools, **variables)], params or SamplingParams())[0]
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
+        """The pieces of all completions as they come; leaving the loop early aborts the rest.
+
+        A chat is streamed as ``llm.stream(llm.encode_chat(messages))``.
+        """
+        return self._stream(self._encode(prompts), params or SamplingParams())
+
+    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            return [self.encode(prompts)]
+        if prompts and isinstance(prompts[0], int):
+            return [[token for token in prompts if isinstance(token, int)]]
+        return [tokens for prompt in prompts if not isinstance(prompt, int) for tokens in self._encode(prompt)]
+
+    def _collect(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        completions = [Completion([Output() for _ in range(params.n)], len(prompt)) for prompt in prompts]
+        for piece in self._stream(prompts, params, completions):
+            output = completions[piece.prompt].outputs[piece.index]
+            output.text += piece.text
+            output.tokens += piece.tokens
+            output.finish_reason = piece.finish_reason
+        return completions
+
+    def _stream(
+        self, prompts: list[list[int]], params: SamplingParams, completions: list[Completion] | None = None
+    ) -> Iterator[Piece]:
+        params.check_vocabulary(self.info.vocabulary_size)
+        for prompt in prompts:
+            check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")
+        names = {f"r{next(self._ids)}": i for i in range(len(prompts))}
+        choices = {(name, j): Choice(j, self.vocabulary.pieces, params.stop) for name in names for j in range(params.n)}
+        for name, prompt in zip(names, prompts, strict=True):
+            self._engine.handle(Add(Request(name, prompt, params)))
+        going = len(choices)
+        try:
+            while going:
+                for output in self._engine.step():
+                    choice = choices[output.request_id, output.index]
+                    if output.finish == FinishReason.ERROR:
+                        raise EngineError("the engine failed to compute the prompt")
+                    if completions is not None:
+                        completions[names[output.request_id]].cached_tokens += output.num_cached_tokens
+                    text, finish = choice.feed(output)
+                    if finish:
+                        going -= 1
+                        if not output.finish:
+                            self._engine.handle(Abort(output.request_id, output.index))
+                    yield Piece(names[output.request_id], output.index, text, [output.token], finish)
+        finally:
+            for name in names:
+                self._engine.handle(Abort(name))
+
+    def close(self) -> None:
+        """Free the model."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def option_key(name: str) -> str:
+    """The dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``."""
+    keys = {key.replace(".", "_"): key for key in OPTIONS}
+    if name not in keys:
+        raise TypeError(f"LLM() has no option {name!r}; see docs/configuration.md")
+    return keys[name]
