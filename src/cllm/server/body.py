@@ -20,6 +20,7 @@ CODES = {
     "less_than_equal": "integer_above_max_value",
     "less_than": "integer_above_max_value",
 }
+UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
 class Body(pydantic.BaseModel):
@@ -76,15 +77,20 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def field_path(location: tuple[int | str, ...]) -> list[int | str]:
+    """``location`` without the names that pydantic gives to the members of a union: str, list[int] and the like."""
+    return [part for part in location if isinstance(part, int) or (part.isidentifier() and part not in UNION_MEMBERS)]
+
+
 def explain(error: pydantic.ValidationError) -> BadRequest:
     """The first fault of a body, in words, with the field's path as OpenAI writes it."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    faults = error.errors(include_url=False, include_input=False)
+    # a value that fits no member of a union has a fault for each; the deepest is of the member that fits best
+    of_first_field = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    first = max(of_first_field, key=lambda fault: len(field_path(fault["loc"])))
     param = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif part.isidentifier():  # union members have names like "list[str]", which no field has
-            param += f".{part}" if param else part
+    for part in field_path(first["loc"]):
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
     message = first["msg"].removeprefix("Value error, ")
     kind = first["type"]
     code = CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")

@@ -1,0 +1,5 @@
+"""``python -m cllm`` is ``cllm``."""
+
+from cllm.cli.main import main
+
+main()

@@ -1,0 +1,322 @@
+"""A load client for servers that speak OpenAI's chat completions: a fixed number of requests at a time, streamed.
+
+It knows the server by HTTP alone. On small machines it shares the cores with the server, so reading a chunk is two
+searches in its bytes; JSON is decoded only where a stream ends.
+
+Times are seconds of ``time.perf_counter``, taken when bytes are read: events that came in one packet have one time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from cllm.bench.workload import Task
+from cllm.errors import StartupError
+
+try:
+    import aiohttp
+except ImportError:
+    raise StartupError("The load client needs the extra `bench`: pip install 'cllm[bench]'") from None
+
+T = TypeVar("T")
+
+Progress = Callable[[int], None]
+"""Called with the number of requests that have ended, warm-up included."""
+
+# Inside of a JSON string quotation marks are escaped, so neither can be found in generated text.
+CONTENT = re.compile(rb'content": ?"(?!")')
+LAST = re.compile(rb'"(?:finish_reason": ?"|usage": ?\{|error": ?[{"])')
+
+FINISH_REASONS = {"stop", "length"}
+CONNECT_TIMEOUT = 10.0  # seconds
+FIRST_TIMEOUT = aiohttp.ClientTimeout(30.0)  # for the list of models
+DETAIL = 200  # characters that are kept of what a server says
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The server. ``url`` is without /v1; ``timeout`` in seconds for each request, from sending to the last byte."""
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_details: TokenDetails | None = None
+
+
+class Event(msgspec.Struct):
+    """What we read of a chunk."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Models(msgspec.Struct):
+    class Model(msgspec.Struct):
+        id: str
+
+    data: list[Model]
+
+
+DECODE_EVENT = msgspec.json.Decoder(Event).decode
+DECODE_MODELS = msgspec.json.Decoder(Models).decode
+
+
+class Answer:
+    """What came for one task, read as it comes."""
+
+    def __init__(self, task: Task, sent: float) -> None:
+        self.task = task
+        self.sent = self.ended = sent
+        self.content_times: list[float] = []
+        """One for each chunk that holds text."""
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+        self.failure = ""
+        """Why this is no success, in a few words that are the same for all such; empty for a success."""
+        self.detail = ""
+        self._rest = b""
+        self._content: list[bytes] = []
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take the bytes that were read at ``now``, cut anywhere."""
+        self.ended = now
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if CONTENT.search(line):
+                self.content_times.append(now)
+                if self.task.answer is not None:
+                    self._content.append(line)
+            if LAST.search(line):
+                self._feed_last(line)
+
+    def _feed_last(self, line: bytes) -> None:
+        event = self._decode(line)
+        if event.error is not None:
+            self.fail("error in the stream", event.error)
+        for choice in event.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        self.usage = event.usage or self.usage
+
+    def _decode(self, line: bytes) -> Event:
+        try:
+            return DECODE_EVENT(line.removeprefix(b"data:"))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.fail("broken event", f"{error}: {line!r}")
+            return Event()
+
+    def fail(self, reason: str, detail: object = "") -> None:
+        """The first failure counts."""
+        if not self.failure:
+            self.failure, self.detail = reason, printable(detail)
+
+    def judge(self) -> None:
+        """Compare what came with what the task wants."""
+        tokens, wanted = self.output_tokens, self.task.num_tokens
+        if self.finish_reason is None:
+            self.fail("no finish_reason")
+        elif self.finish_reason not in FINISH_REASONS:
+            self.fail("invalid finish_reason", self.finish_reason)
+        elif self.usage is None:
+            self.fail("no usage")
+        elif tokens == 0:
+            self.fail("0 tokens")
+        elif wanted is not None and tokens != wanted:
+            self.fail("wrong number of tokens", f"{tokens} instead of {wanted}")
+        elif self.task.answer is not None and self.text() != self.task.answer:
+            self.fail("wrong answer", f"{self.text()!r} instead of {self.task.answer!r}")
+
+    def text(self) -> str:
+        """The whole answer; it is kept only for tasks whose text matters."""
+        events = map(self._decode, self._content)
+        return "".join(choice.delta.content or "" for event in events for choice in event.choices if choice.delta)
+
+    @property
+    def output_tokens(self) -> int:
+        return self.usage.completion_tokens if self.usage else 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.usage.prompt_tokens if self.usage else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        details = self.usage.prompt_tokens_details if self.usage else None
+        return (details.cached_tokens or 0) if details else 0
+
+    @property
+    def first(self) -> float:
+        """When the first text came; a token without text is not seen before the end."""
+        return self.content_times[0] if self.content_times else self.ended
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A measured run: ``wall`` from the first request sent to the last byte, ``cpu`` of this process in that time."""
+
+    answers: list[Answer]
+    wall: float
+    cpu: float
+
+
+def find_model(target: Target, wanted: str | None = None) -> str:
+    """The model to ask for: ``wanted``, or else the first that the server names.
+
+    Raises StartupError if the server cannot be reached or, without ``wanted``, names none.
+    """
+    return _run(_find_model(target, wanted))
+
+
+def run_load(target: Target, tasks: Sequence[Task], *, concurrency: int, warmup: int, progress: Progress) -> Outcome:
+    """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
+
+    The first ``warmup`` of them are sent before the clock starts and appear nowhere in the outcome. Connections are
+    kept, and those that warm-up has opened are used. A failure is an answer, never an exception.
+    """
+    return _run(_run_load(target, tasks, concurrency, warmup, progress))
+
+
+async def _run_load(
+    target: Target, tasks: Sequence[Task], concurrency: int, warmup: int, progress: Progress
+) -> Outcome:
+    num_ended = 0
+
+    def ended() -> None:
+        nonlocal num_ended
+        num_ended += 1
+        progress(num_ended)
+
+    async with _session(target) as session:
+        client = Client(session, f"{target.url}/v1/chat/completions")
+        await client.closed_loop(tasks[:warmup], concurrency, ended)
+        wall, cpu = time.perf_counter(), time.process_time()
+        answers = await client.closed_loop(tasks[warmup:], concurrency, ended)
+        cpu = time.process_time() - cpu
+    wall = max((answer.ended for answer in answers), default=wall) - wall
+    return Outcome(answers, wall, cpu)
+
+
+class Client:
+    """Sends tasks over the connections of one session."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def closed_loop(self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]) -> list[Answer]:
+        """The answers in the order in which they ended."""
+        waiting = iter(tasks)
+        answers: list[Answer] = []
+
+        async def take_turns() -> None:
+            for task in waiting:
+                answers.append(await self.ask(task))
+                ended()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(tasks))):
+                group.create_task(take_turns())
+        return answers
+
+    async def ask(self, task: Task) -> Answer:
+        answer = Answer(task, time.perf_counter())
+        try:
+            await self._read(answer)
+        except TimeoutError:
+            answer.fail("timeout")
+        except aiohttp.ClientConnectorError as error:
+            answer.fail("cannot connect", error)
+        except (aiohttp.ClientError, OSError) as error:
+            answer.fail("connection lost", error)
+        if answer.failure:
+            answer.ended = time.perf_counter()
+        answer.judge()
+        return answer
+
+    async def _read(self, answer: Answer) -> None:
+        async with self._session.post(self._url, data=answer.task.body, allow_redirects=False) as response:
+            if response.status != 200:
+                answer.fail(f"HTTP {response.status}", (await response.content.read(4096)).decode(errors="replace"))
+                return
+            async for data in response.content.iter_any():
+                answer.feed(data, time.perf_counter())
+
+
+async def _find_model(target: Target, wanted: str | None) -> str:
+    try:
+        async with (
+            _session(target) as session,
+            session.get(f"{target.url}/v1/models", timeout=FIRST_TIMEOUT) as response,
+        ):
+            status, content = response.status, await response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        _refuse(target, str(error) or type(error).__name__)
+    if wanted is not None:
+        return wanted
+    if status != 200:
+        _refuse(target, f"/v1/models answered {status}: {content[:DETAIL].decode(errors='replace')}")
+    try:
+        return DECODE_MODELS(content).data[0].id
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        _refuse(target, "/v1/models names no model; name it with --model")
+
+
+def _refuse(target: Target, reason: str) -> NoReturn:
+    raise StartupError(f"{printable(target.url)} cannot be measured: {printable(reason)}")
+
+
+@asynccontextmanager
+async def _session(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(target.timeout, sock_connect=CONNECT_TIMEOUT),
+    ) as session:
+        yield session
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work`` in an event loop of its own: uvloop where there is one."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
+
+
+def printable(text: object) -> str:
+    """Foreign text for one line of a terminal, shortened."""
+    line = " ".join(str(text)[: 2 * DETAIL].split())
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= DETAIL else line[: DETAIL - 3] + "..."

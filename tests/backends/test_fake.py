@@ -1,0 +1,86 @@
+"""What only the fake backend does: it counts on, costs what its model says, and breaks on request."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backends.fake import CONTROL, END, VOCABULARY_SIZE, Costs, FakeBackend, FakeVocabulary, Faults
+from cllm.core.batch import Batch, Row, Trim
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
+
+
+def sequence(tokens: list[int], seq_id: int = 0) -> Sequence:
+    seq = Sequence(Request("A", tokens, SamplingParams()), 0, 0, 1024)
+    seq.seq_id = seq_id
+    return seq
+
+
+def test_it_counts_on():
+    """After the token t comes t + 1, after 255 comes 0, and END after ``length`` tokens."""
+    backend = FakeBackend(length=3)
+    seq = sequence([7, 254])
+    answers = []
+    while not answers or answers[-1] != END:
+        start = len(seq.tokens) - 1 if answers else 0
+        logits = backend.forward(Batch([Row(seq, start, len(seq.tokens) - start, True)], []))
+        answers.append(int(logits[0].argmax()))
+        seq.append(answers[-1])
+    assert answers == [255, 0, 1, END]
+
+
+def test_a_step_costs_what_the_cost_model_says():
+    """A fixed part, a part for each decoding row, a part for each other token; spent through ``sleep``."""
+    spent = []
+    backend = FakeBackend(costs=Costs(step=100, row=10, token=1), sleep=spent.append)
+    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, True)], []))
+    backend.forward(Batch([Row(sequence([1] * 6), 5, 1, True), Row(sequence([1] * 7, 1), 0, 7, True)], []))
+    assert spent == [105, 117]
+
+
+def test_it_fails_when_told_to():
+    """The step with the number raise_at_step raises EngineError, and no other does."""
+    backend = FakeBackend(faults=Faults(raise_at_step=2))
+    batch = Batch([Row(sequence([1]), 0, 1, True)], [Trim(0, 0)])
+    backend.forward(batch)
+    with pytest.raises(EngineError, match="told to fail"):
+        backend.forward(batch)
+    backend.forward(batch)
+
+
+def test_it_hangs_when_told_to():
+    """The step with the number hang_at_step sleeps for an hour, and no other does."""
+    spent = []
+    backend = FakeBackend(faults=Faults(hang_at_step=2), sleep=spent.append)
+    batch = Batch([Row(sequence([1]), 0, 1, True)], [Trim(0, 0)])
+    for _ in range(3):
+        backend.forward(batch)
+    assert spent == [0, 3600, 0, 0]
+
+
+def test_it_checks_its_caller():
+    """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's fault."""
+    backend = FakeBackend()
+    with pytest.raises(EngineError, match="holds 0 tokens, but the row starts at 1"):
+        backend.forward(Batch([Row(sequence([1, 2]), 1, 1, True)], []))
+    with pytest.raises(EngineError, match="outside of the vocabulary"):
+        backend.forward(Batch([Row(sequence([VOCABULARY_SIZE]), 0, 1, True)], []))
+
+
+def test_its_vocabulary_has_a_token_for_each_byte():
+    """Text becomes its UTF-8 bytes and comes back; control tokens have no text of their own."""
+    vocabulary = FakeVocabulary()
+    assert len(vocabulary.pieces) == vocabulary.size == VOCABULARY_SIZE
+    tokens = vocabulary.tokenize("aß\0👍", add_special=True, parse_special=False)
+    assert b"".join(vocabulary.pieces[token] for token in tokens).decode() == "aß\0👍"
+    assert [vocabulary.pieces[token] for token in (END, *CONTROL)] == [b"", b"", b""]
+
+
+def test_control_tokens_are_parsed_on_request_only():
+    """Their names are control tokens for the template's text, and plain letters for the user's."""
+    vocabulary = FakeVocabulary()
+    text = "a<|im_end|>b<|im_start|><|im_end|>"
+    assert vocabulary.tokenize(text, add_special=False, parse_special=True) == [97, 258, 98, 257, 258]
+    assert vocabulary.tokenize(text, add_special=False, parse_special=False) == list(text.encode())

@@ -1,0 +1,341 @@
+"""The load client, against cLLM with the fake backend and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+from aiohttp import web
+
+from cllm.bench.load import Answer, Outcome, Target, find_model, run_load
+from cllm.bench.report import Distribution, Report, remarks, results, summarize
+from cllm.bench.workload import QUESTION_KINDS, Task, question_tasks, word_tasks
+from cllm.errors import StartupError
+
+MAX_TOKENS = 4
+
+
+def words(count: int, *, model: str = "m", **options: int) -> list[Task]:
+    defaults = {"prompt_words": 5, "shared_words": 0, "max_tokens": MAX_TOKENS, "temperature": 0, "seed": 0}
+    return word_tasks(count, model=model, **{**defaults, **options})
+
+
+def prompt_of(task: Task) -> list[str]:
+    return json.loads(task.body)["messages"][-1]["content"].split()
+
+
+def measure(url: str, tasks: list[Task], *, timeout: float = 60.0, concurrency: int = 4, warmup: int = 0) -> Report:
+    seen: list[int] = []
+    target = Target(url, timeout=timeout)
+    outcome = run_load(target, tasks, concurrency=concurrency, warmup=warmup, progress=seen.append)
+    assert seen == list(range(1, len(tasks) + 1))
+    return summarize(outcome, url=url, model="m", settings={})
+
+
+# Events as a server would send them.
+
+
+def event(choice: dict | None, **rest: object) -> bytes:
+    return b"data: " + json.dumps({"choices": [choice] if choice else [], **rest}).encode() + b"\n\n"
+
+
+def content(text: str) -> bytes:
+    return event({"index": 0, "delta": {"content": text}, "finish_reason": None}, usage=None)
+
+
+def finish(reason: str) -> bytes:
+    return event({"index": 0, "delta": {}, "finish_reason": reason}, usage=None)
+
+
+def usage(tokens: int) -> bytes:
+    return event(None, usage={"prompt_tokens": 7, "completion_tokens": tokens})
+
+
+OPENING = event({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+DONE = b"data: [DONE]\n\n"
+TEXT = [content(' finish_reason": "stop"'), content('"usage":{'), content('"error":{"'), content("\n\ndata: ü")]
+GOOD = [OPENING, *TEXT, finish("length"), usage(MAX_TOKENS), DONE]
+
+
+async def send(request: web.Request, events: list[bytes], *, gap: float = 0.0) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    for data in events:
+        await response.write(data)
+        await asyncio.sleep(gap)
+    return response
+
+
+def sends(*events: bytes) -> Callable:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await send(request, list(events))
+
+    return handler
+
+
+async def breaks_down(request: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "no \x1b[31m memory"}}, status=500)
+
+
+async def hangs_up(request: web.Request) -> web.StreamResponse:
+    response = await send(request, GOOD[:3])
+    request.transport.abort()
+    return response
+
+
+async def hangs_up_at_once(request: web.Request) -> web.StreamResponse:
+    request.transport.abort()
+    return web.Response()
+
+
+async def never_ends(request: web.Request) -> web.StreamResponse:
+    return await send(request, GOOD[:3], gap=30)
+
+
+@contextmanager
+def serving(handler: Callable, models: object = None) -> Iterator[str]:
+    """The URL of a server, in a thread of its own, that answers each chat with ``handler``."""
+
+    async def list_models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]} if models is None else models)
+
+    async def starting() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handler)
+        app.router.add_get("/v1/models", list_models)
+        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        runner = asyncio.run_coroutine_threadsafe(starting(), loop).result(30)
+        yield "http://{}:{}".format(*runner.addresses[0])
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+# Against cLLM.
+
+
+def test_a_real_server(fake_server: str) -> None:
+    """Every request has exactly its tokens, and the numbers agree with each other."""
+    model = find_model(Target(fake_server))
+    assert model == "fake"
+    report = measure(fake_server, words(14, model=model, max_tokens=16), warmup=4)
+    assert report.failures == {}
+    assert (report.num_requests, report.num_succeeded, report.num_failed) == (10, 10, 0)
+    assert report.output_tokens == 160
+    assert report.prompt_tokens > 10 * 5
+    assert report.output_tokens_per_s == pytest.approx(160 / report.wall_s, rel=0.01)
+    assert report.requests_per_s == pytest.approx(10 / report.wall_s, rel=0.01)
+    assert 0 < report.ttft_ms.p50 < report.e2e_ms.p50 <= report.e2e_ms.p99 <= 1000 * report.wall_s
+    assert 0 < report.tpot_ms.mean < report.e2e_ms.mean / 15
+    assert report.client_cpu_s > 0
+    assert report.client_us_per_chunk > 0
+
+
+def test_wrong_answers_are_failures(fake_server: str) -> None:
+    """The fake backend counts: it knows no capital."""
+    report = measure(fake_server, question_tasks(3, model="fake", max_tokens=8, seed=0))
+    assert report.failures == {"wrong answer": 3}
+    assert " instead of " in report.examples["wrong answer"]
+
+
+def test_refused_requests_are_failures(fake_server: str) -> None:
+    report = measure(fake_server, words(2, model="another"))
+    assert report.failures == {"HTTP 404": 2}
+    assert "'another' does not exist" in report.examples["HTTP 404"]
+
+
+# Against others.
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason", "detail"),
+    [
+        (breaks_down, "HTTP 500", '{"error": {"message": "no \\u001b[31m memory"}}'),
+        (hangs_up, "connection lost", ""),
+        (hangs_up_at_once, "connection lost", ""),
+        (never_ends, "timeout", ""),
+        (sends(), "no finish_reason", ""),
+        (sends(OPENING, *TEXT, usage(MAX_TOKENS), DONE), "no finish_reason", ""),
+        (sends(*TEXT, finish("error"), usage(MAX_TOKENS), DONE), "invalid finish_reason", "error"),
+        (sends(*TEXT, finish("length"), DONE), "no usage", ""),
+        (sends(OPENING, finish("stop"), usage(0), DONE), "0 tokens", ""),
+        (sends(*TEXT, finish("stop"), usage(3), DONE), "wrong number of tokens", "3 instead of 4"),
+        (sends(TEXT[0], event(None, error={"message": "gone"}), *GOOD), "error in the stream", "gone"),
+        (sends(*TEXT, b'data: {"usage": {]}\n', *GOOD), "broken event", "malformed"),
+        (sends(*TEXT, b'data: {"choices": 5, "usage": {}}\n', *GOOD), "broken event", "Expected `array`"),
+    ],
+)
+def test_failures(handler: Callable, reason: str, detail: str) -> None:
+    """Each way to fail has its name, spoils no other request and no latency."""
+    turns = iter(range(100))
+
+    async def every_second(request: web.Request) -> web.StreamResponse:
+        return await handler(request) if next(turns) % 2 else await send(request, GOOD)
+
+    with serving(every_second) as url:
+        report = measure(url, words(4), timeout=1.0, concurrency=1)
+    assert report.failures == {reason: 2}
+    assert detail in report.examples.get(reason, "")
+    assert (report.num_requests, report.num_succeeded, report.output_tokens) == (4, 2, 2 * MAX_TOKENS)
+    assert report.e2e_ms.p99 < 1000
+
+
+def test_nothing_succeeds() -> None:
+    with serving(breaks_down) as url:
+        report = measure(url, words(2))
+    assert (report.num_failed, report.output_tokens, report.ttft_ms, report.tokens_per_chunk) == (2, 0, None, None)
+    assert any("2 failed: HTTP 500, such as: " in line for line in results(report))
+
+
+def test_right_answers() -> None:
+    """Text is compared as it was meant, however it was cut and escaped."""
+    answer = ' finish_reason": "stop"' + '"usage":{' + '"error":{"' + "\n\ndata: ü"
+    with serving(sends(*GOOD)) as url:
+        report = measure(url, [Task(b"{}", answer=answer), Task(b"{}", answer=answer + " ")])
+    assert report.failures == {"wrong answer": 1}
+
+
+def test_concurrency_and_connections() -> None:
+    """Never more requests at a time than asked for, nor more connections; the key goes with every request."""
+    running, most, connections, keys = 0, 0, set(), set()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        connections.add(request.transport.get_extra_info("peername"))
+        keys.add(request.headers["authorization"])
+        response = await send(request, GOOD, gap=0.002)
+        running -= 1
+        return response
+
+    with serving(handler) as url:
+        outcome = run_load(Target(url, "secret"), words(20), concurrency=3, warmup=5, progress=lambda ended: None)
+    assert (most, len(connections), keys) == (3, 3, {"Bearer secret"})
+    assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
+
+
+def test_nobody_listens() -> None:
+    with serving(sends()) as url:
+        pass
+    assert measure(url, words(2)).failures == {"cannot connect": 2}
+    with pytest.raises(StartupError, match=r"^http://127.0.0.1:\d+ cannot be measured: .*[Cc]onnect"):
+        find_model(Target(url), "m")
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {}, [1]])
+def test_no_model_is_named(models: object) -> None:
+    with serving(sends(), models) as url:
+        assert find_model(Target(url), "mine") == "mine"
+        with pytest.raises(StartupError, match="name it with --model"):
+            find_model(Target(url))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "ftp://host", "http://", "nonsense"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(StartupError, match="cannot be measured"):
+        find_model(Target(url))
+
+
+def test_needs_the_bench_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "cllm.bench.load")
+    with pytest.raises(StartupError, match="needs the extra `bench`"):
+        importlib.import_module("cllm.bench.load")
+
+
+# Reading and counting.
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("compact", [False, True])
+def test_bytes_may_be_cut_anywhere(size: int, newline: bytes, compact: bool) -> None:
+    stream = b": ping\n\n".join(GOOD)
+    if compact:
+        stream = stream.replace(b'": ', b'":').replace(b"data: ", b"data:", 1)
+    stream = stream.replace(b"\n", newline)
+    answer = Answer(Task(b"", MAX_TOKENS, "any"), 0.0)
+    for at in range(0, len(stream), size):
+        answer.feed(stream[at : at + size], float(at))
+    assert (answer.finish_reason, answer.output_tokens, answer.failure) == ("length", MAX_TOKENS, "")
+    assert len(answer.content_times) == MAX_TOKENS
+    assert answer.text().endswith("data: ü" if not compact else "ü")
+
+
+def timed(sent: float, content_times: list[float], ended: float, tokens: int) -> Answer:
+    answer = Answer(Task(b"", tokens), sent)
+    for now in content_times:
+        answer.feed(content("x"), now)
+    answer.feed(finish("length") + usage(tokens) + DONE, ended)
+    answer.judge()
+    return answer
+
+
+def test_definitions() -> None:
+    """Numbers that one can check by hand."""
+    answers = [timed(0.0, [1.0, 1.5, 3.5], 4.0, 4), timed(1.0, [4.0], 5.0, 1), timed(0.0, [], 2.0, 1)]
+    report = summarize(Outcome(answers, wall=5.0, cpu=1.0), url="u", model="m", settings={})
+    assert report.num_failed == 0
+    assert report.ttft_ms.mean == 2000.0  # a token without text is seen when the stream ends
+    assert (report.itl_ms.mean, report.itl_ms.p50) == (1250.0, 1250.0)
+    assert report.tpot_ms == Distribution(1000.0, 1000.0, 1000.0, 1000.0)
+    assert report.e2e_ms.mean == pytest.approx(3333.333)
+    assert (report.output_tokens, report.tokens_per_chunk) == (6, 1.5)
+    assert (report.output_tokens_per_s, report.requests_per_s) == (1.2, 0.6)
+    assert (report.client_cpu_share, report.client_us_per_chunk) == (0.2, 250_000.0)
+    assert len(remarks(report)) == 1
+
+
+def test_a_busy_client_is_said() -> None:
+    report = summarize(Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.9), url="u", model="m", settings={})
+    assert "may be its speed" in remarks(report)[1]
+
+
+# What is asked for.
+
+
+def test_words() -> None:
+    first, again, other = words(20), words(20), words(20, seed=1)
+    assert first == again != other
+    assert {len(prompt_of(task)) for task in first} == {5}
+    assert all(word.isalpha() and word.islower() for task in first for word in prompt_of(task))
+    assert len({prompt_of(task)[0] for task in first}) > 10, "the prompts share no beginning"
+    body = json.loads(first[0].body)
+    assert (body["max_tokens"], body["ignore_eos"], body["stream_options"]) == (4, True, {"include_usage": True})
+
+
+def test_shared_words() -> None:
+    prompts = [prompt_of(task) for task in words(20, shared_words=3)]
+    assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
+    assert len({prompt[3] for prompt in prompts}) > 10
+    assert {len(prompt) for prompt in prompts} == {5}
+    with pytest.raises(StartupError, match="--shared-words 6 is more than --prompt-words 5"):
+        words(1, shared_words=6)
+
+
+def test_questions() -> None:
+    tasks = question_tasks(2 * len(QUESTION_KINDS), model="m", max_tokens=9, seed=0)
+    assert len({task.body for task in tasks}) == len(tasks)
+    assert all(task.answer for task in tasks)
+    assert all(first.answer != second.answer for first, second in pairwise(tasks))
+    body = json.loads(tasks[0].body)
+    assert (body["temperature"], body["max_tokens"], "ignore_eos" in body) == (0, 9, False)

@@ -1,0 +1,169 @@
+"""``cllm bench``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cllm.bench.make_model import QUANTS, SHAPES
+from cllm.cli import main as command_line
+from cllm.cli.bench import server_url
+
+STREAM = b"""\
+data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}]}
+
+data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}
+
+data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}
+
+data: [DONE]
+
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the model "good" and no other."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(200, b'{"data":[{"id":"good"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        good = body["model"] == "good" and self.headers["authorization"] == "Bearer secret"
+        self.answer(200 if good else 404, STREAM if good else b"no such model [bold] here")
+
+    def answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("CLLM_API_KEY", "secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code: int | str | None = 0
+        try:
+            command_line.main(arguments)
+        except SystemExit as end:
+            code = end.code
+        output = capsys.readouterr()
+        return int(code or 0), output.out, output.err
+
+    return run
+
+
+LOAD = ("--requests", "3", "--concurrency", "2", "--max-tokens", "2")
+
+
+def test_help(cllm) -> None:
+    _, out, _ = cllm("bench", "load", "--help")
+    for option in ("--workload", "--requests", "--concurrency", "--max-tokens", "--prompt-words", "--shared-words"):
+        assert option in out
+    for option in ("--warmup", "--seed", "--timeout", "--model", "--api-key", "--json"):
+        assert option in out
+    assert "[env var: CLLM_API_KEY]" in out
+    _, out, _ = cllm("bench", "make-model", "--help")
+    assert all(choice in out for choice in (*SHAPES, *QUANTS, "--force"))
+    _, out, _ = cllm("bench", "--help")
+    assert "load" in out
+    assert "make-model" in out
+
+
+def test_json(cllm, server: str) -> None:
+    """One object and nothing else; model and key are found without being given."""
+    code, out, err = cllm("bench", "load", f"{server}/v1/", *LOAD, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["url"], report["model"], report["num_succeeded"], report["output_tokens"]) == (server, "good", 3, 6)
+    assert report["settings"]["workload"] == "words"
+    assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}
+
+
+def test_table(cllm, server: str) -> None:
+    code, out, _ = cllm("bench", "load", server, *LOAD)
+    assert code == 0
+    assert "3 of 3 requests succeeded" in out
+    assert all(word in out for word in ("TTFT", "TPOT", "E2E", "p95", "output tokens/s", "s CPU"))
+
+
+def test_failures_are_exit_code_1(cllm, server: str) -> None:
+    code, out, _ = cllm("bench", "load", server, *LOAD, "--model", "bad")
+    assert code == 1
+    assert "3 failed: HTTP 404, such as: no such model [bold] here" in out
+    code, out, _ = cllm("bench", "load", server, *LOAD, "--api-key", "wrong", "--json")
+    assert code == 1
+    assert json.loads(out)["failures"] == {"HTTP 404": 3}
+
+
+def test_no_server(cllm) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and not listening
+        code, out, err = cllm("bench", "load", f"http://127.0.0.1:{taken.getsockname()[1]}", *LOAD)
+    assert (code, out) == (2, "")
+    assert err.startswith("cllm: http://127.0.0.1:")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--requests", "0"),
+        ("--concurrency", "-1"),
+        ("--workload", "none"),
+        ("--shared-words", "65"),
+        ("--timeout", "0"),
+        ("--api-key", "a\nb"),
+    ],
+)
+def test_wrong_arguments(cllm, server: str, arguments: tuple[str, ...]) -> None:
+    code, out, err = cllm("bench", "load", server, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
+def test_url() -> None:
+    assert server_url("localhost:8000") == "http://localhost:8000"
+    assert server_url("https://host/prefix/v1/") == "https://host/prefix"
+
+
+def test_make_model(cllm, tmp_path: Path) -> None:
+    """Prints what was made, and replaces nothing unasked."""
+    out_file = tmp_path / "tiny.gguf"
+    arguments = ("bench", "make-model", "--shape", "tiny", "--quant", "f16", str(out_file))
+    code, out, _ = cllm(*arguments)
+    assert code == 0
+    assert out.startswith(f"{out_file}: ")
+    assert " MB in " in out
+    size = out_file.stat().st_size
+    out_file.write_bytes(b"mine")
+    code, _, err = cllm(*arguments)
+    assert (code, err) == (2, f"cllm: {out_file} exists; --force replaces it\n")
+    assert out_file.read_bytes() == b"mine"
+    assert cllm(*arguments, "--force")[0] == 0
+    assert out_file.stat().st_size == size
+    assert cllm(*arguments[:-1], str(tmp_path))[0] == 2

@@ -1,0 +1,113 @@
+"""What all tests share: the pace of the random ones, the built-in model, and an engine to step by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from cllm.backends.base import Logits
+from cllm.backends.fake import END, FakeBackend
+from cllm.core.batch import Batch
+from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.engine.build import build_engine
+from cllm.engine.engine import Abort, Add
+from cllm.models.catalog import BUILTIN
+
+# A busy machine is no failure, so there is no deadline; what is found fails again by its printed blob.
+hypothesis.settings.register_profile(
+    "cllm",
+    deadline=None,
+    max_examples=50,
+    stateful_step_count=30,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("cllm")
+
+
+@pytest.fixture(scope="session")
+def builtin_path() -> Path:
+    """The file of the built-in model; tests that ask for it are marked ``llama``."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    if not BUILTIN.exists():
+        pytest.skip(f"the built-in model is not there: {BUILTIN.name}")
+    return BUILTIN
+
+
+class RecordingBackend(FakeBackend):
+    """Keeps the batches it was given, and the seq_ids that their rows had then."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.batches: list[Batch] = []
+        self.seq_ids: list[list[int]] = []
+
+    def forward(self, batch: Batch) -> Logits:
+        self.batches.append(batch)
+        self.seq_ids.append([row.seq.seq_id for row in batch.rows])
+        return super().forward(batch)
+
+
+class FakeEngine:
+    """An engine on the fake backend, stepped by hand; the laws are checked after every step."""
+
+    def __init__(self, **options) -> None:
+        """``options`` are FakeBackend's."""
+        self.backend = RecordingBackend(**options)
+        self.engine = build_engine(self.backend, check=True)
+        self.scheduler = self.engine.scheduler
+        self.ledger = self.scheduler.ledger
+        self.outputs: list[TokenOutput] = []
+
+    def add(self, name: str, prompt: list[int], **params) -> Request:
+        """Let a request arrive; greedy unless a temperature is given."""
+        request = Request(name, prompt, SamplingParams(**{"temperature": 0, **params}))
+        self.engine.handle(Add(request))
+        return request
+
+    def abort(self, name: str, index: int | None = None) -> list[TokenOutput]:
+        outputs = self.engine.handle(Abort(name, index))
+        self.outputs += outputs
+        self.scheduler.check()
+        return outputs
+
+    def step(self) -> str:
+        """Compute a step; the rows of its batch in text, "" if there was nothing to do."""
+        num_batches = len(self.backend.batches)
+        outputs = self.engine.step()
+        self.outputs += outputs
+        self.scheduler.check()
+        return " | ".join(str(batch).replace("   ", " | ") for batch in self.backend.batches[num_batches:])
+
+    def finish(self, max_steps: int = 2000) -> list[str]:
+        """Step until there is no work; the rows of each step."""
+        steps = []
+        while self.scheduler.has_work():
+            steps.append(self.step())
+            assert len(steps) < max_steps, f"no end in sight: {self.scheduler}"
+        return steps
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        """What one sequence got so far."""
+        return [o.token for o in self.outputs if (o.request_id, o.index) == (name, index) and o.token >= 0]
+
+    def ends(self) -> dict[str, str]:
+        """Why each sequence ended, by "name.index"."""
+        return {f"{o.request_id}.{o.index}": str(o.finish) for o in self.outputs if o.finish}
+
+    def right_tokens(self, request: Request) -> list[int]:
+        """What the fake backend says to a greedy request: it counts on, and ends by itself or at a limit."""
+        limit = self.backend.info.context_length - len(request.prompt)
+        limit = min(limit, request.params.max_tokens or limit)
+        counted = [(request.prompt[-1] + 1 + i) % 256 for i in range(self.backend._length)]
+        return [*counted, END][:limit]
+
+
+@pytest.fixture(scope="session")
+def fake_engine() -> type[FakeEngine]:
+    """The class FakeEngine: a test makes its own with the limits it needs."""
+    return FakeEngine

@@ -1,0 +1,401 @@
+"""What is computed in each step and for whom; told by the batches that reach the fake backend."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence, Status
+from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
+from cllm.scheduler.scheduler import PREFILL_SHARE, Scheduler
+
+LONG = list(range(100, 140))
+
+
+def test_continuous_batching(fake_engine):
+    """A finished row leaves, and a waiting sequence takes its seq_id in the next step; nobody waits for a batch."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
+    for name, max_tokens in (("A", 2), ("B", 4), ("C", 2)):
+        engine.add(name, [1, 2, 3], max_tokens=max_tokens)
+    assert engine.finish() == [
+        "A.0 0+3 sample | B.0 0+3 sample",
+        "A.0 3+1 sample | B.0 3+1 sample",
+        "C.0 0+3 sample | B.0 4+1 sample",
+        "C.0 3+1 sample | B.0 5+1 sample",
+    ]
+
+
+def test_a_seq_id_is_free_in_the_step_of_the_last_token(fake_engine):
+    """A sequence gives its seq_id and cells back in the step that samples its last token."""
+    engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=16)
+    engine.add("A", [1, 2, 3], max_tokens=1)
+    engine.add("B", [1, 2, 3], max_tokens=1)
+    assert engine.step() == "A.0 0+3 sample"
+    assert engine.ledger.seq_ids.num_free == 1
+    assert engine.ledger.num_held == 0
+    assert engine.step() == "B.0 0+3 sample"
+    assert engine.step() == ""
+
+
+def test_a_prompt_enters_in_chunks(fake_engine):
+    """A prompt longer than a step takes several; only the last chunk is sampled."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
+    engine.add("A", LONG, max_tokens=1)
+    assert engine.finish() == ["A.0 0+16", "A.0 16+16", "A.0 32+8 sample"]
+    assert engine.tokens("A") == [140]
+
+
+def test_what_a_prompt_leaves_of_a_step_is_the_next_ones(fake_engine):
+    """A step is filled to the last token, in order of arrival."""
+    engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=16)
+    for name in "ABC":
+        engine.add(name, [1] * 10, max_tokens=1)
+    assert engine.finish() == ["A.0 0+10 sample | B.0 0+6", "C.0 0+10 sample | B.0 6+4 sample"]
+
+
+def test_decoding_goes_before_prompts(fake_engine):
+    """While somebody decodes, prompts get a quarter of a step, at least one token."""
+    for size, share in ((16, 4), (3, 1)):
+        engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=size)
+        engine.add("A", [1, 2], max_tokens=3)
+        engine.step()
+        engine.add("B", LONG, max_tokens=1)
+        assert engine.step() == f"A.0 2+1 sample | B.0 0+{share}"
+        assert engine.step() == f"A.0 3+1 sample | B.0 {share}+{share}"
+        assert engine.step() == f"B.0 {2 * share}+{size}", "alone again, it has the whole step"
+
+
+def test_a_step_full_of_decoding_rows(fake_engine):
+    """As many tokens as seq_ids is enough: every running sequence gets its token."""
+    engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=3, length=5)
+    requests = [engine.add(name, [1, 2, 3, 4]) for name in "ABCD"]
+    engine.finish()
+    assert [engine.tokens(request.request_id) for request in requests] == [[5, 6, 7, 8, 9, 256]] * 4
+
+
+def test_rows_are_sorted_by_seq_id(fake_engine):
+    """A batch lists its rows by seq_id, whoever came first."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
+    engine.add("A", [1, 2], max_tokens=1)
+    engine.add("B", [1, 2], max_tokens=4)
+    engine.step()
+    engine.add("C", [1, 2], max_tokens=4)
+    assert engine.step() == "C.0 0+2 sample | B.0 2+1 sample"
+    assert engine.backend.seq_ids[-1] == [0, 1]
+
+
+def test_max_tokens(fake_engine):
+    """As many tokens as asked for, and the reason is length."""
+    engine = fake_engine(length=9)
+    engine.add("A", [1], max_tokens=3)
+    engine.finish()
+    assert engine.tokens("A") == [2, 3, 4]
+    assert engine.ends() == {"A.0": "length"}
+
+
+def test_the_end_of_the_context(fake_engine):
+    """Prompt and output together fill the context and no more, also where more tokens were asked for."""
+    engine = fake_engine(context_length=16, length=99)
+    for name, size in (("A", 10), ("B", 15)):
+        engine.add(name, LONG[:size], max_tokens=50)
+    engine.finish()
+    assert [len(engine.tokens("A")), len(engine.tokens("B"))] == [6, 1]
+    assert engine.ends() == {"A.0": "length", "B.0": "length"}
+
+
+def test_a_prompt_that_can_never_fit(fake_engine):
+    """Whoever adds a prompt that fills the context has not done his duty, and hears it before anything is leased."""
+    engine = fake_engine(context_length=16)
+    with pytest.raises(ValueError, match="can never fit"):
+        engine.add("A", LONG[:16])
+    assert not engine.scheduler.has_work()
+
+
+def test_the_model_ends(fake_engine):
+    """The token that means "end" ends the sequence; it is counted, but it is no text."""
+    engine = fake_engine(length=2)
+    engine.add("A", [1])
+    engine.finish()
+    assert [(o.token, str(o.finish), o.is_text) for o in engine.outputs] == [
+        (2, "", True),
+        (3, "", True),
+        (256, "stop", False),
+    ]
+
+
+def test_ignore_eos(fake_engine):
+    """Who ignores the end goes on behind it, up to max_tokens."""
+    engine = fake_engine(length=2)
+    engine.add("A", [1], ignore_eos=True, max_tokens=5)
+    engine.finish()
+    assert engine.tokens("A") == [2, 3, 256, 256, 256]
+    assert engine.ends() == {"A.0": "length"}
+
+
+def test_stop_tokens(fake_engine):
+    """A request's own stop token ends it, and is no text either."""
+    engine = fake_engine(length=9)
+    engine.add("A", [1], stop_token_ids=(4,))
+    engine.finish()
+    assert engine.tokens("A") == [2, 3, 4]
+    assert engine.ends() == {"A.0": "stop"}
+    assert not engine.outputs[-1].is_text
+
+
+def test_preemption_takes_from_the_tail(fake_engine):
+    """When the pool is short, those who came last leave, one by one; everyone ends in order with the right text."""
+    engine = fake_engine(context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25)
+    requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
+    running = ["ABCD"]
+    while engine.scheduler.has_work():
+        engine.step()
+        batch = engine.backend.batches[-1]
+        names = "".join(sorted(row.seq.request.request_id for row in batch.rows))
+        if names != running[-1]:
+            running.append(names)
+    assert running == ["ABCD", "ABC", "AB", "CD", "D"]
+    assert engine.scheduler.num_preemptions == 2
+    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+    assert list(engine.ends()) == ["A.0", "B.0", "C.0", "D.0"]
+
+
+def test_a_preempted_sequence_keeps_its_turn(fake_engine):
+    """It waits at the head of the queue, before those who never ran."""
+    engine = fake_engine(context_length=40, num_cells=41, max_num_seqs=2, max_num_batched_tokens=64, length=30)
+    engine.add("A", LONG[:18], max_tokens=6)
+    engine.add("B", LONG[18:36], max_tokens=6)
+    engine.add("C", [1, 2], max_tokens=1)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == ["B", "C"]
+    engine.finish()
+    assert engine.tokens("B") == [136, 137, 138, 139, 140, 141]
+
+
+def test_admission_leaves_room_for_the_running(fake_engine):
+    """A prompt that would fit only by stopping others from decoding waits."""
+    engine = fake_engine(context_length=32, num_cells=32, max_num_seqs=2, max_num_batched_tokens=32, length=4)
+    engine.add("A", LONG[:20])
+    engine.add("B", LONG[20:36], max_tokens=1)
+    steps = engine.finish()
+    assert engine.scheduler.num_preemptions == 0
+    assert steps[5] == "B.0 0+16 sample", "B came when A had gone"
+
+
+def test_abort_while_waiting(fake_engine):
+    """Who waits is taken out of the queue; the others keep their places."""
+    engine = fake_engine(max_num_seqs=1)
+    for name in "ABC":
+        engine.add(name, [1], max_tokens=2)
+    engine.step()
+    assert [(o.request_id, o.token, str(o.finish)) for o in engine.abort("B")] == [("B", -1, "abort")]
+    engine.finish()
+    assert engine.ends() == {"B.0": "abort", "A.0": "length", "C.0": "length"}
+
+
+def test_abort_in_the_middle_of_a_prompt(fake_engine):
+    """Its seq_id and cells are free at once; the chunks computed so far serve as a prefix."""
+    engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=18)
+    engine.add("A", LONG, max_tokens=2)
+    engine.step()
+    engine.abort("A")
+    assert str(engine.ledger) == "<Ledger 1024: held 0 idle 18 free 1006>"
+    engine.add("B", LONG, max_tokens=1)
+    assert engine.step() == "B.0 18+18"
+
+
+def test_abort_while_decoding(fake_engine):
+    """The next step is computed without it, and no token of it comes after the abort."""
+    engine = fake_engine(max_num_seqs=2)
+    engine.add("A", [1])
+    engine.add("B", [1], max_tokens=3)
+    engine.step()
+    engine.step()
+    engine.abort("A")
+    assert engine.step() == "B.0 2+1 sample"
+    assert engine.tokens("A") == [2, 3]
+    assert engine.outputs[-2].finish == "abort"
+
+
+def test_abort_one_of_several(fake_engine):
+    """With an index only that sequence ends."""
+    engine = fake_engine(max_num_seqs=2, length=3)
+    engine.add("A", [1], n=3)
+    engine.step()
+    engine.abort("A", 1)
+    engine.abort("A", 2)
+    engine.finish()
+    assert engine.ends() == {"A.1": "abort", "A.2": "abort", "A.0": "stop"}
+    assert engine.tokens("A", 0) == [2, 3, 4, 256]
+
+
+def test_abort_of_nobody(fake_engine):
+    """A request that is unknown, or has ended, is not there to be ended."""
+    engine = fake_engine(length=1)
+    engine.add("A", [1])
+    engine.finish()
+    assert engine.abort("A") == []
+    assert engine.abort("B") == []
+
+
+def test_an_idle_prefix_is_reused(fake_engine):
+    """The second turn of a chat computes what the first one did not, and says how much it found."""
+    engine = fake_engine(length=3)
+    first = engine.add("A", LONG)
+    engine.finish()
+    engine.add("B", [*first.prompt, *engine.tokens("A")[:3], 7, 7], max_tokens=1)
+    assert engine.finish() == ["B.0 43+2 sample"]
+    assert engine.tokens("B") == [8]
+    assert engine.outputs[-1].num_cached_tokens == 43
+
+
+def test_a_short_prefix_is_computed_again(fake_engine):
+    """Fewer than MIN_SHARED_TOKENS common tokens are not looked for."""
+    engine = fake_engine(length=1)
+    engine.add("A", LONG[: MIN_SHARED_TOKENS - 1])
+    engine.finish()
+    engine.add("B", [*LONG[: MIN_SHARED_TOKENS - 1], 7], max_tokens=1)
+    assert engine.finish() == [f"B.0 0+{MIN_SHARED_TOKENS} sample"]
+    assert engine.outputs[-1].num_cached_tokens == 0
+
+
+def test_a_running_prefix_is_not_taken(fake_engine):
+    """What a running sequence holds is its own."""
+    engine = fake_engine(max_num_batched_tokens=64)
+    engine.add("A", LONG, max_tokens=3)
+    engine.step()
+    engine.add("B", LONG, max_tokens=3)
+    assert engine.step() == "A.0 40+1 sample | B.0 0+16"
+
+
+def test_own_tokens_found_after_preemption_are_not_cached_ones(fake_engine):
+    """num_cached_tokens goes to the bill: what a sequence computed itself before it was preempted is not part of it."""
+    engine = fake_engine(context_length=49, num_cells=49, max_num_seqs=2, max_num_batched_tokens=64, length=40)
+    engine.add("A", LONG[:20], max_tokens=6)
+    engine.add("B", LONG[20:], max_tokens=8)
+    engine.finish()
+    assert engine.scheduler.num_preemptions == 1
+    assert {o.num_cached_tokens for o in engine.outputs} == {0}
+
+
+def test_stats(fake_engine):
+    """The gauges count what is there."""
+    engine = fake_engine(context_length=64, max_num_seqs=2, length=1)
+    for name in "ABC":
+        engine.add(name, [1, 2, 3])
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_seq_ids) == (2, 1, 2, 2)
+    assert (stats.num_cells, stats.num_cells_held, stats.num_cells_idle) == (128, 6, 0)
+    engine.finish()
+    stats = engine.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_steps) == (0, 0, 0, 4)
+    assert (stats.num_cells_held, stats.num_cells_idle) == (0, 8)
+
+
+def test_nothing_to_do():
+    """Without sequences there is no batch."""
+    assert Scheduler(Ledger(16, 8, 2), 8, []).schedule() is None
+
+
+@pytest.mark.parametrize(
+    "crime",
+    [
+        lambda scheduler: scheduler.running.clear(),
+        lambda scheduler: setattr(scheduler.running[0], "status", Status.WAITING),
+        lambda scheduler: setattr(scheduler.running[0], "num_computed_tokens", 9),
+        lambda scheduler: setattr(scheduler.running[0], "seq_id", 1),
+        lambda scheduler: setattr(scheduler.waiting[0], "seq_id", 0),
+        lambda scheduler: setattr(scheduler.waiting[0], "status", Status.RUNNING),
+    ],
+    ids=["lost", "status", "computed", "not leased", "waits with a lease", "waits running"],
+)
+def test_check_finds_every_crime(crime):
+    """Each law is broken by hand once, and noticed."""
+    scheduler = Scheduler(Ledger(16, 8, 2), 4, [])
+    for name, max_tokens in (("A", 4), ("B", 4)):
+        scheduler.add(Sequence(Request(name, [1] * 5, SamplingParams(max_tokens=max_tokens)), 0, 0, 8))
+    batch = scheduler.schedule()
+    scheduler.update(batch, [])
+    scheduler.check()
+    crime(scheduler)
+    with pytest.raises(AssertionError):
+        scheduler.check()
+
+
+arrivals = st.tuples(
+    st.just("add"),
+    st.builds(
+        lambda family, length, own: [family] * length + own,
+        st.sampled_from([1, 50]),
+        st.integers(1, 30),
+        st.lists(st.integers(0, 255), max_size=3),
+    ),
+    st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 20), "n": st.integers(1, 3)}),
+)
+aborts = st.tuples(st.just("abort"), st.integers(0, 9), st.one_of(st.none(), st.integers(0, 2)))
+steps = st.tuples(st.just("step"), st.integers(1, 8), st.none())
+limits = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 4),
+        "max_num_batched_tokens": st.integers(4, 24),
+        "num_cells": st.one_of(st.none(), st.integers(40, 80)),
+        "length": st.integers(0, 12),
+    }
+)
+
+
+@settings(max_examples=80)
+@given(limits, st.lists(st.one_of(arrivals, arrivals, aborts, steps, steps), max_size=14))
+def test_random_arrivals_and_aborts(fake_engine, limits, events):
+    """Whoever comes and goes: everything is given back, no step is too large, and every text is right."""
+    engine = fake_engine(context_length=40, **limits)
+    requests, aborted = [], set()
+    for event, what, options in events:
+        if event == "add":
+            requests.append(engine.add(str(len(requests)), what, **options))
+        elif event == "abort":
+            aborted |= {(o.request_id, o.index) for o in engine.abort(str(what), options)}
+        else:
+            for _ in range(what):
+                engine.step()
+    engine.finish()
+
+    assert engine.ledger.seq_ids.num_leased == 0
+    assert engine.ledger.num_held == 0
+    assert all(0 < b.num_tokens <= limits["max_num_batched_tokens"] for b in engine.backend.batches)
+    ends = engine.ends()
+    for request in requests:
+        right = engine.right_tokens(request)
+        for index in range(request.params.n):
+            name, tokens = request.request_id, engine.tokens(request.request_id, index)
+            if (name, index) in aborted:
+                assert tokens == right[: len(tokens)]
+                assert ends[f"{name}.{index}"] == "abort"
+            else:
+                assert tokens == right
+                assert ends[f"{name}.{index}"] == ("stop" if right[-1] == 256 else "length")
+    num_ends = sum(bool(output.finish) for output in engine.outputs)
+    assert num_ends == len(ends) == sum(request.params.n for request in requests), "nobody ends twice or never"
+
+
+@given(limits, st.lists(st.integers(1, 30), min_size=2, max_size=6))
+def test_decoding_is_never_held_up(fake_engine, limits, lengths):
+    """A sequence that decodes gets a token in each step until it ends, unless it is preempted, whatever arrives."""
+    engine = fake_engine(context_length=40, **limits)
+    for i, length in enumerate(lengths):
+        engine.add(str(i), [1] * length, max_tokens=5)
+    decoding = set()
+    while engine.scheduler.has_work():
+        engine.step()
+        batch = engine.backend.batches[-1]
+        rows = {row.seq: row for row in batch.rows}
+        waiting = set(engine.scheduler.waiting)
+        assert decoding - waiting <= rows.keys()
+        prompts = sum(row.num_tokens for row in batch.rows if row.seq not in decoding)
+        if decoding & rows.keys():
+            assert prompts <= max(1, limits["max_num_batched_tokens"] // PREFILL_SHARE)
+        decoding = {seq for seq in engine.scheduler.running if seq.num_lacking_tokens == 1}

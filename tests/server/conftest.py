@@ -1,0 +1,112 @@
+"""Servers as users start them: ``cllm serve`` in a process of its own, on a free port of the loopback."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+START_TIMEOUT = 60
+
+
+class Server:
+    """A running ``cllm serve``; ``log`` is what it has said so far."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
+        self._folder, self._log = folder, Path(folder.name) / "log"
+        command = [sys.executable, "-m", "cllm", "serve", "--port", "0", *arguments]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **environment})
+        try:
+            self.url = self._wait_for_url()
+            self.client = httpx2.Client(base_url=self.url, timeout=60)
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def _wait_for_url(self) -> str:
+        end = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < end:
+            if match := re.search(r"^cLLM serves \S+ at (\S+):", self.log, re.MULTILINE):
+                return match[1]
+            assert self.process.poll() is None, f"the server ended at once: {self.log}"
+            time.sleep(0.05)
+        raise TimeoutError(self.log)
+
+    def stats(self) -> dict[str, int]:
+        return self.client.get("/model/info").json()["stats"]
+
+    def forget(self) -> None:
+        """Remove the log."""
+        self._folder.cleanup()
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:
+        """The stats once nothing runs or waits."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            stats = self.stats()
+            if stats["num_running"] == stats["num_waiting"] == 0:
+                return stats
+            time.sleep(0.01)
+        raise AssertionError(f"still busy after {timeout} s: {stats}")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 15) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        with contextlib.suppress(AttributeError):
+            self.client.close()
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="session")
+def fake_server() -> Iterator[Server]:
+    """A server whose answers count on from the prompt; it never computes anything."""
+    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--context", "512", "--server.max-body-mb", "1")
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
+@pytest.fixture(scope="session")
+def builtin_server(builtin_path: Path) -> Iterator[Server]:
+    """A server with the built-in model and fewer sequences than the tests want at once."""
+    server = Server("--context", "1024", "--max-num-seqs", "24")
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    """Starts servers that the test may break; what is left of them is ended afterwards."""
+    servers = []
+
+    def start(*arguments: str, **environment: str) -> Server:
+        servers.append(Server(*arguments, **environment))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop(signal.SIGKILL)
+        server.forget()

@@ -1,0 +1,136 @@
+"""Many at a time, with answers that can be checked: batching, reuse and cancelling never change one."""
+
+import asyncio
+import itertools
+import random
+
+import aiohttp
+import openai
+import pytest
+
+from cllm.models.builtin.questions import held_out_questions
+
+pytestmark = pytest.mark.llama
+
+NUM_STREAMS = 64
+NUM_ROUNDS = 20
+
+
+def ask_all(server, ask, num_rounds=NUM_ROUNDS):
+    """Run ``ask(client, question, rng)`` for NUM_STREAMS questions at once, ``num_rounds`` times, in changing order."""
+    questions = list(itertools.islice(held_out_questions(11), NUM_STREAMS))
+    rng = random.Random(5)
+
+    async def run():
+        limits = {"max_retries": 0, "timeout": 120}
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", **limits) as client:
+            for i in range(num_rounds):
+                if i % 2:
+                    rng.shuffle(questions)
+                await asyncio.gather(*(ask(client, question, rng) for question in questions))
+
+    asyncio.run(run())
+
+
+async def stream(client, question):
+    return await client.chat.completions.create(
+        model="cllm-builtin",
+        messages=question.messages,
+        tools=question.tools or openai.NOT_GIVEN,
+        temperature=0,
+        stream=True,
+    )
+
+
+async def read(chunks):
+    parts = [chunk.choices[0].delta.content or "" async for chunk in chunks]
+    return "".join(parts)
+
+
+def test_64_streams_at_once_20_times_are_all_right(builtin_server):
+    """1,280 answers, in order and out of order, on 24 sequence ids."""
+
+    async def ask(client, question, rng):
+        assert await read(await stream(client, question)) == question.answer
+
+    ask_all(builtin_server, ask)
+    assert builtin_server.wait_until_idle()["num_seq_ids_in_use"] == 0
+
+
+def test_cancelled_streams_leave_nothing_behind(builtin_server):
+    """A third of the clients goes away at a random moment; the others get right answers and every id is free again."""
+
+    async def ask(client, question, rng):
+        if rng.random() < 0.67:
+            assert await read(await stream(client, question)) == question.answer
+            return
+        try:
+            async with asyncio.timeout(rng.random() * 0.5):
+                chunks = await stream(client, question)
+                for _ in range(rng.randrange(8)):
+                    await anext(aiter(chunks), None)
+                await chunks.close()
+        except TimeoutError:
+            pass
+
+    ask_all(builtin_server, ask)
+    stats = builtin_server.wait_until_idle()
+    assert stats["num_seq_ids_in_use"] == stats["num_cells_held"] == 0
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_goes_away_frees_its_sequences_at_once(builtin_server, streaming):
+    """Streaming or not, in the middle of a long answer, all n of them."""
+    body = {"prompt": "Once", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": streaming}
+
+    async def go_away():
+        async with aiohttp.ClientSession() as session:
+            request = asyncio.create_task(session.post(f"{builtin_server.url}/v1/completions", json=body))
+            while builtin_server.stats()["num_running"] < 4:  # noqa: ASYNC110  # another process's state
+                await asyncio.sleep(0.005)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+    asyncio.run(go_away())
+    stats = builtin_server.wait_until_idle(timeout=0.5)
+    assert stats["num_seq_ids_in_use"] == 0
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
+    """Sixteen babbling neighbours with other parameters do not change what a seed gives."""
+    question = {"role": "user", "content": "Tell a story about a fox named Mia in the garden."}
+
+    async def babble(client, seed, **more):
+        answer = await client.chat.completions.create(
+            model="cllm-builtin", messages=[question], seed=seed, max_tokens=60, temperature=1.2, **more
+        )
+        return answer.choices[0].message.content
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+            alone = await babble(client, 42)
+            company = [babble(client, i, presence_penalty=i / 10, extra_body={"top_k": 5 * i}) for i in range(1, 17)]
+            together = await asyncio.gather(babble(client, 42), *company)
+        assert together[0] == alone
+        assert len(set(together)) > 8
+
+    asyncio.run(run())
+
+
+def test_keep_alive_connections_lose_no_request(builtin_server):
+    """A client that reuses its connections, as aiohttp does, has every one of 400 streams answered."""
+    body = {"messages": [{"role": "user", "content": "What is 27 plus 45?"}], "temperature": 0, "stream": True}
+
+    async def worker(session):
+        for _ in range(25):
+            async with session.post(f"{builtin_server.url}/v1/chat/completions", json=body) as answer:
+                text = await answer.text()
+                assert answer.status == 200
+                assert text.endswith("data: [DONE]\n\n")
+
+    async def run():
+        connector = aiohttp.TCPConnector(limit=16)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await asyncio.gather(*(worker(session) for _ in range(16)))
+
+    asyncio.run(run())

@@ -1,0 +1,223 @@
+"""From the start to the end of the processes, and what happens when one of them dies."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+FAKE = ("--backend.name", "fake")
+LONG = {"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True}
+
+
+def serve(*arguments):
+    """``cllm serve`` that is expected to end by itself."""
+    command = [sys.executable, "-m", "cllm", "serve", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def one_line(result):
+    """The error of a start that could not work: exit code 2, one line, no trace."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("cllm: ")
+    return line
+
+
+def events(server, body, into):
+    """Read a stream in the background into the list ``into``; its last item is how it ended."""
+
+    def read():
+        try:
+            with server.client.stream("POST", "/v1/completions", json=body) as answer:
+                into.extend(line for line in answer.iter_lines() if line)
+            into.append("end")
+        except Exception as error:  # noqa: BLE001
+            into.append(repr(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def wait_for(condition, timeout=10):
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+def alive(pid):
+    """A zombie is not."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_busy_port_is_one_line(fake_server):
+    """And the port's number is in it."""
+    port = fake_server.url.rpartition(":")[2]
+    assert f"port {port} " in one_line(serve(*FAKE, "--port", port))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no file"),
+        (b"", "empty"),
+        (b"<html>", "web page"),
+        (b"version https://git-lfs", "LFS"),
+        (b"GGUFxxxx", ""),
+    ],
+)
+def test_an_unreadable_model_is_one_line(tmp_path, content, words):
+    """Missing, empty, a web page, a pointer, garbage."""
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    assert words in one_line(serve(path))
+
+
+@pytest.mark.llama
+def test_a_truncated_model_is_one_line(builtin_path, tmp_path):
+    """With the size it should have."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(builtin_path.read_bytes()[:-1000])
+    assert "incomplete" in one_line(serve(path))
+
+
+@pytest.mark.llama
+def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
+    """With its name."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(builtin_path.read_bytes().replace(b"qwen3", b"qwenX"))
+    assert "qwenX" in one_line(serve(path))
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize(
+    "arguments", [("--context", "4096", "--kv.max-memory-mb", "2"), ("--kv.max-memory-mb", "900000")]
+)
+def test_too_little_memory_is_one_line(builtin_path, arguments):
+    """With the sizes, whichever limit is met."""
+    assert " MB" in one_line(serve(*arguments)).replace(" GB", " MB").replace(" TB", " MB")
+
+
+def test_a_bad_option_is_one_line(tmp_path):
+    """A flag, a variable and a file each name what is wrong."""
+    assert "server.port" in one_line(serve("--port", "70000"))
+    path = tmp_path / "c.yaml"
+    path.write_text("server:\n  prot: 1\n")
+    line = one_line(serve("--config", path))
+    assert "c.yaml" in line
+    assert "prot" in line
+
+
+def test_the_server_answers_while_the_model_loads_and_says_when_it_is_ready(fake_server):
+    """Alive and ready are two questions."""
+    assert fake_server.client.get("/health").json() == {"status": "healthy", "model_loaded": True}
+    assert fake_server.client.get("/ready").status_code == 200
+
+
+def test_sigterm_lets_running_streams_finish(start_server):
+    """No new work, the stream to its end, children gone, exit code 0."""
+    server = start_server(*FAKE)
+    engine, lines = server.engine_pid(), []
+    thread = events(server, {**LONG, "max_tokens": 200}, lines)
+    wait_for(lambda: len(lines) > 5)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+    thread.join()
+    assert lines[-2:] == ["data: [DONE]", "end"]
+    assert json.loads(lines[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert not alive(engine)
+
+
+def test_streams_that_do_not_finish_in_time_are_told(start_server):
+    """At the drain timeout they get an error event and [DONE], and the server still ends in order."""
+    server = start_server(*FAKE, "--server.drain-timeout", "0.3")
+    lines = []
+    thread = events(server, LONG, lines)
+    wait_for(lambda: len(lines) > 5)
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    assert time.monotonic() - begun < 2.5
+    thread.join()
+    assert "shutting down" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
+    assert lines[-2:] == ["data: [DONE]", "end"]
+
+
+def test_a_second_signal_ends_at_once(start_server):
+    """Who asks twice does not want to wait."""
+    server = start_server(*FAKE)
+    lines = []
+    thread = events(server, LONG, lines)
+    wait_for(lambda: len(lines) > 5)
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(5)
+    assert time.monotonic() - begun < 2
+    thread.join()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_dead_engine_is_noticed_and_started_again(start_server, how):
+    """Streams end in an error event within a second, others get 503, and then all is well again."""
+    server = start_server(*FAKE)
+    lines = []
+    thread = events(server, LONG, lines)
+    wait_for(lambda: len(lines) > 5)
+    os.kill(server.engine_pid(), how)
+    thread.join(1)
+    assert not thread.is_alive()
+    assert how.name in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
+    assert lines[-2:] == ["data: [DONE]", "end"]
+    refused = server.client.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert server.client.get("/health").status_code == 200
+    wait_for(lambda: server.client.get("/ready").status_code == 200)
+    assert server.client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert "cllm:engine_restarts" in server.client.get("/metrics").text
+    assert server.wait_until_idle()["num_seq_ids_in_use"] == 0
+    assert server.stop() == 0
+
+
+def test_a_dead_api_process_takes_the_engine_with_it(start_server):
+    """No orphan holds the model's memory or the port."""
+    server = start_server(*FAKE)
+    engine = server.engine_pid()
+    thread = events(server, LONG, [])
+    server.stop(signal.SIGKILL)
+    thread.join()
+    wait_for(lambda: not alive(engine), timeout=2)
+    with socket.create_server(("127.0.0.1", int(server.url.rpartition(":")[2]))):
+        pass
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.llama
+def test_an_idle_server_uses_no_cpu(builtin_server):
+    """Less than 0.5 % of a core over four seconds, both processes together, after it has worked."""
+    builtin_server.client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 20})
+    builtin_server.wait_until_idle()
+    time.sleep(0.5)
+    pids = [builtin_server.process.pid, builtin_server.engine_pid()]
+    before = sum(map(cpu_seconds, pids))
+    time.sleep(4)
+    assert sum(map(cpu_seconds, pids)) - before <= 0.02

@@ -1,0 +1,170 @@
+"""The real ``openai`` client against a real server with the built-in model."""
+
+import itertools
+
+import openai
+import pytest
+
+from cllm.models.builtin.questions import held_out_questions
+
+pytestmark = pytest.mark.llama
+
+SUM = [{"role": "user", "content": "What is 27 plus 45?"}]
+COUNT = [{"role": "user", "content": "Count from 3 to 30."}]
+NUMBERS = " ".join(map(str, range(3, 31)))
+
+
+@pytest.fixture(scope="module")
+def client(builtin_server):
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+def test_a_chat_is_answered(client, model):
+    """The answer, how it ended and what it cost."""
+    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0)
+    assert answer.choices[0].message.content == "72"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == 3  # two digits and the end
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
+
+
+def test_a_stream_gives_the_same_text_in_pieces(client, model):
+    """One chunk a token, the role first, the reason last; usage only if it was asked for."""
+    stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stream=True)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == NUMBERS
+    assert len(chunks) > 50
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_at_the_end_of_a_stream(client, model):
+    """stream_options.include_usage adds a last chunk without choices."""
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(model=model, messages=SUM, stream=True, stream_options=options))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens >= 1
+
+
+def test_a_repeated_prompt_is_not_computed_again(client, model):
+    """usage tells how many of the prompt's tokens were found in the cache."""
+    messages = [{"role": "user", "content": "Repeat: apple bird bread bridge brown cake chair child"}]
+    client.chat.completions.create(model=model, messages=messages, temperature=0)
+    usage = client.chat.completions.create(model=model, messages=messages, temperature=0).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_several_choices(client, model):
+    """n choices, streamed or not, each whole."""
+    answer = client.chat.completions.create(model=model, messages=COUNT, temperature=0, n=3)
+    assert [choice.message.content for choice in answer.choices] == [NUMBERS] * 3
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(model=model, messages=COUNT, temperature=0, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [NUMBERS] * 3
+
+
+def test_a_stop_string_ends_the_text_before_it(client, model):
+    """Also across tokens, streamed or not, and the sequence is given back."""
+    stop = ["6 1", " 17 18"]  # inside of "16 17" never, so " 17 18" is the one
+    answer = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stop=[stop[1]])
+    assert answer.choices[0].message.content == NUMBERS.partition(" 17 18")[0]
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stop=stop, stream=True)
+    expected = NUMBERS[: min(NUMBERS.find(text) for text in stop)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+
+
+def test_max_tokens_ends_with_length(client, model):
+    """Both names of the parameter; the newer one wins."""
+    answer = client.chat.completions.create(model=model, messages=COUNT, max_completion_tokens=5, max_tokens=50)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 5
+
+
+def test_a_seed_gives_the_same_text(client, model):
+    """At a temperature that makes the model babble, and different seeds give different texts."""
+
+    def babble(seed):
+        answer = client.chat.completions.create(
+            model=model, messages=COUNT, temperature=3.0, top_p=1.0, seed=seed, max_tokens=30, extra_body={"top_k": 0}
+        )
+        return answer.choices[0].message.content
+
+    assert babble(1) == babble(1)
+    assert len({babble(seed) for seed in range(4)}) == 4
+
+
+def test_logit_bias_forbids_a_token(client, model, builtin_server):
+    """The digit that begins the right answer, at -100, does not begin the answer."""
+    (token,) = builtin_server.client.post("/encode", json={"text": "7"}).json()["tokens"]
+    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, logit_bias={str(token): -100})
+    assert not answer.choices[0].message.content.startswith("7")
+
+
+def test_completions_of_text_and_of_tokens(client, model, builtin_server):
+    """Several prompts at once, in order, as text or as ids."""
+    texts = ["Once there was a clever fox", "Once there was a wise owl"]
+    ids = [builtin_server.client.post("/encode", json={"text": text}).json()["tokens"] for text in texts]
+    by_text = client.completions.create(model=model, prompt=texts, temperature=0, max_tokens=8, n=2)
+    by_ids = client.completions.create(model=model, prompt=ids, temperature=0, max_tokens=8, n=2)
+    assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
+    assert by_text.choices[0].text == by_text.choices[1].text != by_text.choices[2].text
+    assert by_text.usage.prompt_tokens == sum(map(len, ids))
+    chunks = client.completions.create(model=model, prompt=texts[0], temperature=0, max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.choices[0].text
+
+
+def test_errors_are_the_clients_own(client, model):
+    """openai raises its own exceptions, with the field and the code."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=SUM, temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4o", messages=SUM)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "word " * 5000}], stream=True)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_conversation_with_system_message_and_parts(client, model):
+    """Roles, content parts and history reach the template."""
+    messages = [
+        {"role": "developer", "content": "Answer shortly."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}],
+        },
+        {"role": "assistant", "content": "Paris"},
+        {"role": "user", "content": "What is the capital of Norway?"},
+    ]
+    answer = client.chat.completions.create(model=model, messages=messages, temperature=0)
+    assert answer.choices[0].message.content == "Oslo"
+
+
+def test_tools_reach_the_template(client, model):
+    """The model calls a declared tool, and reads what it gave."""
+    question = next(q for q in held_out_questions(kinds=["tools"]) if len(q.messages) == 1)
+    report = next(q for q in held_out_questions(kinds=["tools"]) if len(q.messages) == 3)
+    for q in (question, report):
+        answer = client.chat.completions.create(model=model, messages=q.messages, tools=q.tools, temperature=0)
+        assert answer.choices[0].message.content == q.answer
+
+
+def test_one_of_each_kind_of_question(client, model):
+    """Held-out questions of all kinds, a character of several tokens among them."""
+    for question in itertools.islice(held_out_questions(3), 26):
+        answer = client.chat.completions.create(
+            model=model, messages=question.messages, tools=question.tools or openai.NOT_GIVEN, temperature=0
+        )
+        assert answer.choices[0].message.content == question.answer, question
