@@ -61,10 +61,13 @@ install() {
     # The compilers that are checked here are the ones that are used.
     CC=${CC:-$(first cc gcc clang)} CXX=${CXX:-$(first c++ g++ clang++)}
     [ -n "$CC" ] && [ -n "$CXX" ] || die "a C++ compiler is needed to build llama.cpp: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
-    export CC CXX
+    # libllama-common is half of the compilation, and only llama.cpp's own programs use it.
+    echo 'set(LLAMA_BUILD_COMMON OFF)' >.tools/tmp/llama.cmake
+    SKBUILD_CMAKE_ARGS="${SKBUILD_CMAKE_ARGS:+$SKBUILD_CMAKE_ARGS;}-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/.tools/tmp/llama.cmake"
+    export CC CXX SKBUILD_CMAKE_ARGS
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
     say "first run: fetching the Python packages and compiling llama.cpp for this machine," \
-      "about $((13 / cores + 1)) minutes on $cores cores. Later starts skip this."
+      "about $((7 / cores + 1)) minutes on $cores cores. Later starts skip this."
   fi
   report_progress &
   trap "kill $! 2>/dev/null || :" EXIT

@@ -1,0 +1,100 @@
+"""Text to tokens and back through llama.cpp, with the built-in model's vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.errors import StartupError
+
+pytestmark = pytest.mark.llama
+
+TEXTS = [
+    "",
+    "hello world",
+    "  two spaces,\ttab\r\n\n\nnew lines  ",
+    "a\0b\0\0",
+    "\0",
+    "naïve café, Straße, ﬁ ligature, e\u0301",
+    "你好，世界。こんにちは 안녕하세요",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪",
+    "\u202etfel ot thgir\u202c \u200b zero \ufeff width",
+    "Z̷̢̛̹͉a̴l̵g̶o̸",
+    "\U0010ffff \ufffe \ufdd0 \uffff",
+    "<script>alert(1)</script> '; DROP TABLE users; -- ${jndi:ldap://x}",
+    "1;2;3 0x7fffffff -0 NaN Infinity 1e999",
+    "▁ Ġ Ċ <0x0A> [INST] <s> </s>",
+    "x" * 5000,
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(builtin_path):
+    from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+
+    made = LlamaVocabulary(builtin_path)
+    yield made
+    made.close()
+
+
+def text_of(vocabulary, tokens: list[int]) -> str:
+    return b"".join(vocabulary.pieces[token] for token in tokens).decode()
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_there_and_back(vocabulary, text):
+    """The bytes of a text's tokens are the text."""
+    tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
+    assert text_of(vocabulary, tokens) == text
+    assert all(0 <= token < vocabulary.size for token in tokens)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_any_text_there_and_back(vocabulary, text):
+    """Whatever Python can encode survives."""
+    assert text_of(vocabulary, vocabulary.tokenize(text, add_special=False, parse_special=False)) == text
+
+
+def test_control_tokens_are_parsed_on_request_only(vocabulary):
+    """The text of a control token is one token for the template, and several plain ones for the user."""
+    assert vocabulary.control_tokens
+    for control in vocabulary.control_tokens:
+        parsed = vocabulary.tokenize(f"a{control}b", add_special=False, parse_special=True)
+        plain = vocabulary.tokenize(f"a{control}b", add_special=False, parse_special=False)
+        assert [token for token in parsed if not vocabulary.pieces[token]] == parsed[1:2]
+        assert text_of(vocabulary, parsed) == "ab"
+        assert text_of(vocabulary, plain) == f"a{control}b"
+
+
+def test_control_tokens_come_longest_first(vocabulary):
+    """So that who replaces them one by one never cuts a longer one in two."""
+    lengths = [len(control) for control in vocabulary.control_tokens]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_control_tokens_add_no_text(vocabulary):
+    """Tokens that end a text and other control tokens have no piece; every other token has one."""
+    silent = [token for token in range(vocabulary.size) if not vocabulary.pieces[token]]
+    assert len(vocabulary.pieces) == vocabulary.size
+    assert len(silent) == len(vocabulary.control_tokens)
+    assert set(vocabulary.end_tokens) <= set(silent)
+
+
+def test_special_texts_are_control_tokens(vocabulary):
+    """What templates get as bos_token and eos_token is the text of a control token, or nothing."""
+    texts = vocabulary.special_texts
+    assert texts.keys() == {"bos_token", "eos_token"}
+    assert texts["eos_token"] in vocabulary.control_tokens
+    assert texts["bos_token"] in {"", *vocabulary.control_tokens}
+
+
+def test_a_file_that_is_no_model(tmp_path):
+    """StartupError, with the file's name."""
+    pytest.importorskip("llama_cpp")
+    from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+
+    path = tmp_path / "letter.gguf"
+    path.write_text("Dear model, ...")
+    with pytest.raises(StartupError, match=r"letter\.gguf"):
+        LlamaVocabulary(path)
