@@ -101,8 +101,8 @@ class LLM:
         self._ids = count()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, as ``generate`` reads it."""
-        return self.vocabulary.tokenize(text, add_special=True, parse_special=False)
+        """Token ids of a whole prompt, control tokens included that it spells out."""
+        return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
 
     def encode_chat(self, messages: Messages, tools: Messages | None = None, **variables: Any) -> list[int]:
         """Token ids that ask for the next assistant message; ``variables`` reach the model's chat template."""

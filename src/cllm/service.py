@@ -92,12 +92,15 @@ class Service:
             raise EngineError("The model is being loaded; please retry.")
         return self.engine.info
 
-    async def encode(self, text: str, *, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Tokens of plain text. Raises BadRequest if it can never fit, without tokenizing what is far too long."""
+    async def encode(self, text: str, param: str = "prompt") -> list[int]:
+        """Tokens of a whole prompt, control tokens included that it spells out.
+
+        Raises BadRequest if it can never fit, without tokenizing what is far too long.
+        """
         self._check_length(len(text), param)
         if len(text) < LONG_TEXT:
-            return self.vocabulary.tokenize(text, add_special=add_special, parse_special=False)
-        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=add_special, parse_special=False)
+            return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
+        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any
@@ -140,23 +143,29 @@ class Service:
         ]
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         stream = self.engine.submit(requests)
+        timer = self._start_timer(stream)
         outcome = "abort"
         try:
             self.metrics.begun(generation.usage.prompt_tokens)
-            async with asyncio.timeout(self._request_timeout):
-                async with aclosing(self._deltas(generation, stream)) as all_deltas:
-                    async for deltas in all_deltas:
-                        yield deltas
+            async with aclosing(self._deltas(generation, stream)) as all_deltas:
+                async for deltas in all_deltas:
+                    yield deltas
             outcome = "finished"
-        except TimeoutError:
-            outcome = "timeout"
-            raise RequestTimeout(f"The request took longer than {self._request_timeout:g} seconds.") from None
-        except EngineError:
-            outcome = "error"
+        except CLLMError as error:
+            outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self.engine.close_stream(stream)
             self.metrics.ended(outcome, time.monotonic() - begun)
+
+    def _start_timer(self, stream: Stream) -> asyncio.TimerHandle | None:
+        # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
+        if self._request_timeout is None:
+            return None
+        error = RequestTimeout(f"The request took longer than {self._request_timeout:g} seconds.")
+        return asyncio.get_running_loop().call_later(self._request_timeout, stream.fail, error)
 
     async def _deltas(self, generation: Generation, stream: Stream) -> AsyncGenerator[list[Delta], None]:
         params, pieces = generation.params, self.vocabulary.pieces

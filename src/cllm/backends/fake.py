@@ -113,7 +113,7 @@ class FakeBackend:
         cells += tokens
 
     def _next(self, num_prompt_tokens: int, cells: list[int]) -> int:
-        if len(cells) - num_prompt_tokens >= self._length:
+        if len(cells) - num_prompt_tokens == self._length:
             return END
         return (cells[-1] + 1) % 256
 

@@ -38,8 +38,8 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
         info = service.info
         size = info.num_cells * info.kv_bytes_per_token / 1e6
         print(
-            f"cLLM serves {service.model_name} at {url}: {info.max_num_seqs} sequences of {info.context_length} tokens"
-            f" ({info.layout} KV cache, {size:.0f} MB)",
+            f"cLLM serves {service.model_name} at {url}: {info.max_num_seqs} at a time with up to"
+            f" {info.context_length} tokens each ({info.layout} KV cache, {size:.0f} MB)",
             file=sys.stderr,
         )
         print(f'Try: curl {url}/v1/chat/completions -H "Content-Type: application/json" \\', file=sys.stderr)

@@ -16,7 +16,7 @@ from cllm.core.output import Stats, TokenOutput
 from cllm.core.request import Request
 from cllm.engine.build import EngineParams
 from cllm.engine.engine import Abort, Add, Close
-from cllm.errors import EngineError, StartupError
+from cllm.errors import CLLMError, EngineError, StartupError
 from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
 
 log = logging.getLogger("cllm.process")
@@ -32,7 +32,7 @@ class Stream:
         self.requests = requests
         self._going = {request.request_id: request.params.n for request in requests}
         self._outputs: list[TokenOutput] = []
-        self._error: EngineError | None = None
+        self._error: CLLMError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: TokenOutput) -> None:
@@ -44,7 +44,8 @@ class Stream:
     def has_finished(self, request: Request) -> bool:
         return self._going[request.request_id] == 0
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: CLLMError) -> None:
+        """Let the reader have ``error`` after the outputs that have come."""
         self._error = error
         self._wake()
 
@@ -53,7 +54,7 @@ class Stream:
             self._waiter.set_result(None)
 
     async def get(self) -> list[TokenOutput]:
-        """All outputs since the last call, at least one. Raises EngineError if the engine died."""
+        """All outputs since the last call, at least one. Raises what ``fail`` was given."""
         while not self._outputs:
             if self._error is not None:
                 raise self._error

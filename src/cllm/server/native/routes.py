@@ -95,7 +95,7 @@ async def encode(request: Request) -> dict[str, Any]:
     """Token ids of a text, as the model would read it in a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, EncodeBody)
-    tokens = await service.encode(body.text, param="text")
+    tokens = await service.encode(body.text, "text")
     return {"tokens": tokens, "length": len(tokens)}
 
 

@@ -1,0 +1,106 @@
+"""The routes that cLLM has had from its beginning, on the fake backend, which counts on from the prompt's last byte."""
+
+import json
+import re
+
+import pytest
+
+
+def events(text):
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+
+
+def test_generate(fake_server):
+    """Text, times and counts."""
+    answer = fake_server.client.post("/generate", json={"prompt": "a", "max_tokens": 5, "temperature": 0}).json()
+    assert answer["text"] == "bcdef"
+    assert (answer["generated_tokens"], answer["prompt_tokens"], answer["max_tokens"]) == (5, 1, 5)
+    assert answer["finish_reason"] == "length"
+    assert answer["tokens_per_second"] == pytest.approx(5 / answer["response_time"])
+
+
+def test_generate_ends_where_the_model_ends(fake_server):
+    """The fake backend says 16 tokens and the end, which is counted and is no text."""
+    answer = fake_server.client.post("/generate", json={"prompt": "0", "temperature": 0}).json()
+    assert answer["text"] == "123456789:;<=>?@"
+    assert (answer["generated_tokens"], answer["finish_reason"]) == (17, "stop")
+
+
+@pytest.mark.parametrize(("route", "more"), [("/generate_stream", {}), ("/generate", {"stream": True})])
+def test_generate_stream(fake_server, route, more):
+    """An event a token and a last one that is done; both routes stream."""
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0, **more}
+    answer = fake_server.client.post(route, json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *tokens, last = events(answer.text)
+    assert [event["token"] for event in tokens] == ["b", "c", "d"]
+    assert {event["done"] for event in tokens} == {False}
+    assert last["done"]
+    assert last["finish_reason"] == "length"
+    assert len({event["id"] for event in [*tokens, last]}) == 1
+
+
+def test_encode(fake_server):
+    """Token ids and how many there are."""
+    answer = fake_server.client.post("/encode", json={"text": "AB"}).json()
+    assert answer == {"tokens": [65, 66], "length": 2}
+    assert fake_server.client.post("/encode", json={"text": ""}).status_code == 400
+
+
+def test_root_names_the_routes(fake_server):
+    """Who opens the address in a browser learns where to go."""
+    answer = fake_server.client.get("/").json()
+    assert answer["model"] == "fake"
+    assert {"/v1/chat/completions", "/generate", "/metrics"} <= set(answer["paths"])
+
+
+def test_model_info(fake_server):
+    """The sizes in force and the state of the engine."""
+    answer = fake_server.client.get("/model/info").json()
+    assert (answer["context_length"], answer["max_num_seqs"], answer["vocabulary_size"]) == (512, 4, 260)
+    assert answer["stats"]["num_seq_ids"] == 4
+
+
+def test_metrics_count_what_happened(fake_server):
+    """Requests, tokens, first-token and inter-token times, states of the engine."""
+
+    def metric(name):
+        lines = fake_server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cllm:{name}{{"))
+
+    names = [
+        "requests_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "request_success_total",
+    ]
+    before = [metric(name) for name in names]
+    fake_server.client.post("/generate", json={"prompt": "aaa", "max_tokens": 5})
+    assert [metric(name) - old for name, old in zip(names, before, strict=True)] == [1, 3, 5, 1, 4, 1]
+    assert metric("seq_ids") == 4
+    assert metric("engine_ready") == 1
+    assert metric("kv_cells_held") == metric("num_requests_running") == metric("num_requests_waiting") == 0
+
+
+def test_the_openapi_document_is_complete(fake_server):
+    """Every reference in it leads somewhere."""
+    document = fake_server.client.get("/openapi.json")
+    defined = set(document.json()["components"]["schemas"])
+    used = set(re.findall(r"#/components/schemas/(\w+)", document.text))
+    assert used <= defined
+    assert "Message" in defined
+
+
+def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
+    """504 without streaming, an error event with it; the sequence is given back."""
+    server = start_server("--backend.name", "fake", "--scheduler.request-timeout", "0.3")
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "request_timeout"
+    text = server.client.post("/v1/completions", json={**body, "stream": True}).text
+    assert "request_timeout" in text
+    assert text.endswith("data: [DONE]\n\n")
+    assert server.wait_until_idle(1)["num_seq_ids_in_use"] == 0
