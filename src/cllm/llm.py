@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from cllm.config import OPTIONS, Settings, load_settings
 from cllm.core.params import SamplingParams
@@ -128,10 +128,11 @@ class LLM:
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
-            return [self.encode(prompts)]
-        if prompts and isinstance(prompts[0], int):
-            return [[token for token in prompts if isinstance(token, int)]]
-        return [tokens for prompt in prompts if not isinstance(prompt, int) for tokens in self._encode(prompt)]
+            prompts = [prompts]
+        elif prompts and isinstance(prompts[0], int):
+            prompts = [cast("list[int]", prompts)]
+        some = cast("Sequence[Prompt]", prompts)
+        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in some]
 
     def _collect(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         completions = [Completion([Output() for _ in range(params.n)], len(prompt)) for prompt in prompts]

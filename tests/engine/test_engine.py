@@ -157,7 +157,8 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
 def test_without_a_seed_no_two_texts_are_the_same(fake_engine):
     """Two requests without a seed get different ones.
 
-    With ten tokens out of 260 of which no token has more than a half, two equal texts have a chance below 1e-3 ** 3.
+    At this temperature no token is more probable than 1 in 96, so that two equal texts of ten tokens have a chance
+    below 96**-10, which is 2e-20.
     """
     engine = fake_engine(length=99)
     for name in "AB":

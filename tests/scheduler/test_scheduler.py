@@ -131,7 +131,7 @@ def test_ignore_eos(fake_engine):
     engine = fake_engine(length=2)
     engine.add("A", [1], ignore_eos=True, max_tokens=5)
     engine.finish()
-    assert engine.tokens("A") == [2, 3, 256, 256, 256]
+    assert engine.tokens("A") == [2, 3, 256, 1, 2]
     assert engine.ends() == {"A.0": "length"}
 
 

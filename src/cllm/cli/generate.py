@@ -15,7 +15,9 @@ from cllm.errors import StartupError
 
 
 def generate(
-    prompt: Annotated[str | None, Parameter(help="The text to continue; - or nothing reads it from stdin.")] = None,
+    prompt: Annotated[
+        str | None, Parameter(help="The text to continue; - or nothing reads it from stdin.", allow_leading_hyphen=True)
+    ] = None,
     /,
     *,
     chat: Annotated[bool, Parameter(help="Ask it as a question instead of continuing it.", negative="")] = False,

@@ -1,0 +1,107 @@
+"""The engine in the caller's own process."""
+
+import itertools
+
+import pytest
+
+from cllm import LLM, SamplingParams
+from cllm.errors import BadRequest, StartupError
+from cllm.models.builtin.questions import held_out_questions
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with LLM(backend_name="fake", scheduler_max_num_seqs=3) as llm:
+        yield llm
+
+
+def test_a_batch_larger_than_the_engine_comes_back_in_order(fake):
+    """More prompts than sequence ids; the fake backend counts on from each prompt's last byte."""
+    completions = fake.generate(list("abcdefgh"), GREEDY)
+    assert [done.text for done in completions] == ["".join(chr(ord(c) + i) for i in range(1, 6)) for c in "abcdefgh"]
+    assert {done.finish_reason for done in completions} == {"length"}
+    assert {done.prompt_tokens for done in completions} == {1}
+
+
+def test_one_prompt_as_text_or_as_tokens(fake):
+    """A string, a list of ids, and lists of either."""
+    assert [done.text for done in fake.generate("a", GREEDY)] == ["bcdef"]
+    assert [done.text for done in fake.generate([97], GREEDY)] == ["bcdef"]
+    assert [done.text for done in fake.generate([[97], "b"], GREEDY)] == ["bcdef", "cdefg"]
+
+
+def test_several_outputs_and_stop_strings(fake):
+    """n outputs each, ended before the stop string."""
+    (done,) = fake.generate("a", SamplingParams(temperature=0, n=2, stop=("ef",)))
+    assert [output.text for output in done.outputs] == ["bcd", "bcd"]
+    assert done.finish_reason == "stop"
+
+
+def test_a_stream_left_early_gives_everything_back(fake):
+    """Leaving the loop aborts what is still running."""
+    for piece in fake.stream(["a", "b"], SamplingParams(temperature=0)):
+        assert piece.text in "bc"
+        break
+    fake.generate("a", GREEDY)
+    stats = fake._engine.scheduler.stats()
+    assert stats.num_seq_ids_in_use == stats.num_running == stats.num_waiting == 0
+
+
+def test_what_cannot_be_computed_is_refused(fake):
+    """Too long, empty, outside of the vocabulary; then the engine still works."""
+    for prompt in ([1] * 5000, [], [5, 999]):
+        with pytest.raises(BadRequest):
+            fake.generate([prompt], GREEDY)
+    with pytest.raises(BadRequest):
+        fake.generate("a", SamplingParams(logit_bias={999: 1}))
+    assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
+def test_options_are_those_of_the_settings():
+    """A wrong one is named."""
+    with pytest.raises(TypeError, match="kv_layot"):
+        LLM(kv_layot="unified")
+    with pytest.raises(StartupError, match=r"kv\.layout"):
+        LLM(kv_layout="other")
+    with pytest.raises(StartupError, match="no file"):
+        LLM("missing.gguf")
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+def test_questions_of_every_kind_in_one_batch(builtin_path, layout):
+    """Held-out questions, answered right together, in both layouts, and again from the cache."""
+    questions = list(itertools.islice(held_out_questions(7), 39))
+    with LLM(model_max_context_length=768, scheduler_max_num_seqs=8, kv_layout=layout) as llm:
+        prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
+        for _ in range(2):
+            completions = llm.generate(prompts, SamplingParams(temperature=0))
+            assert [done.text for done in completions] == [question.answer for question in questions]
+
+
+@pytest.mark.llama
+def test_a_pool_too_small_for_all_changes_no_answer(builtin_path):
+    """Eight sequences in a unified pool for about two: some are preempted, all are right."""
+    questions = list(itertools.islice(held_out_questions(9, ["counting", "stories"]), 8))
+    with LLM(model_max_context_length=400, scheduler_max_num_seqs=8, kv_layout="unified", kv_max_memory_mb=1) as llm:
+        assert llm.info.num_cells < 500
+        prompts = [llm.encode_chat(question.messages) for question in questions]
+        completions = llm.generate(prompts, SamplingParams(temperature=0))
+        assert [done.text for done in completions] == [question.answer for question in questions]
+        assert llm._engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.llama
+def test_a_long_history_is_answered_and_reused(builtin_path):
+    """Twelve turns; each turn computes only what is new."""
+    messages = []
+    with LLM(model_max_context_length=2048, scheduler_max_num_seqs=2) as llm:
+        for question in itertools.islice(held_out_questions(4, ["sums", "capitals", "copying"]), 12):
+            messages += question.messages
+            done = llm.chat(messages, SamplingParams(temperature=0))
+            assert done.text == question.answer
+            messages.append({"role": "assistant", "content": done.text})
+            if len(messages) > 2:
+                assert done.prompt_tokens - done.cached_tokens < 60
