@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -32,7 +33,8 @@ def doctor(
         "cores": os.cpu_count(),
         "cpu": cpu_name(),
         "memory available": size_text(available_bytes() or 0),
-        "llama-cpp-python": found.version or "not known",
+        "llama-cpp-python": installed("llama-cpp-python"),
+        "compiled by": found.compiler or "not known",
         "llama.cpp uses": found.system or "not known",
         "GPU offload": "built in" if found.gpu_offload else "not built in",
         "decoding": "works: the built-in model answered right" if found.passed else failure(found),
@@ -48,6 +50,13 @@ def doctor(
         sys.exit(1)
 
 
+def installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def failure(found: Probe) -> str:
     return f"FAILS: {found.error}" if found.error else f"WRONG: the built-in model answered {found.answer!r}"
 
@@ -60,6 +69,8 @@ def cure(found: Probe) -> str:
         return "llama.cpp is not installed: make serve, or see the README for pip"
     if found.died_of in ("SIGSEGV", "SIGILL") or not found.error:
         return f'this build of llama.cpp is broken for this CPU; build it again: CXXFLAGS="{FLAGS}" CFLAGS=-w {REBUILD}'
+    if "no answer" in found.error:
+        return "the machine is very busy or the build is broken: end other programs and try again"
     return "see the message above; cllm serve --log.level debug says more"
 
 

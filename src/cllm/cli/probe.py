@@ -18,7 +18,7 @@ class Probe:
 
     answer: str = ""
     system: str = ""
-    version: str = ""
+    compiler: str = ""
     gpu_offload: bool = False
     error: str = ""
     died_of: str = ""
@@ -46,13 +46,13 @@ def probe() -> Probe:
 
 def main() -> None:
     """The child: load, decode, say so on stdout."""
-    from cllm.backends.llama_cpp.library import TESTED_VERSION, supports_gpu_offload
+    from cllm.backends.llama_cpp.library import compiler, supports_gpu_offload
     from cllm.core.params import SamplingParams
     from cllm.llm import LLM
 
     with LLM(scheduler_max_num_seqs=1) as llm:
         completion = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8))
-        found = Probe(completion.text, llm.info.system, TESTED_VERSION, supports_gpu_offload())
+        found = Probe(completion.text, llm.info.system, compiler(), supports_gpu_offload())
     print(json.dumps(asdict(found)))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 # An abort inside libllama would start gdb for a backtrace where gdb is installed; the engine must die quickly instead.
@@ -44,6 +46,15 @@ lib.llama_backend_init()
 def system_info() -> str:
     """The CPU features and libraries that this build of llama.cpp uses, in its own words."""
     return str(lib.llama_print_system_info().decode().strip())
+
+
+def compiler() -> str:
+    """What compiled the CPU kernels, as the compiler signs its work; "" where it does not."""
+    folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
+    for path in sorted(folder.glob("*ggml-cpu*")):
+        if signed := re.search(rb"(GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+)", path.read_bytes()):
+            return signed[0].decode()
+    return ""
 
 
 def supports_gpu_offload() -> bool:
