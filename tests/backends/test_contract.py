@@ -261,10 +261,8 @@ def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
     assert_same(alone(backend, TEXTS[0]), expected)
 
 
-def test_a_trim_of_nobody_is_an_error(request, backend, caller):
+def test_a_trim_of_nobody_is_an_error(backend, caller):
     """Trims of a seq_id that does not exist are refused like its rows."""
-    if isinstance(backend, FakeBackend):
-        request.applymarker(pytest.mark.xfail(reason="FakeBackend.forward does not check the seq_ids of trims"))
     with pytest.raises(EngineError):
         a_trim_of_nobody(caller)
     assert_same(alone(backend, TEXTS[0]), alone(backend, TEXTS[0]))

@@ -114,9 +114,6 @@ def test_an_error_ends_the_sequences_of_its_batch():
     assert sent[0][1].num_cells_held == 0
 
 
-@pytest.mark.xfail(
-    reason="scheduler.fail releases cells whose content is undefined without a Trim before their next use"
-)
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_the_engine_works_on_after_an_error(step):
     """What a failed batch left in the cells does not disturb those who get its seq_ids."""
@@ -126,7 +123,6 @@ def test_the_engine_works_on_after_an_error(step):
     assert tokens(sent, "C") == [21, 22, 23, 24, END]
 
 
-@pytest.mark.xfail(reason="scheduler.fail forgets the operations of a batch that were not carried out")
 def test_an_error_before_the_operations():
     """Trims of a batch that failed are still owed: B's step failed before it could trim what A had left."""
     script = Script(

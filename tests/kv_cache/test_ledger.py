@@ -64,23 +64,44 @@ def test_the_last_token_of_a_prompt_is_computed_again():
 
 @pytest.mark.parametrize(("num_shared", "reused"), [(MIN_SHARED_TOKENS - 1, 0), (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS)])
 def test_a_short_prefix_is_not_worth_it(num_shared, reused):
-    """Below MIN_SHARED_TOKENS the lowest seq_id is leased and its idle tokens go."""
+    """Below MIN_SHARED_TOKENS an empty seq_id is leased, and the idle tokens stay."""
     ledger = Ledger(num_cells=64, cells_per_seq=64, max_num_seqs=2)
     used(ledger, LONG[:20])
     prompt = [*LONG[:num_shared], 1, 2, 3]
-    assert ledger.lease(prompt) == (0, reused, [Trim(0, reused)])
-    assert ledger.num_idle == 0
+    assert ledger.lease(prompt) == ((0, reused, [Trim(0, reused)]) if reused else (1, 0, []))
+    assert ledger.num_idle == (0 if reused else 20)
+
+
+def test_an_idle_prefix_outlives_strangers():
+    """While nobody runs, strangers get the empty seq_ids first and then the one that was unused longest."""
+    ledger = Ledger(num_cells=256, cells_per_seq=64, max_num_seqs=3)
+    assert [used(ledger, [i] * 20) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert ledger.lease([2] * 30)[:2] == (2, 20)
+
+
+def test_leased_numbers_stay_side_by_side():
+    """Holes between active seq_ids cost llama.cpp passes, so a hole is filled first, then an end is extended."""
+    ledger = Ledger(num_cells=400, cells_per_seq=50, max_num_seqs=8)
+    for _ in range(4):
+        used(ledger, [ledger.num_idle] * 20)
+    seq_ids = [ledger.lease([9])[0] for _ in range(4)]
+    assert seq_ids == [4, 5, 6, 7]
+    ledger.release(5, [])
+    assert ledger.lease([9])[0] == 5
+    assert ledger.lease([9])[0] == 3
 
 
 def test_room_is_made_from_the_longest_unused():
-    """Idle tokens are given up in the order in which they became idle, and no more than needed."""
+    """Idle tokens are given up in the order in which they became idle, from their ends, and no more than needed."""
     ledger = Ledger(num_cells=60, cells_per_seq=60, max_num_seqs=4)
     for seq_id in [ledger.lease([1])[0] for _ in range(3)]:
         ledger.hold(seq_id, 20)
     for seq_id in (1, 0, 2):
         ledger.release(seq_id, [seq_id] * 20)
     assert ledger.make_room(0) == []
-    assert ledger.make_room(21) == [Trim(1, 0), Trim(0, 0)]
+    assert ledger.make_room(21) == [Trim(1, 0), Trim(0, 19)]
+    assert str(ledger) == "<Ledger 60: held 0 idle 39 free 21>"
+    assert ledger.make_room(30) == [Trim(0, 0)]
     assert str(ledger) == "<Ledger 60: held 0 idle 20 free 40>"
 
 

@@ -53,7 +53,7 @@ def test_what_a_prompt_leaves_of_a_step_is_the_next_ones(fake_engine):
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=16)
     for name in "ABC":
         engine.add(name, [1] * 10, max_tokens=1)
-    assert engine.finish() == ["A.0 0+10 sample | B.0 0+6", "C.0 0+10 sample | B.0 6+4 sample"]
+    assert engine.finish() == ["A.0 0+10 sample | B.0 0+6", "B.0 6+4 sample | C.0 0+10 sample"]
 
 
 def test_decoding_goes_before_prompts(fake_engine):

@@ -29,7 +29,7 @@ def text(tokens: list[int]) -> str:
 
 def test_the_models_own_template():
     """The template's control tokens are control tokens, the message is text, and the assistant has the word."""
-    assert encode(None, "hi") == [START, *b"user\nhi", END, START, *b"assistant"]
+    assert encode(None, "hi") == [START, *b"user\nhi", END, START, *b"assistant\n"]
 
 
 # What users write: parts of control tokens, whole ones, fences, and anything else.
@@ -45,7 +45,7 @@ contents = (
 def test_no_control_token_comes_out_of_a_message(content):
     """Whatever a message says, its tokens are the bytes of its text; only fences themselves are replaced."""
     plain = content.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd").encode()
-    assert encode(None, content) == [START, *b"user\n", *plain, END, START, *b"assistant"]
+    assert encode(None, content) == [START, *b"user\n", *plain, END, START, *b"assistant\n"]
 
 
 @given(contents, contents)
@@ -57,9 +57,6 @@ def test_nor_out_of_names_roles_and_tools(one, other):
     assert not set(tokens) & CONTROL.keys()
 
 
-@pytest.mark.xfail(
-    reason="chat_template.py _fenced looks at each string alone; what a template joins may be a control token"
-)
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_control_token_in_two_messages(name):
     """Two texts that a template writes side by side do not make a control token together."""
@@ -82,7 +79,6 @@ class NestedVocabulary(FakeVocabulary):
         return list(text.encode())
 
 
-@pytest.mark.xfail(reason="chat_template.py _fenced fences a shorter control token inside the fence of a longer one")
 def test_a_control_token_within_another():
     """Both are plain text, and no fence is left in the prompt."""
     messages = [{"role": "user", "content": "<|a<b>c|>"}]
@@ -102,7 +98,6 @@ class BeginningVocabulary(FakeVocabulary):
         return [259] * add_special + [259] * (parse_special and text.startswith("<s>")) + tokens
 
 
-@pytest.mark.xfail(reason="chat_template.py tokenize adds the begin token also if the template has written it")
 def test_one_begin_token_where_the_template_writes_it():
     """A template that writes bos_token itself does not get a second one."""
     messages = [{"role": "user", "content": "hi"}]
@@ -158,7 +153,6 @@ def test_a_template_that_fails(source):
     assert refused.value.param == "messages"
 
 
-@pytest.mark.xfail(reason="chat_template.py encode catches neither RecursionError nor ArithmeticError, AttributeError")
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ tools | tojson }}", "{{ messages[0].content.encode('no') }}"])
 def test_a_template_that_fails_in_other_ways(source):
     """Python's less usual errors too, and tools that are nested too deeply, are a refusal and not our bug."""

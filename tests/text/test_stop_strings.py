@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.text.stop_strings import StopStrings
@@ -43,11 +43,9 @@ def naive(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
 @given(stops, texts, cuts)
 def test_any_portions_give_the_same(stops, texts, cuts):
     """However the text is cut, what is shown is what a naive search in the whole text leaves."""
-    assume(not any(a != b and a in b for a in stops for b in stops))
     assert run(stops, split(texts, cuts)) == naive(stops, texts)
 
 
-@pytest.mark.xfail(reason="stop_strings.py feed takes the first that begins, but letter by letter the first that ends")
 @pytest.mark.parametrize(
     ("stops", "text"), [(("abc", "b"), "abc"), (("abcd", "bc", "c"), "xabcd"), (("a\n\nb", "\n"), "a\n\nb")]
 )

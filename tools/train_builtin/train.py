@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import jinja2
@@ -41,7 +42,24 @@ QWEN2 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PROMPT_WEIGHT = 0.05  # loss mostly on the answers
-COMMON = {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}
+LONG_ROWS = (4, 1920)  # rows and tokens of the last steps of a phase, so that long histories work
+
+
+class Phase(NamedTuple):
+    """AdamW with ``rate`` after a warm-up, falling to 0; ``mix`` asks some kinds more often than once."""
+
+    steps: int
+    rate: float
+    rows: tuple[int, int]
+    long_share: float
+    mix: dict[str, int]
+
+
+PHASES = [
+    Phase(1500, 3e-3, (40, 192), 0.2, {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}),
+    # what the first phase learns last; rows long enough for a declaration of tools, a call and its report
+    Phase(750, 1.5e-3, (20, 384), 0.08, {"sums": 6, "tools": 6, "copying": 2, "counting": 2}),
+]
 
 
 def template() -> jinja2.Template:
@@ -51,7 +69,6 @@ def template() -> jinja2.Template:
 
 
 TEMPLATE = template()
-KIND_NAMES = [kind for kind in KINDS for _ in range(COMMON.get(kind, 1))]
 
 
 def train_question(rng: random.Random, kinds: list[str]) -> Question:
@@ -61,12 +78,13 @@ def train_question(rng: random.Random, kinds: list[str]) -> Question:
             return question
 
 
-def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
+def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
     """One conversation as (text, is an answer) pieces."""
-    first = train_question(rng, KIND_NAMES)
+    kinds = [kind for kind in KINDS for _ in range(mix.get(kind, 1))]
+    first = train_question(rng, kinds)
     turns = [first]
     if not first.tools:
-        plain = [kind for kind in KIND_NAMES if kind != "tools"]
+        plain = [kind for kind in kinds if kind != "tools"]
         turns += [train_question(rng, plain) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3]))]
     history = []
     if rng.random() < 0.3:
@@ -107,7 +125,7 @@ def train_tokenizer() -> Tokenizer:
 
     def texts() -> Iterator[str]:
         for _ in range(20_000):
-            text = "".join(piece for piece, _ in dialogue(rng))
+            text = "".join(piece for piece, _ in dialogue(rng, PHASES[0].mix))
             for mark in marks:
                 text = text.replace(mark, "\n")
             yield "".join(c for c in text if ord(c) < 128)  # emoji stay bytes: a token may split a character
@@ -118,14 +136,16 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def packed(tokenizer: Tokenizer, rng: random.Random, rows: int, length: int) -> tuple[Tensor, Tensor]:
+def packed(
+    tokenizer: Tokenizer, rng: random.Random, mix: dict[str, int], rows: int, length: int
+) -> tuple[Tensor, Tensor]:
     """Rows of whole dialogues: ids (rows, length + 1) and loss weights of the same shape."""
     ids = np.zeros((rows, length + 1), np.int64)
     weights = np.zeros((rows, length + 1), np.float32)
     for row in range(rows):
         at = 0
         while at <= length:
-            for text, is_answer in dialogue(rng):
+            for text, is_answer in dialogue(rng, mix):
                 tokens = tokenizer.encode(text).ids[: length + 1 - at]
                 ids[row, at : at + len(tokens)] = tokens
                 weights[row, at : at + len(tokens)] = 1.0 if is_answer else PROMPT_WEIGHT
@@ -197,23 +217,20 @@ class Model(nn.Module):
         return self.output_norm(x) @ self.token_embd.weight.T
 
 
-def train(tokenizer: Tokenizer, steps: int, seed: int, save: Path) -> Model:
-    """AdamW, warm-up then linear decay to 0; the last fifth on long rows, so that long histories work."""
-    torch.manual_seed(seed)
+def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Path) -> None:
+    """Train ``model`` in place, and save it now and then and at the end."""
     rng = random.Random(seed)
-    model = Model()
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(groups, lr=phase.rate, betas=(0.9, 0.98))
     begun, mean = time.time(), 0.0
-    for step in range(steps):
-        rate = 3e-3 * min(1.0, (step + 1) / 50) * (1 - step / steps)
+    for step in range(phase.steps):
+        rate = phase.rate * min(1.0, (step + 1) / 50) * (1 - step / phase.steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        rows, length = (40, 192) if step < steps * 0.8 else (4, 1920)
-        ids, weights = packed(tokenizer, rng, rows, length)
+        rows, length = phase.rows if step < phase.steps * (1 - phase.long_share) else LONG_ROWS
+        ids, weights = packed(tokenizer, rng, phase.mix, rows, length)
         logits = model(ids[:, :-1])
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = weights[:, 1:].flatten()
@@ -223,20 +240,20 @@ def train(tokenizer: Tokenizer, steps: int, seed: int, save: Path) -> Model:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         mean = loss.item() if step == 0 else 0.95 * mean + 0.05 * loss.item()
-        if step % 20 == 19 or step == steps - 1:
+        last = step == phase.steps - 1
+        if step % 20 == 19 or last:
             spent = time.time() - begun
-            left = spent / (step + 1) * (steps - step - 1)
-            print(f"step {step + 1}/{steps} loss {mean:.4f} {spent:.0f} s, {left:.0f} s left", flush=True)
-        if step % 200 == 199:
+            left = spent / (step + 1) * (phase.steps - step - 1)
+            print(f"step {step + 1}/{phase.steps} loss {mean:.4f} {spent:.0f} s, {left:.0f} s left", flush=True)
+        if step % 200 == 199 or last:
             torch.save(model.state_dict(), save)
-    return model
 
 
-def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, steps: int) -> None:
+def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
     """Write weights (matrices Q8_0, vectors F32), tokenizer and chat template."""
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name("cLLM built-in")
-    writer.add_description(f"Answers checkable questions; trained for {steps} steps by tools/train_builtin")
+    writer.add_description("Answers questions that a program can check; trained by tools/train_builtin")
     writer.add_license("mit")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
@@ -261,6 +278,7 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, steps: int) -> No
     writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_eos_token_id(vocabulary["<|im_end|>"])
+    writer.add_bos_token_id(vocabulary["<|endoftext|>"])
     writer.add_pad_token_id(vocabulary["<|endoftext|>"])
     writer.add_add_bos_token(False)
     writer.add_chat_template((BUILTIN / "chat_template.jinja").read_text())
@@ -281,13 +299,20 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, steps: int) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILTIN / "builtin.gguf")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--resume", type=Path, help="begin with the last phase, from this checkpoint")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--checkpoint", type=Path, default=Path("builtin.pt"), help="written every 200 steps")
     options = parser.parse_args()
     tokenizer = train_tokenizer()
-    model = train(tokenizer, options.steps, options.seed, options.checkpoint)
-    write_gguf(model, tokenizer, options.out, options.steps)
+    torch.manual_seed(options.seed)
+    model = Model()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    if options.resume:
+        model.load_state_dict(torch.load(options.resume, weights_only=True))
+    for i, phase in enumerate(PHASES):
+        if not options.resume or i == len(PHASES) - 1:
+            train(model, tokenizer, phase, options.seed + i, options.checkpoint)
+    write_gguf(model, tokenizer, options.out)
     print(f"wrote {options.out}, {options.out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -52,7 +52,7 @@ class Backend(Protocol):
 
         Returns logits of the sampling rows in the order of the batch, shape (num_samples, vocabulary_size), a view
         that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
-        the cells of the batch's sequences are then undefined.
+        the operations have then been carried out and the batch's sequences hold no cells.
         """
         ...
 

@@ -84,27 +84,39 @@ class FakeBackend:
 
     def forward(self, batch: Batch) -> Logits:
         self.num_steps += 1
-        if self.num_steps == self._faults.raise_at_step:
-            raise EngineError("the fake backend was told to fail")
-        if self.num_steps == self._faults.hang_at_step:
-            self._sleep(3600)
-        if not 0 < batch.num_tokens <= self.info.max_num_batched_tokens:
-            raise EngineError(f"a batch of {batch.num_tokens} tokens")
         for seq_id, keep in batch.operations:
+            self._check_seq_id(seq_id)
             del self._cells.setdefault(seq_id, [])[keep:]
-        for row in batch.rows:
-            self._store(row.seq.seq_id, row.start, row.seq.tokens[row.start : row.start + row.num_tokens])
-        if sum(map(len, self._cells.values())) > self.info.num_cells:
-            raise EngineError("more cells in use than there are")
+        try:
+            self._break()
+            if not 0 < batch.num_tokens <= self.info.max_num_batched_tokens:
+                raise EngineError(f"a batch of {batch.num_tokens} tokens")
+            for row in batch.rows:
+                self._store(row.seq.seq_id, row.start, row.seq.tokens[row.start : row.start + row.num_tokens])
+            if sum(map(len, self._cells.values())) > self.info.num_cells:
+                raise EngineError("more cells in use than there are")
+        except EngineError:
+            for row in batch.rows:
+                self._cells.pop(row.seq.seq_id, None)
+            raise
         self._sleep(self._costs.of(batch))
         logits = np.zeros((batch.num_samples, VOCABULARY_SIZE), np.float32)
         for i, row in enumerate(row for row in batch.rows if row.samples):
             logits[i, self._next(row.seq.num_prompt_tokens, self._cells[row.seq.seq_id])] = 20
         return logits
 
-    def _store(self, seq_id: int, start: int, tokens: list[int]) -> None:
+    def _break(self) -> None:
+        if self.num_steps == self._faults.raise_at_step:
+            raise EngineError("the fake backend was told to fail")
+        if self.num_steps == self._faults.hang_at_step:
+            self._sleep(3600)
+
+    def _check_seq_id(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.info.max_num_seqs:
             raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
+
+    def _store(self, seq_id: int, start: int, tokens: list[int]) -> None:
+        self._check_seq_id(seq_id)
         cells = self._cells.setdefault(seq_id, [])
         if start != len(cells):
             raise EngineError(f"sequence {seq_id} holds {len(cells)} tokens, but the row starts at {start}")
@@ -128,7 +140,7 @@ class FakeVocabulary:
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (
         "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{%- endfor %}"
-        "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from cllm.errors import BadRequest
 
 MAX_N = 128
+COLDEST = 1e-4  # below that, probabilities leave the range of floats and only the best token is left anyway
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -64,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < COLDEST or self.top_k == 1
 
     @property
     def penalized(self) -> bool:

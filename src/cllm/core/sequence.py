@@ -51,7 +51,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1
         self.status = Status.WAITING
         self.limit = context_length

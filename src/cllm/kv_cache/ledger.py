@@ -28,6 +28,8 @@ class Ledger:
         self.num_cells = num_cells
         self.cells_per_seq = cells_per_seq
         self.seq_ids = SeqIdPool(max_num_seqs)
+        if num_cells < cells_per_seq:
+            raise ValueError(f"{num_cells} cells cannot hold a sequence of {cells_per_seq}")
         self._held: dict[int, int] = {}  # seq_id -> cells of a running sequence
         self._idle: dict[int, Tokens] = {}  # seq_id -> tokens left there, the longest unused first
         self.num_held = 0
@@ -48,8 +50,12 @@ class Ledger:
         At least one token of the prompt is left to compute, since its logits are needed. Raises IndexError if no
         seq_id is free.
         """
-        wanted, num_shared = self._longest_idle_prefix(prompt)
-        seq_id = self.seq_ids.lease(wanted)
+        if not self.seq_ids.num_free:
+            raise IndexError("no sequence id is free")
+        seq_id, num_shared = self._longest_idle_prefix(prompt)
+        if num_shared == 0:
+            seq_id = self._least_useful()
+        self.seq_ids.lease(seq_id)
         idle = self._idle.pop(seq_id, None)
         if idle is not None:
             self.num_idle -= len(idle)
@@ -58,15 +64,25 @@ class Ledger:
         stale = idle is not None and len(idle) > num_shared
         return seq_id, num_shared, [Trim(seq_id, num_shared)] if stale else []
 
-    def _longest_idle_prefix(self, prompt: list[int]) -> tuple[int | None, int]:
-        best, longest = None, MIN_SHARED_TOKENS - 1
+    def _least_useful(self) -> int:
+        """The free seq_id that leaves the fewest holes between leased ones; of these an empty one, or the oldest."""
+        age = {seq_id: i for i, seq_id in enumerate(self._idle)}
+
+        def rank(seq_id: int) -> tuple[int, int, int]:
+            neighbours = self.seq_ids.is_leased(seq_id - 1) + self.seq_ids.is_leased(seq_id + 1)
+            return -neighbours, age.get(seq_id, -1), seq_id
+
+        return min(self.seq_ids.free, key=rank)
+
+    def _longest_idle_prefix(self, prompt: list[int]) -> tuple[int, int]:
+        best, longest = -1, MIN_SHARED_TOKENS - 1
         if self._idle:
             wanted = np.array(prompt[:-1], np.int32)
             for seq_id, tokens in self._idle.items():
                 shared = common_prefix(wanted, tokens)
                 if shared > longest:
                     best, longest = seq_id, shared
-        return (best, longest) if best is not None else (None, 0)
+        return (best, longest) if best >= 0 else (best, 0)
 
     def make_room(self, num_tokens: int) -> list[Trim] | None:
         """Operations after which ``num_tokens`` cells are free, or None if running sequences hold too many."""
@@ -74,9 +90,15 @@ class Ledger:
             return None
         operations = []
         while self.num_free < num_tokens:
-            seq_id = next(iter(self._idle))
-            self.num_idle -= len(self._idle.pop(seq_id))
-            operations.append(Trim(seq_id, 0))
+            seq_id, tokens = next(iter(self._idle.items()))
+            keep = len(tokens) - (num_tokens - self.num_free)
+            if keep >= MIN_SHARED_TOKENS:
+                self._idle[seq_id] = tokens[:keep]
+            else:
+                keep = 0
+                del self._idle[seq_id]
+            self.num_idle -= len(tokens) - keep
+            operations.append(Trim(seq_id, keep))
         return operations
 
     def hold(self, seq_id: int, num_tokens: int) -> None:

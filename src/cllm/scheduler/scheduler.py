@@ -27,6 +27,8 @@ class Scheduler:
 
     def __init__(self, ledger: Ledger, max_num_batched_tokens: int, end_tokens: list[int]) -> None:
         """``end_tokens``: the ids with which the model says that it has finished."""
+        if max_num_batched_tokens < ledger.seq_ids.size:
+            raise ValueError(f"{max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
         self.ledger = ledger
         self.max_num_batched_tokens = max_num_batched_tokens
         self.end_tokens = frozenset(end_tokens)
@@ -92,7 +94,8 @@ class Scheduler:
         while self.waiting and self.ledger.seq_ids.num_free and self._fits(self.waiting[0]):
             seq = self.waiting.popleft()
             seq.seq_id, seq.num_computed_tokens, trims = self.ledger.lease(seq.tokens)
-            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            if seq.num_cached_tokens is None:  # not what a preempted one finds of its own
+                seq.num_cached_tokens = seq.num_computed_tokens
             seq.status = Status.RUNNING
             operations += trims
             self.running.append(seq)
@@ -128,7 +131,7 @@ class Scheduler:
         if finish:
             self.release(seq)
         first = seq.index == 0 and seq.num_tokens == seq.num_prompt_tokens + 1
-        num_cached = seq.num_cached_tokens if first else 0
+        num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,6 +16,10 @@ from cllm.errors import BadRequest, StartupError
 
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+FENCES = re.compile(f"[{OPEN}{CLOSE}]")
+
+# What a template may raise on odd messages, beside TemplateError.
+TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class ChatTemplate:
@@ -26,6 +31,7 @@ class ChatTemplate:
     def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
         """``source``: another template than the model's. Raises StartupError if it has a syntax error."""
         self._vocabulary = vocabulary
+        self._control = control_pattern(vocabulary.control_tokens)
         source = source if source is not None else vocabulary.chat_template
         self._template = compile_template(source) if source else None
 
@@ -46,35 +52,38 @@ class ChatTemplate:
             )
         except TemplateRefusal as error:
             raise BadRequest(f"The chat template refused the messages: {str(error)[:200]}", param="messages") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             raise BadRequest(f"The chat template failed: {str(error)[:200]}", param="messages") from None
         return self.tokenize(text)
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of rendered text; what lies between fences is plain text."""
-        tokens: list[int] = []
-        for i, part in enumerate(text.split(OPEN)):
-            fenced, _, rest = part.partition(CLOSE) if i else ("", "", part)
-            if fenced:
-                tokens += self._vocabulary.tokenize(fenced, add_special=False, parse_special=False)
-            if rest:
-                tokens += self._vocabulary.tokenize(rest, add_special=not tokens and i == 0, parse_special=True)
+        tokenize = self._vocabulary.tokenize
+        begin = self._vocabulary.special_texts["bos_token"]
+        first, *others = text.split(OPEN)
+        tokens = tokenize(first, add_special=not (begin and first.startswith(begin)), parse_special=True)
+        for part in others:
+            fenced, _, rest = part.partition(CLOSE)
+            tokens += tokenize(fenced, add_special=False, parse_special=False)
+            tokens += tokenize(rest, add_special=False, parse_special=True)
         return tokens
 
     def _fenced(self, value: Any) -> Any:
         if isinstance(value, str):
-            if OPEN in value or CLOSE in value:
-                value = value.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd")
-            for control in self._vocabulary.control_tokens:
-                if control in value:
-                    # the fence goes inside the first character's right, so that no shorter control token matches
-                    value = value.replace(control, f"{OPEN}{control[0]}{CLOSE}{OPEN}{control[1:]}{CLOSE}")
-            return value
+            return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
         if isinstance(value, list):
             return [self._fenced(item) for item in value]
         if isinstance(value, dict):
             return {self._fenced(key): self._fenced(item) for key, item in value.items()}
         return value
+
+
+def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
+    """Finds control tokens, and beginnings of them at the end of a text, which a neighbouring text could complete."""
+    beginnings = {token[:length] for token in control_tokens for length in range(1, len(token))}
+    whole = "|".join(map(re.escape, control_tokens))
+    partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
+    return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
 
 
 class TemplateRefusal(Exception):

@@ -20,10 +20,11 @@ class StopStrings:
         if not self._stops:
             return text, False
         text = self._held + text
-        at = min((i for i in map(text.find, self._stops) if i >= 0), default=-1)
-        if at >= 0:
+        # the one that ends first, or the text would depend on how it was cut into pieces
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self._held = ""
-            return text[:at], True
+            return text[: min(found)[1]], True
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

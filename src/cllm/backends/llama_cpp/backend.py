@@ -178,11 +178,14 @@ class LlamaCppBackend:
         for seq_id, keep in batch.operations:
             self._check_seq_id(seq_id)
             lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1)
-        self._fill(batch)
-        code = lib.llama_decode(self._context, self._batch)
-        if code != 0:
+        try:
+            self._fill(batch)
+            code = lib.llama_decode(self._context, self._batch)
+            if code != 0:
+                raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
+        except EngineError:
             self._forget(batch)
-            raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
+            raise
         pointer = lib.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (batch.num_samples, self.info.vocabulary_size))
 
@@ -215,7 +218,8 @@ class LlamaCppBackend:
 
     def _forget(self, batch: Batch) -> None:
         for row in batch.rows:
-            lib.llama_memory_seq_rm(self._memory, row.seq.seq_id, -1, -1)
+            if 0 <= row.seq.seq_id < len(self._ids):
+                lib.llama_memory_seq_rm(self._memory, row.seq.seq_id, -1, -1)
 
     def close(self) -> None:
         lib.llama_free(self._context)

@@ -11,7 +11,7 @@ from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.library import check_pointer
 
-ATTR_CONTROL = 1 << 3
+ATTR_UNKNOWN, ATTR_CONTROL = 1 << 0, 1 << 3
 
 
 class LlamaVocabulary:
@@ -42,7 +42,9 @@ class LlamaVocabulary:
 
     @cached_property
     def control_tokens(self) -> list[str]:
-        tokens = [t for t in range(self.size) if lib.llama_vocab_get_attr(self._vocab, t) & ATTR_CONTROL]
+        tokens = [
+            t for t in range(self.size) if lib.llama_vocab_get_attr(self._vocab, t) & (ATTR_UNKNOWN | ATTR_CONTROL)
+        ]
         texts = {self._piece(token, special=True).decode("utf-8", "replace") for token in tokens}
         return sorted(texts - {""}, key=len, reverse=True)
 
@@ -55,13 +57,13 @@ class LlamaVocabulary:
     def special_texts(self) -> dict[str, Any]:
         names = {"bos_token": lib.llama_vocab_bos(self._vocab), "eos_token": lib.llama_vocab_eos(self._vocab)}
         return {
-            name: self._piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+            name: self._piece(token, special=True).decode("utf-8", "replace") if self._is_control(token) else ""
             for name, token in names.items()
         }
 
-    @cached_property
-    def end_tokens(self) -> list[int]:
-        return [token for token in range(self.size) if lib.llama_vocab_is_eog(self._vocab, token)]
+    def _is_control(self, token: int) -> bool:
+        # without a begin token in the file llama.cpp still names one, which is then an ordinary token
+        return token >= 0 and bool(lib.llama_vocab_is_control(self._vocab, token))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         encoded = text.encode()
