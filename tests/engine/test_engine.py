@@ -140,7 +140,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
 
     crowd = fake_engine(length=30, context_length=64, num_cells=80, max_num_seqs=4, max_num_batched_tokens=8)
     for i in range(3):
-        crowd.add(str(i), [i] * 9, temperature=5.0, max_tokens=20 + i)
+        crowd.add(str(i), [i] * 9, seed=i, temperature=5.0, max_tokens=20 + i, ignore_eos=True)
     crowd.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)
     crowd.finish()
     assert crowd.scheduler.num_preemptions > 0
