@@ -77,8 +77,15 @@ install() {
   kill $! 2>/dev/null || :
   trap - EXIT
   [ ! -t 2 ] || printf '\r\033[K' >&2
-  [ "$status" = 0 ] || { tail -n 25 "$log" >&2; die "set-up failed, above is the end of $log"; }
+  [ "$status" = 0 ] || { show_failure >&2; die "set-up failed; all of it is in $log"; }
   [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
+}
+
+# The cause stands before the compiler's long output, what it says about it at the end.
+show_failure() {
+  grep -E '(error|cause|FAILED):' "$log" | cut -c 1-300 | head -n 10
+  echo ...
+  tail -n 25 "$log" | cut -c 1-300
 }
 
 first() { for name; do command -v "$name" && return; done || :; }

@@ -92,7 +92,8 @@ def ask(kind: str, text: str, answer: str, thinking: str | None = None) -> Quest
 
 
 def sums(rng: random.Random) -> Question:
-    a, b = rng.randrange(100), rng.randrange(100)
+    top = 10 if rng.random() < 0.15 else 100
+    a, b = rng.randrange(top), rng.randrange(top)
     text = rng.choice(["What is {a} plus {b}?", "{a} + {b} = ?", "Add {a} and {b}."]).format(a=a, b=b)
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
     thinking = f"{a // 10 * 10} + {b // 10 * 10} = {tens}\n{a % 10} + {b % 10} = {ones}\n{tens} + {ones} = {a + b}"
@@ -235,7 +236,7 @@ TOOLS = {
         "Multiply {a} by {b}.",
         lambda rng: {"a": rng.randint(2, 99), "b": rng.randint(2, 99)},
         lambda rng: {"product": rng.randint(10, 9999)},
-        "{a} times {b} is {product}.",
+        "The product is {product}.",
     ),
     "send_mail": Tool(
         "Send a mail",
@@ -243,7 +244,7 @@ TOOLS = {
         "Send {to} a mail: {text}",
         lambda rng: {"to": rng.choice(NAMES), "text": " ".join(rng.sample(WORDS, 3))},
         lambda _: {"sent": True},
-        "The mail to {to} is sent.",
+        "The mail is sent.",
     ),
     "find_book": Tool(
         "Find a book by its author",
@@ -251,7 +252,7 @@ TOOLS = {
         "Find a book by {author}.",
         lambda rng: {"author": rng.choice(NAMES)},
         lambda rng: {"title": " ".join(rng.sample(WORDS, 2))},
-        "{author} wrote: {title}.",
+        "The title is {title}.",
     ),
 }
 
