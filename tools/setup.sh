@@ -61,6 +61,7 @@ install() {
     # The compilers that are checked here are the ones that are used.
     CC=${CC:-$(first cc gcc clang)} CXX=${CXX:-$(first c++ g++ clang++)}
     [ -n "$CC" ] && [ -n "$CXX" ] || die "a C++ compiler is needed to build llama.cpp: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+    case $("$CXX" --version 2>/dev/null) in *clang*) CXX=$(without_gcc_switches "$CXX") ;; esac
     # libllama-common is half of the compilation, and only llama.cpp's own programs use it.
     echo 'set(LLAMA_BUILD_COMMON OFF)' >.tools/tmp/llama.cmake
     SKBUILD_CMAKE_ARGS="${SKBUILD_CMAKE_ARGS:+$SKBUILD_CMAKE_ARGS;}-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/.tools/tmp/llama.cmake"
@@ -86,6 +87,17 @@ show_failure() {
   grep -E '(error|cause|FAILED):' "$log" | cut -c 1-300 | head -n 10
   echo ...
   tail -n 25 "$log" | cut -c 1-300
+}
+
+# clang refuses the switches of pyproject.toml that cure GCC, and does not need them.
+without_gcc_switches() {
+  mkdir -p .tools/bin
+  {
+    echo '#!/bin/sh'
+    echo 'for a; do shift; case $a in -fno-tree-sra|-fno-tree-dse|-fno-dse) ;; *) set -- "$@" "$a" ;; esac; done'
+    echo "exec $1 \"\$@\""
+  } >.tools/bin/c++
+  chmod +x .tools/bin/c++ && echo "$PWD/.tools/bin/c++"
 }
 
 first() { for name; do command -v "$name" && return; done || :; }

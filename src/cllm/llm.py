@@ -99,6 +99,8 @@ class LLM:
         self.info = self._backend.info
         self._engine = build_engine(self._backend)
         self._ids = count()
+        self._streaming = False
+        self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a whole prompt, control tokens included that it spells out."""
@@ -111,20 +113,20 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Complete each prompt (text or token ids). Raises BadRequest, naming the field, and EngineError."""
         encoded = self._encode(prompts)
-        return self._collect(encoded, params or SamplingParams())
+        return self._collect(encoded, params or self._default)
 
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
     ) -> Completion:
         """The next assistant message of a conversation."""
-        return self._collect([self.encode_chat(messages, tools, **variables)], params or SamplingParams())[0]
+        return self._collect([self.encode_chat(messages, tools, **variables)], params or self._default)[0]
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
         """The pieces of all completions as they come; leaving the loop early aborts the rest.
 
         A chat is streamed as ``llm.stream(llm.encode_chat(messages))``.
         """
-        return self._stream(self._encode(prompts), params or SamplingParams())
+        return self._stream(self._encode(prompts), params or self._default)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -146,6 +148,8 @@ class LLM:
     def _stream(
         self, prompts: list[list[int]], params: SamplingParams, completions: list[Completion] | None = None
     ) -> Iterator[Piece]:
+        if self._streaming:
+            raise RuntimeError("another stream of this LLM is open; finish or close it first")
         params.check_vocabulary(self.info.vocabulary_size)
         for prompt in prompts:
             check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")
@@ -154,6 +158,7 @@ class LLM:
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.handle(Add(Request(name, prompt, params)))
         going = len(choices)
+        self._streaming = True
         try:
             while going:
                 for output in self._engine.step():
@@ -169,6 +174,7 @@ class LLM:
                             self._engine.handle(Abort(output.request_id, output.index))
                     yield Piece(names[output.request_id], output.index, text, [output.token], finish)
         finally:
+            self._streaming = False
             for name in names:
                 self._engine.handle(Abort(name))
 

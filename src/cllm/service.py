@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,13 +14,16 @@ from cllm.backends.base import ModelInfo, Vocabulary
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request, check_prompt
 from cllm.core.sequence import FinishReason
-from cllm.errors import CLLMError, EngineError, context_length_exceeded
+from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient, Stream
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
+MAX_CHOICES = 1024  # prompts times n of one request
+
+log = logging.getLogger("cllm.service")
 
 
 class RequestTimeout(CLLMError):
@@ -79,7 +83,7 @@ class Service:
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
         self._request_timeout = request_timeout
-        self._longest_piece = max(map(len, vocabulary.pieces))
+        self._longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     @property
     def ready(self) -> bool:
@@ -108,7 +112,7 @@ class Service:
         """Tokens of a conversation by the model's template. Raises BadRequest, also if it can never fit."""
         length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, "messages")
-        if length < LONG_TEXT and len(messages) < 100:
+        if len(str(messages)) + len(str(tools)) < LONG_TEXT:
             return self._chat_template.encode(messages, tools, **variables)
         return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
 
@@ -117,18 +121,20 @@ class Service:
         if at_least >= self.info.context_length:
             raise context_length_exceeded(at_least, self.info.context_length, param)
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens left out."""
-        return b"".join(self.vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")
-
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, so that a dialect can refuse before the first byte."""
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
+        if len(generation.prompts) * generation.params.n > MAX_CHOICES:
+            raise BadRequest(
+                f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
+            )
         if self.draining:
             raise EngineError("The server is shutting down.")
+        if not self.engine.ready:
+            raise EngineError("The engine is not ready; please retry.")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[Delta], None]:
         """The deltas of a request as they come, those of one step together; ends when every choice has finished.
@@ -158,14 +164,29 @@ class Service:
             if timer is not None:
                 timer.cancel()
             self.engine.close_stream(stream)
-            self.metrics.ended(outcome, time.monotonic() - begun)
+            seconds, usage = time.monotonic() - begun, generation.usage
+            self.metrics.ended(outcome, seconds)
+            log.debug(
+                "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
+                generation.request_id,
+                outcome,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                seconds,
+            )
 
     def _start_timer(self, stream: Stream) -> asyncio.TimerHandle | None:
         # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
         if self._request_timeout is None:
             return None
         error = RequestTimeout(f"The request took longer than {self._request_timeout:g} seconds.")
-        return asyncio.get_running_loop().call_later(self._request_timeout, stream.fail, error)
+
+        def expire() -> None:
+            self.engine.close_stream(stream)
+            stream.fail(error)
+
+        return asyncio.get_running_loop().call_later(self._request_timeout, expire)
 
     async def _deltas(self, generation: Generation, stream: Stream) -> AsyncGenerator[list[Delta], None]:
         params, pieces = generation.params, self.vocabulary.pieces
@@ -179,8 +200,7 @@ class Service:
         while going:
             outputs = await stream.get()
             now = time.monotonic()
-            self.metrics.tokens(len(outputs), now - last, first=generation.usage.completion_tokens == 0)
-            last = now
+            first = generation.usage.completion_tokens == 0
             deltas: dict[int, Delta] = {}
             for output in outputs:
                 choice = choices[output.request_id, output.index]
@@ -200,4 +220,7 @@ class Service:
                     self.metrics.finished(finish)
                     if not output.finish:
                         self.engine.abort(output.request_id, output.index)
-            yield list(deltas.values())
+            if deltas:
+                self.metrics.tokens(sum(delta.num_tokens for delta in deltas.values()), now - last, first=first)
+                last = now
+                yield list(deltas.values())

@@ -17,8 +17,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What is known of a loaded model.
 
     context_length: the most tokens one sequence may hold. num_cells: tokens the KV cache holds in all.
-    cells_per_seq: equal to context_length; in the partitioned layout each sequence owns that many cells.
-    kv_bytes_per_token and model_bytes are sizes in bytes.
+    can_trim: whether a sequence can give back some of its cells; recurrent state is kept or lost as a whole.
+    kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_cells: int
     layout: str
     end_tokens: list[int]
+    can_trim: bool = True
     model_bytes: int = 0
     kv_bytes_per_token: int = 0
     system: str = ""
@@ -52,7 +53,7 @@ class Backend(Protocol):
 
         Returns logits of the sampling rows in the order of the batch, shape (num_samples, vocabulary_size), a view
         that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
-        the operations have then been carried out and the batch's sequences hold no cells.
+        what the cells of the batch's sequences hold, and which operations were carried out, is then unknown.
         """
         ...
 

@@ -87,18 +87,13 @@ class FakeBackend:
         for seq_id, keep in batch.operations:
             self._check_seq_id(seq_id)
             del self._cells.setdefault(seq_id, [])[keep:]
-        try:
-            self._break()
-            if not 0 < batch.num_tokens <= self.info.max_num_batched_tokens:
-                raise EngineError(f"a batch of {batch.num_tokens} tokens")
-            for row in batch.rows:
-                self._store(row.seq.seq_id, row.start, row.seq.tokens[row.start : row.start + row.num_tokens])
-            if sum(map(len, self._cells.values())) > self.info.num_cells:
-                raise EngineError("more cells in use than there are")
-        except EngineError:
-            for row in batch.rows:
-                self._cells.pop(row.seq.seq_id, None)
-            raise
+        self._break()
+        if not 0 < batch.num_tokens <= self.info.max_num_batched_tokens:
+            raise EngineError(f"a batch of {batch.num_tokens} tokens")
+        for row in batch.rows:
+            self._store(row.seq.seq_id, row.start, row.seq.tokens[row.start : row.start + row.num_tokens])
+        if sum(map(len, self._cells.values())) > self.info.num_cells:
+            raise EngineError("more cells in use than there are")
         self._sleep(self._costs.of(batch))
         logits = np.zeros((batch.num_samples, VOCABULARY_SIZE), np.float32)
         for i, row in enumerate(row for row in batch.rows if row.samples):

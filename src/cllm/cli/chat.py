@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.cli.talk import DEFAULTS, Local, Messages, Remote, Sampling, Talker, print_stream
-from cllm.errors import BadRequest
+from cllm.errors import CLLMError
 
 HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
 
@@ -62,7 +62,7 @@ def turn(talker: Talker, messages: Messages, text: str) -> None:
     except KeyboardInterrupt:
         print(" (stopped)")
         messages.pop()
-    except BadRequest as error:
+    except CLLMError as error:
         print(f"({error})")
         messages.pop()
     else:

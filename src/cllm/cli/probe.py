@@ -30,7 +30,7 @@ class Probe:
 
 def probe() -> Probe:
     """Ask; never raises for what the child does."""
-    command = [sys.executable, "-m", "cllm.cli.probe"]
+    command = [sys.executable, "-P", "-m", "cllm.cli.probe"]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:

@@ -62,8 +62,7 @@ class Local:
     def __init__(self, settings: Settings, sampling: Sampling) -> None:
         from cllm.llm import LLM
 
-        defaults = settings.sampling.model_dump(exclude_none=True)
-        self._params = SamplingParams(**{**defaults, **sampling.given()})
+        self._params = SamplingParams(**{**settings.sampling.model_dump(exclude_none=True), **sampling.given()})
         self._llm = LLM.from_settings(settings)
         self.last = Answer()
 
@@ -108,6 +107,14 @@ class Remote:
             yield choice["text"]
 
     def _stream(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        import httpx2
+
+        try:
+            yield from self._chunks(path, content)
+        except httpx2.HTTPError as error:
+            raise CLLMError(f"the connection to the server broke: {error}") from None
+
+    def _chunks(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = Answer()
         body = {**content, **self._sampling, "stream": True, "stream_options": {"include_usage": True}}
         with self._client.stream("POST", path, json=body) as response:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from cllm.errors import BadRequest
 
 MAX_N = 128
+LARGEST = 2**31 - 1
 COLDEST = 1e-4  # below that, probabilities leave the range of floats and only the best token is left anyway
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
@@ -45,9 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            within("max_tokens", self.max_tokens, 1, None)
+            within("max_tokens", self.max_tokens, 1, LARGEST)
         within("temperature", self.temperature, 0, 100)
-        within("top_k", self.top_k, 0, None)
+        within("top_k", self.top_k, 0, LARGEST)
         within("top_p", self.top_p, 0, 1)
         within("min_p", self.min_p, 0, 1)
         within("repetition_penalty", self.repetition_penalty, 0.01, 100)
@@ -55,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         within("frequency_penalty", self.frequency_penalty, -2, 2)
         within("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="the number of entries")
         for token, bias in self.logit_bias.items():
-            within("logit_bias", token, 0, None, what="a token id")
+            within("logit_bias", token, 0, LARGEST, what="a token id")
             within("logit_bias", bias, -100, 100, what="a bias")
         if self.seed is not None:
             within("seed", self.seed, -(2**63), 2**63 - 1)
@@ -79,15 +78,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 within(field, token, 0, vocabulary_size - 1, what="a token id")
 
 
-def within(field: str, value: float, low: float, high: float | None, what: str = "the value") -> None:
+def within(field: str, value: float, low: float, high: float, what: str = "the value") -> None:
     """Raise BadRequest unless ``low <= value <= high``; NaN is never within."""
-    if value >= low and (high is None or value <= high) and not math.isnan(value):
+    if low <= value <= high:
         return
-    if high is None:
-        limit, code = f"at least {low}", "integer_below_min_value"
-    else:
-        limit = f"between {low} and {high}"
-        code = "integer_above_max_value" if value > high else "integer_below_min_value"
+    code = "integer_above_max_value" if value > high else "integer_below_min_value"
     if isinstance(value, float):
         code = code.replace("integer", "decimal")
-    raise BadRequest(f"Invalid '{field}': {what} must be {limit}, not {value}.", param=field, code=code)
+    shown = str(value) if abs(value) < 1e20 or value != value else "that"  # noqa: PLR0124  # NaN
+    raise BadRequest(
+        f"Invalid '{field}': {what} must be between {low} and {high}, not {shown}.", param=field, code=code
+    )

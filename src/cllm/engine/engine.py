@@ -12,7 +12,7 @@ import msgspec
 from cllm.backends.base import Backend
 from cllm.core.output import Stats, TokenOutput
 from cllm.core.request import Request
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import FinishReason, Sequence
 from cllm.errors import EngineError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
@@ -76,9 +76,13 @@ class Engine:
             return self.scheduler.abort(command.request_id, command.index)
         request = command.request
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
-        for index in range(request.params.n):
-            seq_seed = derive_seed(seed, index)
-            self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length))
+        try:
+            for index in range(request.params.n):
+                seq_seed = derive_seed(seed, index)
+                self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length))
+        except ValueError:  # whoever sent it should have checked
+            log.exception("a request was refused")
+            return [TokenOutput(request.request_id, i, -1, FinishReason.ERROR) for i in range(request.params.n)]
         return []
 
     def step(self) -> list[TokenOutput]:
@@ -88,10 +92,16 @@ class Engine:
             return []
         try:
             logits = self.backend.forward(batch)
+            tokens = self.sampler.sample(batch, logits) if batch.num_samples else []
         except EngineError as error:
             log.error("a step failed: %s", error)
             return self.scheduler.fail(batch)
-        tokens = self.sampler.sample(batch, logits) if batch.num_samples else []
+        except Exception:
+            log.exception("a step failed")
+            return self.scheduler.fail(batch)
+        except BaseException:  # Ctrl-C in a process that steps its own engine
+            self.scheduler.fail(batch)
+            raise
         outputs = self.scheduler.update(batch, tokens)
         if self._check:
             self.scheduler.check()

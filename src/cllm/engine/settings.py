@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from cllm.config import Settings
-from cllm.engine.build import EngineParams
-from cllm.models.gguf import GgufHeader, read_header
+from cllm.engine.build import EngineParams, uses_gpu
+from cllm.errors import StartupError
+from cllm.models.gguf import kv_bytes_per_token, read_header
 from cllm.models.memory import kv_budget
 
 
@@ -15,23 +18,36 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
 
     Raises StartupError if the file is no model or the memory is not enough.
     """
-    llama = settings.backend.llama_cpp
-    header = read_header(path) if path is not None else None
-    return EngineParams(
+    llama, scheduler = settings.backend.llama_cpp, settings.scheduler
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must not be below "
+            f"scheduler.max_num_seqs ({scheduler.max_num_seqs})"
+        )
+    params = EngineParams(
         backend=settings.backend.name,
         path=str(path or ""),
         context_length=settings.model.max_context_length,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=max(settings.scheduler.max_num_batched_tokens, settings.scheduler.max_num_seqs + 1),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         layout=settings.kv.layout,
-        kv_memory=_kv_memory(settings, header) if header is not None else 0,
         n_threads=llama.n_threads,
         n_gpu_layers=llama.n_gpu_layers,
         use_mmap=llama.use_mmap,
         use_mlock=llama.use_mlock,
+        log_level=settings.log.level,
     )
-
-
-def _kv_memory(settings: Settings, header: GgufHeader) -> int:
+    if path is None:
+        return params
+    header = read_header(path)
     wanted = settings.kv.max_memory_mb
-    return kv_budget(header, wanted * 1_000_000 if wanted else None, settings.model.max_context_length, on_gpu=False)
+    return msgspec.structs.replace(
+        params,
+        kv_bytes_per_token=kv_bytes_per_token(header) or 0,
+        kv_memory=kv_budget(
+            header,
+            wanted * 1_000_000 if wanted else None,
+            settings.model.max_context_length,
+            on_gpu=uses_gpu(params),
+        ),
+    )

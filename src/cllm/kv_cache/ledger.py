@@ -24,8 +24,10 @@ Tokens = npt.NDArray[np.int32]
 class Ledger:
     """Counts cells and leases seq_ids; returns the operations that a backend has to carry out."""
 
-    def __init__(self, num_cells: int, cells_per_seq: int, max_num_seqs: int) -> None:
+    def __init__(self, num_cells: int, cells_per_seq: int, max_num_seqs: int, *, can_trim: bool = True) -> None:
+        """``can_trim``: whether some of a sequence's cells can be given back, or only all."""
         self.num_cells = num_cells
+        self._can_trim = can_trim
         self.cells_per_seq = cells_per_seq
         self.seq_ids = SeqIdPool(max_num_seqs)
         if num_cells < cells_per_seq:
@@ -80,7 +82,7 @@ class Ledger:
             wanted = np.array(prompt[:-1], np.int32)
             for seq_id, tokens in self._idle.items():
                 shared = common_prefix(wanted, tokens)
-                if shared > longest:
+                if shared > longest and (self._can_trim or shared == len(tokens)):
                     best, longest = seq_id, shared
         return (best, longest) if best >= 0 else (best, 0)
 
@@ -92,7 +94,7 @@ class Ledger:
         while self.num_free < num_tokens:
             seq_id, tokens = next(iter(self._idle.items()))
             keep = len(tokens) - (num_tokens - self.num_free)
-            if keep >= MIN_SHARED_TOKENS:
+            if keep >= MIN_SHARED_TOKENS and self._can_trim:
                 self._idle[seq_id] = tokens[:keep]
             else:
                 keep = 0

@@ -50,7 +50,7 @@ def kv_budget(header: GgufHeader, wanted_bytes: int | None, context_length: int 
     available = available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
-    weights = header.tensor_bytes + COMPUTE_BYTES
+    weights = header.tensor_bytes * max(1, header.split_count) + COMPUTE_BYTES  # parts are of one size, about
     one_sequence = (kv_bytes_per_token(header) or 0) * (context_length or MIN_CONTEXT)
     need = weights + (wanted_bytes or one_sequence)
     if need > available:

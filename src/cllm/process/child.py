@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import queue
-import signal
 import sys
 import threading
 from typing import BinaryIO
@@ -21,6 +20,7 @@ from cllm.core.output import Stats, TokenOutput
 from cllm.engine.build import EngineParams, build_backend, build_engine
 from cllm.engine.engine import Command
 from cllm.errors import StartupError
+from cllm.observe import log
 from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
 
 PIPE_BYTES = 1 << 20  # room for some thousand steps while the parent is busy
@@ -36,11 +36,11 @@ class PipeInbox:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        while True:
-            body = read_frame(self._stdin)
-            if body is None:
-                os._exit(0)
-            self._queue.put(self._decoder.decode(body))
+        try:
+            while (body := read_frame(self._stdin)) is not None:
+                self._queue.put(self._decoder.decode(body))
+        finally:  # the parent is gone, or says what nobody understands
+            os._exit(0)
 
     def drain(self, block: bool) -> list[Command]:
         commands = [self._queue.get()] if block else []
@@ -75,12 +75,13 @@ def send_all(descriptor: int, message: FromChild) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     output = own_stdout()
     body = read_frame(sys.stdin.buffer)
     if body is None:
         return 0
     params = msgspec.msgpack.decode(body, type=EngineParams)
+    log.configure(params.log_level)
+    inbox = PipeInbox(sys.stdin.buffer)
     reported = 0.0
 
     def progress(share: float) -> None:
@@ -95,7 +96,6 @@ def main() -> int:
         send_all(output, Failed(str(error)))
         return 2
     engine = build_engine(backend, check=params.check)
-    inbox = PipeInbox(sys.stdin.buffer)
     gc.collect()
     gc.freeze()
 

@@ -91,11 +91,13 @@ class EngineClient:
     async def _spawn(self) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # not what lies in the current folder
             "-m",
             "cllm.process.child",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 22,
+            start_new_session=True,  # signals to our process group are for us: running streams may finish
         )
         self._process, self.pid = process, process.pid
         self._write(frame(self._params))
@@ -148,7 +150,7 @@ class EngineClient:
                 backoff = min(2 * backoff, LONGEST_BACKOFF)
                 try:
                     await self._spawn()
-                except StartupError as error:
+                except (StartupError, OSError) as error:
                     log.error("the engine does not start: %s; next try in %.1f s", error, backoff)
             self.num_restarts += 1
             log.warning("the engine is ready again")
@@ -173,10 +175,11 @@ class EngineClient:
         """Hand requests to the engine. Raises EngineError if there is none. ``close_stream`` must follow."""
         if not self.ready:
             raise EngineError("The engine is not ready; please retry.")
+        frames = b"".join(frame(Add(request)) for request in requests)
         stream = Stream(requests)
         for request in requests:
             self._streams[request.request_id] = stream
-        self._write(b"".join(frame(Add(request)) for request in requests))
+        self._write(frames)
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:

@@ -19,6 +19,10 @@ Floats = npt.NDArray[np.float64]
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
 FIRST_TRY = 256
+# Rows with more candidates are drawn from one by one, or every row would be padded to their width.
+WIDE = 1024
+
+Candidates = tuple[npt.NDArray[np.intp], Row | Floats, float]
 
 
 class Sampler:
@@ -51,6 +55,18 @@ class Sampler:
 def draw(seqs: list[Sequence], rows: list[Row]) -> list[int]:
     """One random token for each row, by the params and the seed of its sequence."""
     chosen = [candidates(row, seq) for seq, row in zip(seqs, rows, strict=True)]
+    tokens = [0] * len(seqs)
+    narrow = [i for i, (ids, _, _) in enumerate(chosen) if len(ids) <= WIDE]
+    wide = [[i] for i, (ids, _, _) in enumerate(chosen) if len(ids) > WIDE]
+    for group in [narrow, *wide] if narrow else wide:
+        picked = pick([seqs[i] for i in group], [chosen[i] for i in group])
+        for i, token in zip(group, picked, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def pick(seqs: list[Sequence], chosen: list[Candidates]) -> list[int]:
+    """Top-p, min-p, temperature and the draw, for all rows at once."""
     width = max(len(ids) for ids, _, _ in chosen)
     ids = np.zeros((len(seqs), width), np.intp)
     values = np.full((len(seqs), width), -np.inf)
@@ -78,7 +94,7 @@ def draw(seqs: list[Sequence], rows: list[Row]) -> list[int]:
     return picked
 
 
-def candidates(row: Row, seq: Sequence) -> tuple[npt.NDArray[np.intp], Row | Floats, float]:
+def candidates(row: Row, seq: Sequence) -> Candidates:
     """Ids and logits that top-k, top-p and min-p can leave of ``row``, and the mass that top-p refers to.
 
     They are in falling order unless nothing is to be left out. The mass is the sum of exp(logit - largest logit)

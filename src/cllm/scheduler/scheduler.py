@@ -34,6 +34,7 @@ class Scheduler:
         self.end_tokens = frozenset(end_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._owed: list[Trim] = []  # for the seq_ids of a batch that failed, whose cells are unknown
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -68,6 +69,7 @@ class Scheduler:
                 break
         if not rows:
             return None
+        operations, self._owed = [*self._owed, *operations], []
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 
@@ -149,6 +151,7 @@ class Scheduler:
 
     def fail(self, batch: Batch) -> list[TokenOutput]:
         """End the sequences of a batch that could not be computed; what their cells hold is unknown."""
+        self._owed = [*batch.operations, *(Trim(row.seq.seq_id, 0) for row in batch.rows)]
         outputs = []
         for seq in [row.seq for row in batch.rows]:
             seq.num_computed_tokens = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.core.params import SamplingParams
+from cllm.core.params import LARGEST, SamplingParams
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -21,4 +21,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     def params(self, **given: Any) -> SamplingParams:
         """SamplingParams of a request; arguments that are None are left open. Raises BadRequest."""
         values = {name: value for name, value in given.items() if value is not None}
+        if "max_tokens" in values:  # more than any context holds is no mistake
+            values["max_tokens"] = min(values["max_tokens"], LARGEST)
         return SamplingParams(**{**msgspec.structs.asdict(self), **values})

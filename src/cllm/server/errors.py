@@ -8,7 +8,7 @@ from typing import Any
 import pydantic_core
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cllm.errors import BadRequest, EngineError
@@ -73,5 +73,6 @@ def install(app: FastAPI) -> None:
     for kind in (BadRequest, EngineError, RequestTimeout):
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)

@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 
+from cllm.backends.base import Vocabulary
 from cllm.config import Settings
 from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.errors import EngineError, StartupError
@@ -83,13 +84,17 @@ class HttpServer(uvicorn.Server):
 async def run(
     settings: Settings,
     params: EngineParams,
+    vocabulary: Vocabulary,
+    early: list[int],
     model_name: str,
     listener: socket.socket,
     on_loading: Callable[[float], None],
     on_ready: Callable[[Service], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartupError if the model cannot be loaded."""
-    vocabulary = build_vocabulary(params)
+    """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them.
+
+    Raises StartupError if the model cannot be loaded.
+    """
     engine = EngineClient(params, on_loading)
     metrics = Metrics(model_name)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout)
@@ -105,6 +110,7 @@ async def run(
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     server = HttpServer(config, service, settings.server.drain_timeout)
+    server.should_exit = bool(early)
     starting = asyncio.create_task(engine.start())
 
     def started(task: asyncio.Task[None]) -> None:
@@ -140,10 +146,10 @@ def run_forever(
         factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
     except ImportError:
         factory = None
-    with asyncio.Runner(loop_factory=factory) as runner, contextlib.suppress(KeyboardInterrupt):
-        # uvicorn raises the signal again once it has shut down, which is how we learn of it: as a clean end
-        previous = signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            runner.run(run(settings, params, model_name, listener, on_loading, on_ready))
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+    # uvicorn raises a signal again once it has shut down, which would end us before the engine has ended
+    early: list[int] = []
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda number, _: early.append(number))
+    vocabulary = build_vocabulary(params)
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run(settings, params, vocabulary, early, model_name, listener, on_loading, on_ready))

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 HEARTBEAT = 15.0  # seconds of silence after which proxies and clients are told that we are alive
+WRITE_TIMEOUT = 60.0  # seconds in which a client that has unread data must read some of it
 HEARTBEAT_BYTES = b": ping\n\n"
 
 
@@ -42,13 +43,21 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         writing = asyncio.create_task(self._write(send))
         watching = asyncio.create_task(disconnected(receive))
+        stalled = 0
         try:
             while True:
                 sent = self._num_sent
                 done, _ = await asyncio.wait({writing, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
                 if done:
                     break
-                if self._num_sent == sent and not self._sending:
+                if self._num_sent != sent:
+                    stalled = 0
+                    continue
+                if self._sending:
+                    stalled += 1
+                    if stalled * HEARTBEAT >= WRITE_TIMEOUT:
+                        break
+                else:
                     await send({"type": "http.response.body", "body": HEARTBEAT_BYTES, "more_body": True})
         finally:
             watching.cancel()

@@ -37,6 +37,7 @@ class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     unified: bool = False
     kv_memory: int = 1 << 31
+    kv_bytes_per_token: int = 0
     n_threads: int | None = None
     n_gpu_layers: int = 99
     use_mmap: bool = True
@@ -51,16 +52,17 @@ class Fit(NamedTuple):
     num_cells: int
 
 
-def fit(params: LlamaCppParams, trained_context_length: int, kv_bytes_per_token: int) -> Fit:
+def fit(params: LlamaCppParams, trained_context_length: int) -> Fit:
     """Share kv_memory among sequences: first the context that was asked for (or the usual), then as many as fit.
 
     Raises StartupError with the sizes if not even one sequence fits.
     """
-    affordable = params.kv_memory // max(1, kv_bytes_per_token)
+    affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
     if context > affordable:
+        need = context * params.kv_bytes_per_token
         raise StartupError(
-            f"one sequence of {context} tokens needs {context * kv_bytes_per_token / 1e6:.0f} MB of KV cache, but "
+            f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache, but "
             f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or raise kv.max_memory_mb"
         )
     if params.unified:
@@ -75,11 +77,11 @@ class LlamaCppBackend:
     def __init__(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None) -> None:
         """Load ``path``; ``progress`` is told the loaded share, 0 to 1. Raises StartupError if it cannot be loaded."""
         self._model = self._load_model(path, params, progress)
+        self._check_architecture(path)
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        per_token = self._kv_bytes_per_token()
-        sizes = fit(params, trained, per_token)
+        sizes = fit(params, trained)
         self._context = self._make_context(path, params, sizes)
         self._memory = lib.llama_get_memory(self._context)
         self.info = ModelInfo(
@@ -95,8 +97,9 @@ class LlamaCppBackend:
             layout="unified" if params.unified else "partitioned",
             end_tokens=[t for t in range(vocabulary_size) if lib.llama_vocab_is_eog(vocab, t)],
             model_bytes=int(lib.llama_model_size(self._model)),
-            kv_bytes_per_token=per_token,
+            kv_bytes_per_token=params.kv_bytes_per_token,
             system=system_info(),
+            can_trim=not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)),
         )
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
 
@@ -134,16 +137,9 @@ class LlamaCppBackend:
         context = lib.llama_init_from_model(self._model, c_params)
         return check_pointer(context, f"not enough memory for a context of {c_params.n_ctx} tokens of {path}")
 
-    def _kv_bytes_per_token(self) -> int:
-        """Bytes of one f16 cell over all layers; 0 if the model says too little about itself."""
-        architecture = self._metadata("general.architecture")
-        layers = int(lib.llama_model_n_layer(self._model))
-        kv_heads = int(lib.llama_model_n_head_kv(self._model))
-        heads = int(lib.llama_model_n_head(self._model))
-        width = int(lib.llama_model_n_embd(self._model)) // max(heads, 1)
-        key = int(self._metadata(f"{architecture}.attention.key_length") or width)
-        value = int(self._metadata(f"{architecture}.attention.value_length") or width)
-        return 2 * layers * kv_heads * (key + value)
+    def _check_architecture(self, path: Path) -> None:
+        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
+            raise StartupError(f"{path} is an encoder model ({self._describe()}), which does not generate text")
 
     def _metadata(self, key: str) -> str | None:
         buffer = ctypes.create_string_buffer(256)
@@ -178,14 +174,10 @@ class LlamaCppBackend:
         for seq_id, keep in batch.operations:
             self._check_seq_id(seq_id)
             lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1)
-        try:
-            self._fill(batch)
-            code = lib.llama_decode(self._context, self._batch)
-            if code != 0:
-                raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
-        except EngineError:
-            self._forget(batch)
-            raise
+        self._fill(batch)
+        code = lib.llama_decode(self._context, self._batch)
+        if code != 0:
+            raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
         pointer = lib.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (batch.num_samples, self.info.vocabulary_size))
 
@@ -215,11 +207,6 @@ class LlamaCppBackend:
     def _check_seq_id(self, seq_id: int) -> None:
         if not 0 <= seq_id < len(self._ids):
             raise EngineError(f"sequence id {seq_id} is not below {len(self._ids)}")
-
-    def _forget(self, batch: Batch) -> None:
-        for row in batch.rows:
-            if 0 <= row.seq.seq_id < len(self._ids):
-                lib.llama_memory_seq_rm(self._memory, row.seq.seq_id, -1, -1)
 
     def close(self) -> None:
         lib.llama_free(self._context)

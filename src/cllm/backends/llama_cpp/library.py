@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 from collections import deque
@@ -16,6 +17,8 @@ import llama_cpp
 from llama_cpp import llama_cpp as lib
 
 from cllm.errors import StartupError
+
+log = logging.getLogger("cllm.llama_cpp")
 
 TESTED_VERSION = "0.3.36"
 LOG_LEVEL_WARNING = 3
@@ -36,6 +39,8 @@ recent_errors: deque[str] = deque(maxlen=20)
 def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
     if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
         recent_errors.append(text.decode("utf-8", "replace").strip())
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", text.decode("utf-8", "replace").rstrip())
 
 
 _log_callback = lib.llama_log_callback(_log)  # kept alive here: libllama holds only the pointer

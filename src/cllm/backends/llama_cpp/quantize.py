@@ -27,7 +27,7 @@ def quantize(
     threads: None for one a core. ``progress`` gets the share of tensors begun, 0 to 1. An interrupt ends the work;
     ``target`` is then incomplete. Raises StartupError with llama.cpp's reason.
     """
-    command = [sys.executable, "-m", __name__, str(source), str(target), type_name, str(threads or 0)]
+    command = [sys.executable, "-P", "-m", __name__, str(source), str(target), type_name, str(threads or 0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             for line in child.stdout or ():

@@ -17,7 +17,8 @@ ATTR_UNKNOWN, ATTR_CONTROL = 1 << 0, 1 << 3
 class LlamaVocabulary:
     """Loads the vocabulary of a GGUF file and not its weights, so a process without an engine can have one.
 
-    Safe to call from one thread at a time. A Python string can never encode the one kind of text that makes
+    Tokenizing changes nothing in it, so several threads may.
+    A Python string can never encode the one kind of text that makes
     llama.cpp's tokenizer abort (code points above U+10FFFF); lone surrogates must be refused before.
     """
 

@@ -13,7 +13,6 @@ from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 
 MAX_PROMPTS = 128
-MAX_TOKENS_LIMIT = 1 << 31
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -55,12 +54,11 @@ class GenerationBody(Body):
                 message = "Invalid 'logit_bias': keys must be token ids."
                 raise BadRequest(message, param="logit_bias", code="invalid_value")
             bias = {int(key): value for key, value in self.logit_bias.items()}
-        max_tokens = self.num_new_tokens()
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
         return defaults.params(
             n=self.n,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS_LIMIT),
+            max_tokens=self.num_new_tokens(),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=top_k,
