@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from cllm import LLM
 from cllm.backends.base import Logits
 from cllm.backends.fake import END, FakeBackend
 from cllm.core.batch import Batch
@@ -15,6 +18,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.engine import Abort, Add
+from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 
 # A busy machine is no failure, so there is no deadline; what is found fails again by its printed blob.
@@ -36,6 +40,31 @@ def builtin_path() -> Path:
     if not BUILTIN.exists():
         pytest.skip(f"the built-in model is not there: {BUILTIN.name}")
     return BUILTIN
+
+
+@pytest.fixture(scope="session")
+def known_questions(builtin_path: Path) -> Callable[..., list[Question]]:
+    """``known_questions(count, seed, kinds)``: held-out questions that the model answers right when it is alone.
+
+    Whatever else a test does at the same time must not change those answers. The model knows nearly all of them.
+    """
+    llm = LLM(model_max_context_length=1024, scheduler_max_num_seqs=1)
+    alone: dict[str, bool] = {}
+
+    def known(question: Question) -> bool:
+        key = repr((question.messages, question.tools))
+        if key not in alone:
+            done = llm.chat(question.messages, SamplingParams(temperature=0), question.tools)
+            alone[key] = done.text == question.answer
+        return alone[key]
+
+    def choose(count: int, seed: int, kinds: list[str] | None = None) -> list[Question]:
+        asked = list(itertools.islice(held_out_questions(seed, kinds), count + 2 + count // 10))
+        chosen = list(filter(known, asked))[:count]
+        assert len(chosen) == count, f"the model knows only {len(chosen)} of {len(asked)}"
+        return chosen
+
+    return choose
 
 
 class RecordingBackend(FakeBackend):

@@ -1,12 +1,9 @@
 """The engine in the caller's own process."""
 
-import itertools
-
 import pytest
 
 from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest, StartupError
-from cllm.models.builtin.questions import held_out_questions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
@@ -71,9 +68,9 @@ def test_options_are_those_of_the_settings():
 
 @pytest.mark.llama
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
-def test_questions_of_every_kind_in_one_batch(builtin_path, layout):
+def test_questions_of_every_kind_in_one_batch(known_questions, layout):
     """Held-out questions, answered right together, in both layouts, and again from the cache."""
-    questions = list(itertools.islice(held_out_questions(7), 39))
+    questions = known_questions(39, 7)
     with LLM(model_max_context_length=768, scheduler_max_num_seqs=8, kv_layout=layout) as llm:
         prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
         for _ in range(2):
@@ -82,9 +79,9 @@ def test_questions_of_every_kind_in_one_batch(builtin_path, layout):
 
 
 @pytest.mark.llama
-def test_a_pool_too_small_for_all_changes_no_answer(builtin_path):
+def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
     """Eight sequences in a unified pool for about two: some are preempted, all are right."""
-    questions = list(itertools.islice(held_out_questions(9, ["counting", "stories"]), 8))
+    questions = known_questions(8, 9, ["counting", "stories"])
     with LLM(model_max_context_length=400, scheduler_max_num_seqs=8, kv_layout="unified", kv_max_memory_mb=1) as llm:
         assert llm.info.num_cells < 500
         prompts = [llm.encode_chat(question.messages) for question in questions]
@@ -94,11 +91,11 @@ def test_a_pool_too_small_for_all_changes_no_answer(builtin_path):
 
 
 @pytest.mark.llama
-def test_a_long_history_is_answered_and_reused(builtin_path):
+def test_a_long_history_is_answered_and_reused(known_questions):
     """Twelve turns; each turn computes only what is new."""
     messages = []
     with LLM(model_max_context_length=2048, scheduler_max_num_seqs=2) as llm:
-        for question in itertools.islice(held_out_questions(4, ["sums", "capitals", "copying"]), 12):
+        for question in known_questions(12, 4, ["colours", "capitals", "spelling"]):
             messages += question.messages
             done = llm.chat(messages, SamplingParams(temperature=0))
             assert done.text == question.answer

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence, Status
+from cllm.engine.engine import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.scheduler import PREFILL_SHARE, Scheduler
 
@@ -107,10 +108,10 @@ def test_the_end_of_the_context(fake_engine):
 
 
 def test_a_prompt_that_can_never_fit(fake_engine):
-    """Whoever adds a prompt that fills the context has not done his duty, and hears it before anything is leased."""
+    """It ends in an error before anything is leased, although whoever sent it should have checked."""
     engine = fake_engine(context_length=16)
-    with pytest.raises(ValueError, match="can never fit"):
-        engine.add("A", LONG[:16])
+    request = Request("A", LONG[:16], SamplingParams(n=2))
+    assert [output.finish for output in engine.engine.handle(Add(request))] == ["error", "error"]
     assert not engine.scheduler.has_work()
 
 

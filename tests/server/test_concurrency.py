@@ -1,14 +1,11 @@
 """Many at a time, with answers that can be checked: batching, reuse and cancelling never change one."""
 
 import asyncio
-import itertools
 import random
 
 import aiohttp
 import openai
 import pytest
-
-from cllm.models.builtin.questions import held_out_questions
 
 pytestmark = pytest.mark.llama
 
@@ -16,9 +13,8 @@ NUM_STREAMS = 64
 NUM_ROUNDS = 20
 
 
-def ask_all(server, ask, num_rounds=NUM_ROUNDS):
-    """Run ``ask(client, question, rng)`` for NUM_STREAMS questions at once, ``num_rounds`` times, in changing order."""
-    questions = list(itertools.islice(held_out_questions(11), NUM_STREAMS))
+def ask_all(server, questions, ask, num_rounds=NUM_ROUNDS):
+    """Run ``ask(client, question, rng)`` for all questions at once, ``num_rounds`` times, in changing order."""
     rng = random.Random(5)
 
     async def run():
@@ -47,17 +43,17 @@ async def read(chunks):
     return "".join(parts)
 
 
-def test_64_streams_at_once_20_times_are_all_right(builtin_server):
+def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questions):
     """1,280 answers, in order and out of order, on 24 sequence ids."""
 
     async def ask(client, question, rng):
         assert await read(await stream(client, question)) == question.answer
 
-    ask_all(builtin_server, ask)
+    ask_all(builtin_server, known_questions(NUM_STREAMS, 11), ask)
     assert builtin_server.wait_until_idle()["num_seq_ids_in_use"] == 0
 
 
-def test_cancelled_streams_leave_nothing_behind(builtin_server):
+def test_cancelled_streams_leave_nothing_behind(builtin_server, known_questions):
     """A third of the clients goes away at a random moment; the others get right answers and every id is free again."""
 
     async def ask(client, question, rng):
@@ -73,7 +69,7 @@ def test_cancelled_streams_leave_nothing_behind(builtin_server):
         except TimeoutError:
             pass
 
-    ask_all(builtin_server, ask)
+    ask_all(builtin_server, known_questions(NUM_STREAMS, 11), ask)
     stats = builtin_server.wait_until_idle()
     assert stats["num_seq_ids_in_use"] == stats["num_cells_held"] == 0
 

@@ -1,11 +1,7 @@
 """The real ``openai`` client against a real server with the built-in model."""
 
-import itertools
-
 import openai
 import pytest
-
-from cllm.models.builtin.questions import held_out_questions
 
 pytestmark = pytest.mark.llama
 
@@ -152,18 +148,18 @@ def test_a_conversation_with_system_message_and_parts(client, model):
     assert answer.choices[0].message.content == "Oslo"
 
 
-def test_tools_reach_the_template(client, model):
+def test_tools_reach_the_template(client, model, known_questions):
     """The model calls a declared tool, and reads what it gave."""
-    question = next(q for q in held_out_questions(kinds=["tools"]) if len(q.messages) == 1)
-    report = next(q for q in held_out_questions(kinds=["tools"]) if len(q.messages) == 3)
-    for q in (question, report):
+    questions = known_questions(12, 0, ["tools"])
+    assert {len(question.messages) for question in questions} == {1, 3}
+    for q in questions:
         answer = client.chat.completions.create(model=model, messages=q.messages, tools=q.tools, temperature=0)
         assert answer.choices[0].message.content == q.answer
 
 
-def test_one_of_each_kind_of_question(client, model):
+def test_two_of_each_kind_of_question(client, model, known_questions):
     """Held-out questions of all kinds, a character of several tokens among them."""
-    for question in itertools.islice(held_out_questions(3), 26):
+    for question in known_questions(26, 3):
         answer = client.chat.completions.create(
             model=model, messages=question.messages, tools=question.tools or openai.NOT_GIVEN, temperature=0
         )

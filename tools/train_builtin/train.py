@@ -61,6 +61,7 @@ PHASES = [
     Phase(750, 1.5e-3, (20, 384), 0.08, {"sums": 6, "tools": 6, "copying": 2, "counting": 2}),
     Phase(240, 1.2e-3, (20, 384), 0.06, {"sums": 4, "tools": 10, "capitals": 3}),
     Phase(290, 1.2e-3, (30, 256), 0.05, {"sums": 9, "counting": 4, "capitals": 3, "tools": 2}),
+    Phase(190, 1.0e-3, (50, 128), 0.03, {"sums": 14, "counting": 3, "capitals": 5, "json": 2, "tools": 2}),
 ]
 
 

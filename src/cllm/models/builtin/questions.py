@@ -92,8 +92,7 @@ def ask(kind: str, text: str, answer: str, thinking: str | None = None) -> Quest
 
 
 def sums(rng: random.Random) -> Question:
-    top = 10 if rng.random() < 0.15 else 100
-    a, b = rng.randrange(top), rng.randrange(top)
+    a, b = (rng.randrange(rng.choice([10, 100, 100])) for _ in range(2))
     text = rng.choice(["What is {a} plus {b}?", "{a} + {b} = ?", "Add {a} and {b}."]).format(a=a, b=b)
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
     thinking = f"{a // 10 * 10} + {b // 10 * 10} = {tens}\n{a % 10} + {b % 10} = {ones}\n{tens} + {ones} = {a + b}"
