@@ -32,11 +32,13 @@ class EngineError(CLLMError):
     """The engine could not compute, or went away while it did; the client may try again."""
 
 
-def context_length_exceeded(num_prompt_tokens: int, context_length: int, param: str) -> BadRequest:
-    """A prompt that can never fit, with both numbers."""
+def context_length_exceeded(
+    num_prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
+) -> BadRequest:
+    """A prompt that can never fit, with both numbers; ``at_least`` if it was too long to be counted."""
     return BadRequest(
         f"This model's maximum context length is {context_length} tokens and one must be left to generate, "
-        f"but the prompt has {num_prompt_tokens} tokens.",
+        f"but the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens.",
         param=param,
         code="context_length_exceeded",
     )

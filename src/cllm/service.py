@@ -119,7 +119,7 @@ class Service:
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = num_characters // self._longest_piece
         if at_least >= self.info.context_length:
-            raise context_length_exceeded(at_least, self.info.context_length, param)
+            raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, so that a dialect can refuse before the first byte."""
