@@ -98,15 +98,19 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
 
     async def babble(client, seed, **more):
         answer = await client.chat.completions.create(
-            model="cllm-builtin", messages=[question], seed=seed, max_tokens=60, temperature=1.2, **more
+            model="cllm-builtin", messages=[question], seed=seed, max_tokens=60, temperature=4.0, top_p=1.0, **more
         )
         return answer.choices[0].message.content
 
     async def run():
         async with openai.AsyncOpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-            alone = await babble(client, 42)
-            company = [babble(client, i, presence_penalty=i / 10, extra_body={"top_k": 5 * i}) for i in range(1, 17)]
-            together = await asyncio.gather(babble(client, 42), *company)
+            wild = {"top_k": 0, "min_p": 0.0}
+            alone = await babble(client, 42, extra_body=wild)
+            company = [
+                babble(client, i, presence_penalty=i / 10, extra_body={"top_k": 5 * i, "min_p": 0.0})
+                for i in range(1, 17)
+            ]
+            together = await asyncio.gather(babble(client, 42, extra_body=wild), *company)
         assert together[0] == alone
         assert len(set(together)) > 8
 

@@ -91,7 +91,13 @@ def test_a_seed_gives_the_same_text(client, model):
 
     def babble(seed):
         answer = client.chat.completions.create(
-            model=model, messages=COUNT, temperature=3.0, top_p=1.0, seed=seed, max_tokens=30, extra_body={"top_k": 0}
+            model=model,
+            messages=COUNT,
+            temperature=4.0,
+            top_p=1.0,
+            seed=seed,
+            max_tokens=30,
+            extra_body={"top_k": 0, "min_p": 0.0},
         )
         return answer.choices[0].message.content
 
