@@ -85,7 +85,9 @@ def test_a_client_that_goes_away_frees_its_sequences_at_once(builtin_server, str
             while builtin_server.stats()["num_running"] < 4:  # noqa: ASYNC110  # another process's state
                 await asyncio.sleep(0.005)
             request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
+            (answer,) = await asyncio.gather(request, return_exceptions=True)
+            if isinstance(answer, aiohttp.ClientResponse):  # its head had come
+                answer.close()
 
     asyncio.run(go_away())
     stats = builtin_server.wait_until_idle(timeout=0.5)
