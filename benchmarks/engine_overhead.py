@@ -35,7 +35,7 @@ def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: s
         kv_memory=1 << 40,
         n_threads=threads,
     )
-    return build_engine(build_backend(params))
+    return build_engine(build_backend(params), params)
 
 
 def engine_speed(engine: Engine, num_seqs: int, num_prompt: int, num_decode: int) -> float:

@@ -15,8 +15,8 @@ from cllm.backends.fake import END, FakeBackend
 from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request
-from cllm.engine.build import build_engine
+from cllm.core.request import Priority, Request
+from cllm.engine.build import EngineParams, build_engine
 from cllm.engine.engine import Abort, Add
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
@@ -85,16 +85,26 @@ class FakeEngine:
     """An engine on the fake backend, stepped by hand; the laws are checked after every step."""
 
     def __init__(self, **options) -> None:
-        """``options`` are FakeBackend's."""
-        self.backend = RecordingBackend(**options)
-        self.engine = build_engine(self.backend, check=True)
+        """``options`` are FakeBackend's, and EngineParams' that begin with ``engine_``; nobody guesses by default."""
+        mine = {name.removeprefix("engine_"): options.pop(name) for name in [*options] if name.startswith("engine_")}
+        self.now = 0.0
+        self.backend = RecordingBackend(**options, sleep=self.sleep)
+        params = EngineParams(check=True, **{"speculation": "off", **mine})
+        self.engine = build_engine(self.backend, params, clock=lambda: self.now)
         self.scheduler = self.engine.scheduler
         self.ledger = self.scheduler.ledger
         self.outputs: list[TokenOutput] = []
 
-    def add(self, name: str, prompt: list[int], **params) -> Request:
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def add(
+        self, name: str, prompt: list[int], key: str = "", priority: Priority = Priority.NORMAL, **params
+    ) -> Request:
         """Let a request arrive; greedy unless a temperature is given."""
-        request = Request(name, prompt, SamplingParams(**{"temperature": 0, **params}))
+        limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
+        params = SamplingParams(**{"temperature": 0, **params})
+        request = Request(name, prompt, params, key, priority, **limits)
         self.engine.handle(Add(request))
         return request
 

@@ -105,13 +105,12 @@ def test_seed_file_loads_as_it_is() -> None:
         "path": "/path/to/model",
         "name": None,
         "max_context_length": 2048,
+        "draft_path": None,
         "quantization": "q4_k_m",
     }
-    assert settings.scheduler.model_dump() == {
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 1024,
-        "request_timeout": 120.0,
-    }
+    given = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "request_timeout": 120.0}
+    assert settings.scheduler == Settings().scheduler.model_copy(update=given)
+    assert (settings.cache.max_results, settings.cache.max_memory_mb) == (200, 8192)
     assert settings.kv.max_memory_mb == 8192
     assert settings.backend.llama_cpp.model_dump() == {
         "n_threads": 8,
@@ -125,7 +124,7 @@ def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
     """Each key that changes nothing is named with its line and the reason, and one line says which limit won."""
     loaded = load_settings(SEED_YAML, {}, {})
     reasons = [note for note in loaded.notes if "is not needed: " in note]
-    assert len(reasons) == len(NOT_NEEDED) == 13
+    assert len(reasons) == len(NOT_NEEDED) == 11
     assert f"{SEED_YAML}:4: server.num_threads is not needed: {NOT_NEEDED['server.num_threads']}" in reasons
     assert [note for note in loaded.notes if note not in reasons] == [
         (
@@ -194,6 +193,30 @@ def test_date_is_text(file) -> None:
     assert load_settings(file("model: {name: 2024-01-31}"), {}, {}).settings.model.name == "2024-01-31"
 
 
+def test_a_mapping_of_names(file) -> None:
+    """Any name and any number of them, in a block or on one line; a name may have dots and is never cut at them."""
+    weights = load_settings(file("scheduler:\n  weights:\n    user-a.b@c: 2\n    7: 0.5\n"), {}, {}).settings
+    assert weights.scheduler.weights == {"user-a.b@c": 2.0, "7": 0.5}
+    loaded = load_settings(file('scheduler.weights: {"x: y": 3}'), {}, {})
+    assert loaded.settings.scheduler.weights == {"x: y": 3.0}
+    assert loaded.origins["scheduler.weights"] == "c.yaml:1"
+
+
+@pytest.mark.parametrize("text", ["scheduler:\n  weights:\n", "scheduler: {weights: {}}"])
+def test_a_mapping_of_nothing(file, text: str) -> None:
+    """All of its entries may be commented out."""
+    assert load_settings(file(text), {}, {}).settings == Settings()
+
+
+def test_a_mapping_is_json_elsewhere() -> None:
+    """In a variable and in a flag; who has a dictionary gives that."""
+    assert from_environment("CLLM_SCHEDULER_WEIGHTS", '{"user-a": 2}') == {"user-a": 2.0}
+    for value in ('{"user-a": 2}', {"user-a": 2}):
+        loaded = load_settings(None, {"CLLM_SCHEDULER_WEIGHTS": '{"b": 1}'}, {"scheduler.weights": value})
+        assert loaded.settings.scheduler.weights == {"user-a": 2.0}
+
+
+WEIGHT = "a number from 0.001 up to 1000"
 PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
 
 
@@ -215,7 +238,26 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
             "server:\n  drain_timeout: .nan",
             "c.yaml:2: server.drain_timeout must be a number from 0 up to 86400, not NaN",
         ),
-        ("kv: {layout: paged}", 'c.yaml:1: kv.layout must be partitioned or unified, not "paged"'),
+        (
+            "scheduler:\n  weights: 2",
+            f"c.yaml:2: scheduler.weights must be a mapping of names, each to {WEIGHT}, not 2",
+        ),
+        (
+            "scheduler.weights: [1]",
+            f"c.yaml:1: scheduler.weights must be a mapping of names, each to {WEIGHT}, not a list",
+        ),
+        ("scheduler:\n  weights:\n    a: 1\n    b: 0", f"c.yaml:4: scheduler.weights: b must be {WEIGHT}, not 0"),
+        ("scheduler:\n  weights: {a: 1001}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not 1001"),
+        ("scheduler:\n  weights: {a: .inf}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not Infinity"),
+        ("scheduler:\n  weights: {a: x}", f'c.yaml:2: scheduler.weights: a must be {WEIGHT}, not "x"'),
+        ("scheduler:\n  weights: {a: {b: 1}}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not a mapping"),
+        ("scheduler:\n  weights: {a: }", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not null"),
+        ("scheduler:\n  weights:\n    a: 1\n    a: 1", "c.yaml:4: scheduler.weights.a is given twice"),
+        ("scheduler:\n  weights: {[a]: 1}", "c.yaml:2: a key must be a word, not a list"),
+        ("scheduler:\n  weights: {'': 1}", 'c.yaml:2: scheduler.weights: a name must be one line of text, not ""'),
+        ("scheduler:\n  weights: !secret {a: 1}", "c.yaml:2: the tag !secret is not allowed"),
+        ("scheduler.weights.a: 1", "c.yaml:1: scheduler.weights.a is not a setting; did you mean scheduler.weights?"),
+        ("kv: {layout: paged}", 'c.yaml:1: kv.layout must be auto, partitioned or unified, not "paged"'),
         ("model: {name: ''}", 'c.yaml:1: model.name must be one line of text or null, not ""'),
         ('model: {path: "a\\nb"}', 'c.yaml:1: model.path must be one line of text or null, not "a\\nb"'),
         ("server:\n  prot: 1", "c.yaml:2: server.prot is not a setting; did you mean server.port?"),
@@ -309,6 +351,8 @@ def test_environment_is_read_by_type(variable: str, text: str, value: object) ->
         ("CLLM_SCHEDULER_REQUEST_TIMEOUT", "0", "must be a number above 0 up to 604800 or null, not 0.0"),
         ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "yes", 'must be true or false, not "yes"'),
         ("CLLM_LOG_LEVEL", "LOUD", 'must be debug, info, warning or error, not "LOUD"'),
+        ("CLLM_SCHEDULER_WEIGHTS", "", f'must be a mapping of names, each to {WEIGHT}, not ""'),
+        ("CLLM_SCHEDULER_WEIGHTS", '{"a"', f'must be a mapping of names, each to {WEIGHT}, not "{{\\"a\\""'),
         ("CLLM_PORT", "1", "is not a setting; did you mean CLLM_SERVER_PORT?"),
     ],
 )
@@ -329,6 +373,10 @@ def test_variables_of_the_clients_are_no_settings() -> None:
         ("server.port", 65536, "--server.port must be a whole number from 0 up to 65535, not 65536"),
         ("sampling.min_p", math.nan, "--sampling.min-p must be a number from 0 up to 1, not NaN"),
         ("sampling.min_p", 10**400, "--sampling.min-p must be a number from 0 up to 1, not 1000"),
+        ("scheduler.weights", '{"a": -1}', f"--scheduler.weights: a must be {WEIGHT}, not -1"),
+        ("scheduler.weights", '{"a": NaN}', f"--scheduler.weights: a must be {WEIGHT}, not NaN"),
+        ("scheduler.weights", "[1]", f"--scheduler.weights must be a mapping of names, each to {WEIGHT}, not a list"),
+        ("scheduler.weights", "[" * 99_999, "--scheduler.weights must be a mapping of names"),
         ("server.prot", 1, "--server.prot is not a setting; did you mean server.port?"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]
-        assert llm._engine.scheduler.num_preemptions > 0
+        assert llm._engine.scheduler.num_parked > 0
 
 
 @pytest.mark.llama

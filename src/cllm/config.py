@@ -6,6 +6,7 @@ Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < f
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from pydantic.fields import FieldInfo
 from cllm.config_file import Given, read_yaml, show, unknown
 from cllm.errors import StartupError
 
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
+ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
+Name = Annotated[str, Field(min_length=1, max_length=300, pattern=ONE_LINE)]
+Weight = Annotated[float, Field(ge=0.001, le=1000)]
 
 
 class Section(BaseModel):
@@ -55,6 +59,10 @@ class Model(Section):
         le=10_000_000,
         description="Tokens per sequence; null chooses from the model and the memory.",
     )
+    draft_path: Text | None = Field(
+        default=None,
+        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that guesses tokens.",
+    )
     quantization: Text | None = Field(
         default=None, description="Which file of a hub repository to take when the path does not say, e.g. q4_k_m."
     )
@@ -67,6 +75,43 @@ class Scheduler(Section):
         default=32, ge=1, le=256, description="Sequences computed at the same time; the others wait."
     )
     max_num_batched_tokens: int = Field(default=512, ge=1, le=8192, description="Tokens computed in one step, at most.")
+    target_itl_ms: float | None = Field(
+        default=1000.0,
+        ge=1,
+        le=600_000,
+        description="Milliseconds from token to token that the prompts of others may cause; null is without limit.",
+    )
+    policy: Text = Field(
+        default="fair",
+        description="Who is served next: fair (classes, then the key served least), priority (classes, then arrival), "
+        "fcfs, or package.module:Class.",
+    )
+    weights: dict[Name, Weight] = Field(
+        default={},
+        description="Shares of keys against the others, whose share is 1, e.g. {user-alice: 2}; a key is user- and the "
+        "user of the body, or key- and the first 16 hex digits of the token's SHA-256. JSON in a variable or a flag.",
+    )
+    speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
+        default="prompt_lookup",
+        description="Guess tokens and verify them in one step, while that pays: from the text so far, or with "
+        "model.draft_path.",
+    )
+    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Guesses for one sequence in one step, at most.")
+    max_queue_requests: int | None = Field(
+        default=1000,
+        ge=0,
+        le=10_000_000,
+        description="Requests that may wait ahead of one; what is over that gets 429. Null is without limit.",
+    )
+    max_queue_tokens: int | None = Field(
+        default=None, ge=0, le=10**12, description="Prompt tokens that may wait, likewise; null is without limit."
+    )
+    max_queue_seconds: float | None = Field(
+        default=300.0,
+        ge=0,
+        le=604800,
+        description="Estimated seconds to the first token that a request may face; null is without limit.",
+    )
     request_timeout: float | None = Field(
         default=600.0,
         gt=0,
@@ -78,14 +123,36 @@ class Scheduler(Section):
 class KV(Section):
     """The KV cache."""
 
-    layout: Literal["partitioned", "unified"] = Field(
-        default="partitioned",
-        description="partitioned gives each sequence its own cells, the fastest for unrelated requests; "
-        "unified is one pool for all, the better one for long shared prefixes.",
+    layout: Literal["auto", "partitioned", "unified"] = Field(
+        default="auto",
+        description="partitioned gives each sequence its own cells, the fastest for unrelated requests; unified is one "
+        "pool for all, the better one for long shared prefixes; auto begins with the pool and follows the load.",
     )
     max_memory_mb: int | None = Field(
         default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses from what is free."
     )
+    ram_cache_mb: int | None = Field(
+        default=None,
+        ge=0,
+        le=100_000_000,
+        description="RAM for prefixes that left the KV cache, in MB; null chooses from what is free, 0 is none.",
+    )
+    disk_cache: Text | None = Field(
+        default=None, description="Folder for prefixes that outlive RAM and restarts; null keeps none."
+    )
+    disk_cache_mb: int = Field(default=10_000, ge=1, le=10**9, description="Size of that folder in MB, at most.")
+
+
+class Cache(Section):
+    """Results of finished requests, given again where computing them again would give the same."""
+
+    max_results: int = Field(
+        default=0,
+        ge=0,
+        le=10_000_000,
+        description="Answers kept of requests without chance (temperature 0 or a seed); 0 is off.",
+    )
+    max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
 
 
 class LlamaCpp(Section):
@@ -152,6 +219,7 @@ class Settings(Section):
     model: Model = Model()
     scheduler: Scheduler = Scheduler()
     kv: KV = KV()
+    cache: Cache = Cache()
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
     log: Log = Log()
@@ -165,6 +233,8 @@ ALIASES = {
     "backend.llama_cpp.n_seq_max": "scheduler.max_num_seqs",
     "backend.llama_cpp.n_batch": "scheduler.max_num_batched_tokens",
     "resources.kv_cache_max_memory_mb": "kv.max_memory_mb",
+    "cache.default_max_size": "cache.max_results",
+    "cache.default_max_memory_mb": "cache.max_memory_mb",
 }
 
 # Keys that a YAML file may hold and that change nothing, with the reason that the reader gets.
@@ -178,10 +248,8 @@ NOT_NEEDED = {
     "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
     "scheduler.wait_poll_interval_ms": "tokens are handed to the waiting request as they come; nothing polls",
     "resources.kv_cache_max_size": "the KV cache is bounded in memory (kv.max_memory_mb), not in entries",
-    "cache.default_max_size": "there is no cache of results yet",
-    "cache.default_max_memory_mb": "there is no cache of results yet",
-    "cache.eviction_threshold": "there is no cache of results yet",
-    "cache.cleanup_interval": "there is no cache of results yet",
+    "cache.eviction_threshold": "a result is kept until a bound is met, and then the least recently used one goes",
+    "cache.cleanup_interval": "results make room for each other as they come; nothing is left to clean up",
 }
 
 # CLLM_ variables that are no settings: the file to read, and what the client commands use to reach a server.
@@ -190,7 +258,10 @@ OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ..."."""
+    """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ...".
+
+    ``expects_of_entries`` does so for each entry of a mapping; the type of a mapping is str, for it is given as JSON.
+    """
 
     key: str
     type: Any
@@ -198,6 +269,7 @@ class Option:
     default: object
     help: str
     expects: str
+    expects_of_entries: str = ""
 
     @property
     def variable(self) -> str:
@@ -236,6 +308,11 @@ def option_of(key: str, field: FieldInfo) -> Option:
         (kind,) = (part for part in get_args(kind) if part is not NoneType)
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
+    if get_origin(kind) is dict:
+        number, bounds = get_args(get_args(kind)[1])
+        entries = describe(number, bounds.metadata)
+        expects = f"a mapping of names, each to {entries}"
+        return Option(key, str, nullable, field.get_default(), field.description or "", expects, entries)
     expects = describe(kind, field.metadata) + (" or null" if nullable else "")
     return Option(key, kind, nullable, field.default, field.description or "", expects)
 
@@ -252,6 +329,7 @@ def describe(kind: Any, metadata: list[Any]) -> str:
 
 OPTIONS = {option.key: option for option in options_of(Settings)}
 VARIABLES = {option.variable: option for option in OPTIONS.values()}
+MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
 
 
@@ -288,26 +366,36 @@ def plant(tree: dict[str, Any], key: str, value: object) -> None:
     tree[leaf] = value
 
 
-def checked(option: Option, value: object, source: str) -> Any:
-    """The value in the option's type; raises StartupError, saying what ``source`` must be."""
+def checked(option: Option, given: Given, named: str = "") -> Given:
+    """The same in the option's type. Raises StartupError, saying who must be what; ``named``: how a file calls it."""
     tree: dict[str, Any] = {}
-    plant(tree, option.key, value)
+    plant(tree, option.key, given.value)
     try:
-        return value_at(Settings.model_validate(tree), option.key)
-    except ValidationError:
-        raise StartupError(f"{source} must be {option.expects}, not {show(value)}") from None
+        return Given(value_at(Settings.model_validate(tree), option.key), given.origin)
+    except ValidationError as error:
+        path = error.errors(include_url=False)[0]["loc"][option.key.count(".") + 1 :]
+    entries = given.value if isinstance(given.value, dict) else {}
+    entry = str(path[0]) if path and entries else None
+    source = given.origin if entry is None else given.places.get(entry, given.origin)
+    source += f": {named}" if named else ""
+    if entry is None:
+        raise StartupError(f"{source} must be {option.expects}, not {show(given.value)}")
+    if len(path) > 1:
+        raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
+    value = show(entries[entry])
+    raise StartupError(f"{source}: {show(entry)[1:-1]} must be {option.expects_of_entries}, not {value}")
 
 
 def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
     """The settings of a YAML file under their own names, and a note for each key that is not taken as it stands."""
     entries: dict[str, Given] = {}
     notes = []
-    for key, entry in read_yaml(path, FILE_KEYS).items():
+    for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS).items():
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
             continue
         option = OPTIONS[ALIASES.get(key, key)]
-        entries[key] = Given(checked(option, entry.value, f"{entry.origin}: {key}"), entry.origin)
+        entries[key] = checked(option, entry, key)
     for target in dict.fromkeys(ALIASES.values()):
         others = {key: entries.pop(key) for key, canonical in ALIASES.items() if canonical == target and key in entries}
         if not others:
@@ -335,7 +423,7 @@ def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
         if key not in OPTIONS:
             raise unknown("--", key, OPTIONS)
         option = OPTIONS[key]
-        given[key] = Given(checked(option, value, option.flag), option.flag)
+        given[key] = checked(option, Given(from_json(option, value), option.flag))
     return given
 
 
@@ -347,8 +435,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
         if variable not in VARIABLES:
             raise unknown("", variable, {*VARIABLES, *OTHER_VARIABLES})
         option = VARIABLES[variable]
-        value = parsed(option, environ[variable])
-        given[option.key] = Given(checked(option, value, variable), variable)
+        given[option.key] = checked(option, Given(parsed(option, environ[variable]), variable))
     return given
 
 
@@ -359,6 +446,16 @@ def parsed(option: Option, text: str) -> object:
     try:
         if option.type is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return option.type(text) if option.type in (int, float) else text
+        return option.type(text) if option.type in (int, float) else from_json(option, text)
     except (KeyError, ValueError):
         return text
+
+
+def from_json(option: Option, value: object) -> object:
+    """The mapping that the text of one stands for; whatever else it is, as it is."""
+    if option.expects_of_entries and isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

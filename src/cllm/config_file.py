@@ -1,6 +1,7 @@
 """A YAML file as flat dotted keys with their line numbers, and nothing that YAML can do beyond that.
 
-No aliases, no tags, no key twice, no unknown key; each error is one line that names file, line and key.
+No aliases, no tags, no key twice, no unknown key; each error is one line that names file, line and key. A few keys
+hold a mapping of names to values, which stays one.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -23,16 +24,29 @@ MAX_FILE_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value somebody gave, and where ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port")."""
+    """A value somebody gave, and where ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port").
+
+    ``places``: where the entries of a mapping stand, if that is not the same.
+    """
 
     value: object
     origin: str
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Compound:
+    """What stands where a single value is expected; ``kind`` is "a list" or "a mapping"."""
+
+    kind: str
 
 
 def show(value: object, width: int = 80) -> str:
     """A value as YAML writes it, on one line and cut to ``width`` characters."""
-    if not isinstance(value, str | bool | int | float | NoneType):
-        return "a list" if isinstance(value, list) else "a mapping"
+    if isinstance(value, Compound):
+        return value.kind
+    if not isinstance(value, str | bool | int | float | dict | NoneType):
+        return "a list"
     try:
         text = json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
     except ValueError:  # Python refuses to write numbers of thousands of digits
@@ -57,14 +71,14 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_yaml(path: Path, keys: Collection[str]) -> dict[str, Given]:
-    """The leaves of the file; ``keys`` are the dotted keys that it may hold."""
+def read_yaml(path: Path, keys: Collection[str], mappings: Collection[str] = ()) -> dict[str, Given]:
+    """The leaves of the file; ``keys`` are the dotted keys that it may hold, those of ``mappings`` hold mappings."""
     text = read_text(path)
     entries: dict[str, Given] = {}
     try:
         root = yaml.compose(text, Loader=Loader)
         if root is not None and value_of(root, f"{path}:1") is not None:
-            Collector(path, keys, entries).collect(root, "")
+            Collector(path, keys, mappings, entries).collect(root, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
@@ -95,9 +109,10 @@ def read_text(path: Path) -> str:
 class Collector:
     """Walks the nodes of one file and fills ``entries``."""
 
-    def __init__(self, path: Path, keys: Collection[str], entries: dict[str, Given]) -> None:
+    def __init__(self, path: Path, keys: Collection[str], mappings: Collection[str], entries: dict[str, Given]) -> None:
         self.path = path
         self.keys = keys
+        self.mappings = mappings
         self.sections = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
         self.entries = entries
         self.seen: set[str] = set()
@@ -110,16 +125,34 @@ class Collector:
         for key_node, value_node in node.value:
             key = self.key(key_node, section)
             value = value_of(value_node, self.place(key_node))
-            if key in self.keys:
+            if key in self.mappings and isinstance(value_node, yaml.MappingNode):
+                self.entries[key] = self.mapping(value_node, key, self.place(key_node))
+            elif key in self.mappings and value is None:
+                continue
+            elif key in self.keys:
                 self.entries[key] = Given(value, self.place(key_node))
-            elif value is not None:  # null is a section whose keys are all commented out
+            elif value is not None:  # null is a mapping whose keys are all commented out
                 self.collect(value_node, key)
 
-    def key(self, node: yaml.Node, section: str) -> str:
-        place = self.place(node)
+    def mapping(self, node: yaml.MappingNode, key: str, origin: str) -> Given:
+        values: dict[str, object] = {}
+        places = {}
+        for name_node, value_node in node.value:
+            name, place = self.word(name_node), self.place(name_node)
+            if name in values:
+                raise StartupError(f"{place}: {key}.{show(name)[1:-1]} is given twice")
+            values[name], places[name] = value_of(value_node, place), place
+        return Given(values, origin, places)
+
+    def word(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
+            place = self.place(node)
             raise StartupError(f"{place}: a key must be a word, not {show(value_of(node, place))}")
-        key = f"{section}.{node.value}" if section else str(node.value)
+        return str(node.value)
+
+    def key(self, node: yaml.Node, section: str) -> str:
+        place, word = self.place(node), self.word(node)
+        key = f"{section}.{word}" if section else word
         if key not in self.keys and key not in self.sections:
             raise unknown(f"{place}: ", key, {*self.keys, *self.sections})
         if key in self.seen:
@@ -132,12 +165,12 @@ class Collector:
 
 
 def value_of(node: yaml.Node, place: str) -> object:
-    """The value of a plain scalar; of a list or a mapping only an empty one, to say what was found."""
+    """The value of a plain scalar; of a list or a mapping only what it is."""
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if kind in ("str", "timestamp", "value", "merge"):
         return node.value
     if kind in ("seq", "map"):
-        return [] if kind == "seq" else {}
+        return Compound("a list" if kind == "seq" else "a mapping")
     try:
         if kind in ("int", "float", "bool", "null"):
             return Loader("").construct_object(node)

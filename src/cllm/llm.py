@@ -97,7 +97,7 @@ class LLM:
         self._chat_template = ChatTemplate(self.vocabulary)
         self._backend = build_backend(params)
         self.info = self._backend.info
-        self._engine = build_engine(self._backend)
+        self._engine = build_engine(self._backend, params)
         self._ids = count()
         self._streaming = False
         self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cllm.backends.base import ModelInfo, Vocabulary
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request, check_prompt
+from cllm.core.request import Priority, Request, check_prompt
 from cllm.core.sequence import FinishReason
 from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
-from cllm.process.client import EngineClient, Stream
+from cllm.process.backlog import Place, QueueFull
+from cllm.process.client import EngineClient
+from cllm.process.flights import Stream
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
 
@@ -27,7 +29,21 @@ log = logging.getLogger("cllm.service")
 
 
 class RequestTimeout(CLLMError):
-    """The request took longer than scheduler.request_timeout."""
+    """The request took longer than it may; ``code`` says by whose word."""
+
+    def __init__(self, message: str, code: str = "request_timeout") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds."""
+
+    key: str = ""
+    priority: Priority = Priority.NORMAL
+    deadline: float | None = None
+    queue_timeout: float | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +75,7 @@ class Generation:
     request_id: str
     prompts: list[list[int]]
     params: SamplingParams
+    terms: Terms = Terms()
     param: str = "prompt"
     usage: Usage = field(default_factory=Usage)
 
@@ -96,24 +113,27 @@ class Service:
             raise EngineError("The model is being loaded; please retry.")
         return self.engine.info
 
-    async def encode(self, text: str, param: str = "prompt") -> list[int]:
+    async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
         """Tokens of a whole prompt, control tokens included that it spells out.
 
-        Raises BadRequest if it can never fit, without tokenizing what is far too long.
+        Raises BadRequest if it can never fit, without tokenizing what is far too long; and QueueFull for a long one
+        that would be refused on these ``terms``.
         """
         self._check_length(len(text), param)
         if len(text) < LONG_TEXT:
             return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
+        self._check_room(terms)
         return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], terms: Terms | None = None, **variables: Any
     ) -> list[int]:
-        """Tokens of a conversation by the model's template. Raises BadRequest, also if it can never fit."""
+        """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
         length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, "messages")
         if len(str(messages)) + len(str(tools)) < LONG_TEXT:
             return self._chat_template.encode(messages, tools, **variables)
+        self._check_room(terms)
         return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
 
     def _check_length(self, num_characters: int, param: str) -> None:
@@ -121,8 +141,18 @@ class Service:
         if at_least >= self.info.context_length:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
+    def _check_room(self, terms: Terms | None) -> None:
+        """Tokenizing a long text takes longer than a refusal may."""
+        if terms is None:
+            return
+        try:
+            self.engine.check_room(request_of("", [0], SamplingParams(), terms))
+        except QueueFull as error:
+            self.metrics.refused(error.bound)
+            raise
+
     def check(self, generation: Generation) -> None:
-        """Raise BadRequest if it can never be computed, so that a dialect can refuse before the first byte."""
+        """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
@@ -132,75 +162,121 @@ class Service:
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
         if self.draining:
+            self.metrics.refused("draining")
             raise EngineError("The server is shutting down.")
         if not self.engine.ready:
+            self.metrics.refused("not_ready")
             raise EngineError("The engine is not ready; please retry.")
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[list[Delta], None]:
-        """The deltas of a request as they come, those of one step together; ends when every choice has finished.
+    def submit(self, generation: Generation) -> Answer:
+        """Hand a generation to the engine. The answer must be closed.
 
-        Close it (contextlib.aclosing) to abort. Raises what ``check`` raises, EngineError and RequestTimeout.
+        Raises what ``check`` raises, and QueueFull; so a dialect can refuse before the first byte.
         """
         self.check(generation)
-        begun = time.monotonic()
         requests = [
-            Request(f"{generation.request_id}-{i}", prompt, generation.params)
+            request_of(f"{generation.request_id}-{i}", prompt, generation.params, generation.terms)
             for i, prompt in enumerate(generation.prompts)
         ]
-        generation.usage.prompt_tokens = sum(map(len, generation.prompts))
-        stream = self.engine.submit(requests)
-        timer = self._start_timer(stream)
-        outcome = "abort"
         try:
-            self.metrics.begun(generation.usage.prompt_tokens)
-            async with aclosing(self._deltas(generation, stream)) as all_deltas:
-                async for deltas in all_deltas:
-                    yield deltas
-            outcome = "finished"
-        except CLLMError as error:
-            outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
+            stream = self.engine.submit(requests)
+        except QueueFull as error:
+            self.metrics.refused(error.bound)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.engine.close_stream(stream)
-            seconds, usage = time.monotonic() - begun, generation.usage
-            self.metrics.ended(outcome, seconds)
-            log.debug(
-                "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
-                generation.request_id,
-                outcome,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                seconds,
-            )
+        generation.usage.prompt_tokens = sum(map(len, generation.prompts))
+        generation.usage.cached_tokens = stream.num_reused_tokens
+        self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
+        return Answer(generation, stream, self.engine, self.metrics, self.vocabulary.pieces, self._request_timeout)
 
-    def _start_timer(self, stream: Stream) -> asyncio.TimerHandle | None:
-        # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
-        if self._request_timeout is None:
-            return None
-        error = RequestTimeout(f"The request took longer than {self._request_timeout:g} seconds.")
 
-        def expire() -> None:
-            self.engine.close_stream(stream)
-            stream.fail(error)
+class Answer:
+    """A generation on its way. Iterate over it once, and close it, or it goes on without a reader.
 
-        return asyncio.get_running_loop().call_later(self._request_timeout, expire)
+    ``place`` is where it stood in the queue when it came.
+    """
 
-    async def _deltas(self, generation: Generation, stream: Stream) -> AsyncGenerator[list[Delta], None]:
-        params, pieces = generation.params, self.vocabulary.pieces
+    def __init__(
+        self,
+        generation: Generation,
+        stream: Stream,
+        engine: EngineClient,
+        metrics: Metrics,
+        pieces: list[bytes],
+        timeout: float | None,
+    ) -> None:
+        self.generation = generation
+        self._stream = stream
+        self._engine = engine
+        self._metrics = metrics
+        self._pieces = pieces
+        self._begun = time.monotonic()
+        self._outcome = "abort"
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
+
+    @property
+    def place(self) -> Place:
+        return self._stream.place
+
+    def _expire(self, timeout: float) -> None:
+        self._engine.close_stream(self._stream)
+        self._stream.fail(RequestTimeout(f"The request took longer than {timeout:g} seconds."))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what has not finished; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._engine.close_stream(self._stream)
+        seconds, usage = time.monotonic() - self._begun, self.generation.usage
+        self._metrics.ended(self._outcome, seconds)
+        log.debug(
+            "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
+            self.generation.request_id,
+            self._outcome,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            seconds,
+        )
+
+    async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
+        """The deltas as they come, those of one step together; ends when every choice has finished.
+
+        Raises EngineError and RequestTimeout.
+        """
+        try:
+            async for deltas in self._deltas():
+                yield deltas
+            self._outcome = "finished"
+        except CLLMError as error:
+            self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
+            raise
+
+    async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
+        params, usage = self.generation.params, self.generation.usage
         choices = {
-            (request.request_id, j): Choice(i * params.n + j, pieces, params.stop)
-            for i, request in enumerate(stream.requests)
+            (request.request_id, j): Choice(i * params.n + j, self._pieces, params.stop)
+            for i, request in enumerate(self._stream.requests)
             for j in range(params.n)
         }
         going = len(choices)
-        last = time.monotonic()
+        last = self._begun
         while going:
-            outputs = await stream.get()
+            outputs = await self._stream.get()
             now = time.monotonic()
-            first = generation.usage.completion_tokens == 0
+            first = usage.completion_tokens == 0
             deltas: dict[int, Delta] = {}
             for output in outputs:
                 choice = choices[output.request_id, output.index]
@@ -208,19 +284,35 @@ class Service:
                     continue
                 if output.finish == FinishReason.ERROR:
                     raise EngineError("The engine failed to compute this request; please retry.")
-                generation.usage.cached_tokens += output.num_cached_tokens
+                if output.finish == FinishReason.TIMEOUT:
+                    raise self._timeout(has_begun=usage.completion_tokens > 0)
+                usage.cached_tokens += output.num_cached_tokens
                 text, finish = choice.feed(output)
                 delta = deltas.setdefault(choice.index, Delta(choice.index, "", 0))
                 delta.text += text
                 delta.num_tokens += 1
                 delta.finish = finish
-                generation.usage.completion_tokens += 1
+                usage.completion_tokens += 1
                 if finish:
                     going -= 1
-                    self.metrics.finished(finish)
+                    self._metrics.finished(finish)
                     if not output.finish:
-                        self.engine.abort(output.request_id, output.index)
+                        self._engine.stop(self._stream, output.request_id, output.index)
             if deltas:
-                self.metrics.tokens(sum(delta.num_tokens for delta in deltas.values()), now - last, first=first)
+                self._metrics.tokens(sum(delta.num_tokens for delta in deltas.values()), now - last, first=first)
                 last = now
                 yield list(deltas.values())
+
+    def _timeout(self, *, has_begun: bool) -> RequestTimeout:
+        """Which of its own limits has ended the generation."""
+        terms = self.generation.terms
+        seconds = time.monotonic() - self._begun
+        if terms.queue_timeout is not None and not has_begun and seconds < (terms.deadline or math.inf):
+            limit = round(terms.queue_timeout * 1000)
+            return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
+        limit = round((terms.deadline or 0) * 1000)
+        return RequestTimeout(f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded")
+
+
+def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
+    return Request(request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout)

@@ -6,14 +6,14 @@ means up to a small part of their spread, because the shape of a batch changes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from cllm.backends.base import Backend
 from cllm.backends.fake import FakeBackend
-from cllm.core.batch import Batch, Row, Trim
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
@@ -22,67 +22,110 @@ from cllm.errors import EngineError
 NUM_SEQS = 4
 BATCH = 32
 CONTEXT = 256
+NUM_CELLS = NUM_SEQS * CONTEXT
+NUM_KEYS = 4  # of snapshots
 TEXTS = [[5, 9, 33, 7, 20, 21, 40, 3, 90, 12], [64, 64, 2, 77, 30, 8], [101, 7, 5], [5, 9, 33, 7, 1, 2, 3, 4]]
 TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
-KINDS = ["fake partitioned", "fake unified"]
-KINDS += [pytest.param(f"llama.cpp {layout}", marks=LLAMA) for layout in ("partitioned", "unified")]
+LLAMA_KINDS = [pytest.param(f"llama.cpp {layout}", marks=LLAMA) for layout in ("partitioned", "unified")]
+UNIFIED = ["fake unified", LLAMA_KINDS[1]]
+KINDS = ["fake partitioned", "fake unified", *LLAMA_KINDS]
+CHANGEABLE = ["fake unified", pytest.param("llama.cpp auto", marks=LLAMA)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    name, layout = request.param.split()
-    unified = layout == "unified"
-    if name == "fake":
-        made = FakeBackend(
-            context_length=CONTEXT,
-            max_num_seqs=NUM_SEQS,
-            max_num_batched_tokens=BATCH,
-            num_cells=NUM_SEQS * CONTEXT if unified else None,
-        )
-    else:
+@pytest.fixture(scope="module")
+def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
+    """``make_backend(kind)``; all of one kind are alike."""
+
+    def make(kind: str) -> Backend:
+        name, layout = kind.split()
+        unified = layout == "unified"
+        sizes = {"context_length": CONTEXT, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BATCH}
+        if name == "fake":
+            return FakeBackend(num_cells=NUM_CELLS if unified else None, num_spare_ids=6 if unified else 0, **sizes)
         path = request.getfixturevalue("builtin_path")
         from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
 
-        sizes = {"context_length": CONTEXT, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BATCH}
-        made = LlamaCppBackend(path, LlamaCppParams(unified=unified, n_threads=1, n_gpu_layers=0, **sizes))
-    assert made.info.layout == layout
+        return LlamaCppBackend(path, LlamaCppParams(layout=layout, n_threads=1, n_gpu_layers=0, **sizes))
+
+    return make
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The name of the backend and its layout."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def backend(kind: str, make_backend: Callable[[str], Backend]) -> Iterator[Backend]:
+    made = make_backend(kind)
     yield made
     made.close()
+
+
+def num_ids(backend: Backend) -> int:
+    """How many seq_ids can hold tokens."""
+    return backend.info.max_num_seqs + backend.info.num_spare_ids
 
 
 class Caller:
     """Keeps the caller's side of the contract: rows start where the cells of their seq_id end."""
 
     def __init__(self, backend: Backend) -> None:
+        """Begins with empty cells and without snapshots, whatever was there before."""
         self.backend = backend
         self.seqs: dict[int, Sequence] = {}
-        self.trims = [Trim(seq_id, 0) for seq_id in range(backend.info.max_num_seqs)]
+        self.operations: list[Operation] = [Trim(seq_id, 0) for seq_id in range(num_ids(backend))]
+        self.operations += [Drop(key) for key in range(NUM_KEYS)]
 
-    def row(self, seq_id: int, tokens: list[int], *, samples: bool = True) -> Row:
-        """Compute ``tokens`` behind what ``seq_id`` holds."""
+    def seq(self, seq_id: int) -> Sequence:
+        """Under ``seq_id``; its tokens are what the cells hold after the next batch."""
         if seq_id not in self.seqs:
             self.seqs[seq_id] = Sequence(Request("A", [0], SamplingParams()), 0, 0, CONTEXT)
             self.seqs[seq_id].seq_id = seq_id
             self.seqs[seq_id].tokens = []
-        seq = self.seqs[seq_id]
+        return self.seqs[seq_id]
+
+    def row(self, seq_id: int, tokens: list[int], draft: list[int] | None = None, *, samples: bool = True) -> Row:
+        """Compute ``tokens``, and guesses if any, behind what ``seq_id`` holds."""
+        seq, guesses = self.seq(seq_id), tuple(draft or ())
+        start = len(seq.tokens)
         seq.tokens += tokens
-        return Row(seq, len(seq.tokens) - len(tokens), len(tokens), samples)
+        return Row(seq, start, len(tokens), 1 + len(guesses) if samples else 0, guesses)
 
     def trim(self, seq_id: int, keep: int) -> None:
         """Trim before the next batch."""
-        del self.seqs[seq_id].tokens[keep:]
-        self.trims.append(Trim(seq_id, keep))
+        del self.seq(seq_id).tokens[keep:]
+        self.operations.append(Trim(seq_id, keep))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy before the next batch."""
+        self.seq(target).tokens = self.seq(source).tokens[:count]
+        self.operations.append(Copy(source, target, count))
+
+    def save(self, seq_id: int, key: int) -> None:
+        """Save before the next batch."""
+        self.operations.append(Save(seq_id, key))
+
+    def load(self, key: int, seq_id: int, tokens: list[int]) -> None:
+        """Load before the next batch; ``tokens`` are what the snapshot, or a part of it, holds."""
+        self.seq(seq_id).tokens = list(tokens)
+        self.operations.append(Load(key, seq_id, len(tokens)))
 
     def forward(self, *rows: Row) -> np.ndarray:
-        trims, self.trims = self.trims, []
-        return self.backend.forward(Batch(list(rows), trims)).copy()
+        operations, self.operations = self.operations, []
+        return self.backend.forward(Batch(list(rows), operations)).copy()
+
+    def fill(self, seq_id: int, count: int) -> None:
+        """Compute ``count`` tokens, whatever they are."""
+        for at in range(0, count, BATCH):
+            self.forward(self.row(seq_id, [3] * min(BATCH, count - at)))
 
 
 @pytest.fixture
 def caller(backend: Backend) -> Caller:
-    """Begins with empty cells, whatever the test before has left."""
     return Caller(backend)
 
 
@@ -97,11 +140,15 @@ def assert_same(logits: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(logits - expected).max() < TOLERANCE * expected.std()
 
 
-def test_info(backend):
+def test_info(kind, backend):
     """The sizes are the ones that were asked for, and the ends are tokens."""
     info = backend.info
     assert (info.context_length, info.max_num_seqs, info.max_num_batched_tokens) == (CONTEXT, NUM_SEQS, BATCH)
-    assert info.num_cells == NUM_SEQS * CONTEXT
+    assert info.num_cells == NUM_CELLS
+    assert NUM_SEQS <= info.max_num_samples <= BATCH
+    assert info.layout == kind.split()[1]
+    assert (info.num_spare_ids > 0) == (info.layout == "unified")
+    assert info.can_trim
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
@@ -109,7 +156,7 @@ def test_info(backend):
 def test_shape_of_logits(backend, caller):
     """float32 of shape (number of sampling rows, vocabulary), and the caller may write to them."""
     rows = [caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1], samples=False), caller.row(2, TEXTS[2])]
-    logits = backend.forward(Batch(rows, caller.trims))
+    logits = backend.forward(Batch(rows, caller.operations))
     assert logits.shape == (2, backend.info.vocabulary_size)
     assert logits.dtype == np.float32
     assert np.isfinite(logits).all()
@@ -159,7 +206,6 @@ def test_no_row_samples(backend, caller):
 def test_in_chunks_as_whole(backend, caller, chunks):
     """A prompt computed in any chunks ends with the logits of the whole."""
     expected = alone(backend, TEXTS[0])
-    caller.trims = [Trim(0, 0)]
     at = 0
     for size in chunks:
         logits = caller.forward(caller.row(0, TEXTS[0][at : at + size]))
@@ -170,7 +216,6 @@ def test_in_chunks_as_whole(backend, caller, chunks):
 def test_trim_to_a_prefix(backend, caller):
     """After a trim the kept tokens are there and the others are not."""
     expected = alone(backend, [*TEXTS[0][:4], 1, 2])
-    caller.trims = [Trim(0, 0)]
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.trim(0, 4)
     logits = caller.forward(caller.row(0, [1, 2]), caller.row(1, [9]))
@@ -182,7 +227,7 @@ def test_trim_to_nothing(backend, caller):
     """An emptied seq_id starts anew, one already empty stays so, and its neighbour keeps everything."""
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.trim(0, 0)
-    caller.trims.append(Trim(3, 0))
+    caller.operations.append(Trim(3, 0))
     logits = caller.forward(caller.row(0, TEXTS[2]), caller.row(1, [9]))
     assert_same(logits[0], alone(backend, TEXTS[2]))
     caller = Caller(backend)
@@ -199,6 +244,285 @@ def test_a_full_batch_and_a_full_sequence(backend, caller):
     assert np.isfinite(logits).all()
 
 
+# --- guesses ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_guess_is_sampled(backend, caller):
+    """A row with guesses gives the logits behind its token and behind each guess, in the order of the batch."""
+    token, *draft = TEXTS[1][:3]
+    guessed = [alone(backend, [*TEXTS[0], *TEXTS[1][:count]]) for count in (1, 2, 3)]
+    before, behind = alone(backend, [*TEXTS[1], 9]), alone(backend, [*TEXTS[2], 9])
+    caller.forward(*[caller.row(i, TEXTS[n], samples=False) for i, n in enumerate([1, 0, 2])])
+    logits = caller.forward(caller.row(0, [9]), caller.row(1, [token], draft), caller.row(2, [9]))
+    assert_same(logits, np.stack([before, *guessed, behind]))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_wrong_guesses_are_taken_back(backend, caller, num_right):
+    """They fill cells; trimmed, they were never there, and those that were right stay."""
+    draft = [7, 90, 91]
+    expected = alone(backend, [*TEXTS[0], 6, *draft[:num_right], 8])
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.forward(caller.row(0, [6], draft))
+    caller.seq(0).tokens += draft
+    caller.trim(0, len(TEXTS[0]) + 1 + num_right)
+    assert_same(caller.forward(caller.row(0, [8]))[0], expected)
+
+
+def test_as_many_samples_as_allowed(backend, caller):
+    """max_num_samples positions in one step, of one row or of several."""
+    count = backend.info.max_num_samples
+    logits = caller.forward(caller.row(0, [3], [3] * (count - 1)))
+    assert len(logits) == count
+    assert np.isfinite(logits).all()
+    caller = Caller(backend)
+    share = count // NUM_SEQS
+    logits = caller.forward(*[caller.row(i, [3], [3] * (share - 1)) for i in range(NUM_SEQS)])
+    assert len(logits) == NUM_SEQS * share
+    assert np.isfinite(logits).all()
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_a_copy_is_a_prefix(backend, caller, count):
+    """The target goes on from the first tokens of the source, and the source from all of them."""
+    expected = [alone(backend, [*TEXTS[0], 6]), alone(backend, [*TEXTS[0][:count], 7, 8])]
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.copy(0, 2, count)
+    assert_same(caller.forward(caller.row(0, [6]), caller.row(2, [7, 8])), np.stack(expected))
+
+
+@pytest.mark.parametrize(("goes", "stays"), [(0, 1), (1, 0)])
+def test_a_copy_outlives_its_source(backend, caller, goes, stays):
+    """And the source its copy, whatever is computed where the other was."""
+    expected = [alone(backend, TEXTS[1]), alone(backend, [*TEXTS[0], 6])]
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.copy(0, 1, 10)
+    caller.trim(goes, 0)
+    assert_same(caller.forward(caller.row(goes, TEXTS[1]))[0], expected[0])
+    assert_same(caller.forward(caller.row(stays, [6]))[0], expected[1])
+
+
+def test_operations_are_carried_out_in_order(backend, caller):
+    """Each finds what those before have left, and the rows find what the last has left."""
+    left = [TEXTS[0][:3], TEXTS[0][:2], TEXTS[1], TEXTS[0][:7]]
+    expected = [alone(backend, [*tokens, 9]) for tokens in left]
+    caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
+    caller.copy(0, 3, 7)
+    caller.copy(0, 2, 5)
+    caller.trim(0, 3)
+    caller.trim(2, 2)
+    caller.save(1, 0)
+    caller.trim(1, 0)
+    caller.copy(2, 1, 2)
+    caller.load(0, 2, TEXTS[1])
+    assert [caller.seq(i).tokens for i in range(NUM_SEQS)] == left
+    assert_same(caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected))
+
+
+def test_operations_alone(backend, caller):
+    """Without rows there are no logits, but the operations are carried out."""
+    expected = alone(backend, [*TEXTS[0][:4], 9])
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.copy(0, 1, 4)
+    assert caller.forward().shape == (0, backend.info.vocabulary_size)
+    assert_same(caller.forward(caller.row(1, [9]))[0], expected)
+
+
+@pytest.mark.parametrize("kind", UNIFIED, indirect=True)
+def test_shared_cells_count_once(backend, caller):
+    """In the unified layout a copy takes no cells; they are in use as long as one seq_id has them, and free then."""
+    spare = range(NUM_SEQS, NUM_SEQS + 6)
+    caller.fill(0, 200)
+    for seq_id in spare:
+        caller.copy(0, seq_id, 200)
+    for seq_id in (1, 2, 3):
+        caller.fill(seq_id, CONTEXT)
+    caller.trim(0, 0)
+    caller.fill(0, 56)
+    with pytest.raises(EngineError):
+        caller.forward(caller.row(0, [3]))
+    caller.trim(0, 0)
+    for seq_id in spare:
+        caller.trim(seq_id, 150)
+    caller.fill(0, 106)
+    for seq_id in spare:
+        caller.trim(seq_id, 0)
+    caller.fill(0, 150)
+    assert sum(len(caller.seq(i).tokens) for i in range(NUM_SEQS)) == NUM_CELLS
+
+
+@pytest.mark.parametrize("kind", UNIFIED, indirect=True)
+def test_spare_seq_ids_hold_tokens(backend, caller):
+    """Prefixes stay there, as a whole or in part, and come back from there."""
+    expected = [alone(backend, [*TEXTS[0][:count], 9]) for count in (10, 4, 3)]
+    caller.forward(caller.row(0, TEXTS[0]))
+    first, last = NUM_SEQS, num_ids(backend) - 1
+    caller.copy(0, first, 10)
+    caller.copy(first, last, 7)
+    caller.trim(0, 0)
+    caller.forward(caller.row(0, TEXTS[1]))
+    caller.trim(last, 4)
+    caller.copy(first, 1, 10)
+    caller.copy(last, 2, 4)
+    caller.copy(last, 3, 3)
+    assert_same(caller.forward(*[caller.row(i, [9]) for i in (1, 2, 3)]), np.stack(expected))
+
+
+# --- snapshots -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_a_snapshot_comes_back(backend, caller, count):
+    """All of it or its first tokens, under any seq_id, in place of what is there, as often as one likes."""
+    expected = [alone(backend, [*TEXTS[0][:count], 9]), alone(backend, [*TEXTS[0], 9])]
+    caller.forward(caller.row(2, TEXTS[0]), caller.row(1, TEXTS[1]))
+    caller.save(2, 0)
+    caller.trim(2, 0)
+    caller.forward(caller.row(2, TEXTS[2]))
+    caller.load(0, 1, TEXTS[0][:count])
+    caller.load(0, 3, TEXTS[0])
+    assert_same(caller.forward(caller.row(1, [9]), caller.row(3, [9])), np.stack(expected))
+
+
+def test_saving_changes_nothing(backend, caller):
+    """The sequence goes on; its snapshot stays what it was."""
+    expected = [alone(backend, [*TEXTS[0], 6]), alone(backend, [*TEXTS[0], 9])]
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.save(0, 1)
+    assert_same(caller.forward(caller.row(0, [6]))[0], expected[0])
+    caller.load(1, 1, TEXTS[0])
+    assert_same(caller.forward(caller.row(1, [9]))[0], expected[1])
+
+
+def test_a_dropped_snapshot_is_gone(backend, caller):
+    """The others stay; to drop what is not there is nothing."""
+    expected = alone(backend, [*TEXTS[1], 9])
+    caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
+    caller.save(0, 0)
+    caller.save(1, 1)
+    caller.operations += [Drop(0), Drop(0), Drop(77)]
+    caller.load(1, 0, TEXTS[1])
+    assert_same(caller.forward(caller.row(0, [9]))[0], expected)
+    with pytest.raises(KeyError):
+        backend.snapshot(0)
+    caller.load(0, 2, TEXTS[0])
+    with pytest.raises(EngineError):
+        caller.forward(caller.row(2, [9]))
+
+
+@pytest.mark.parametrize("kind", UNIFIED, indirect=True)
+def test_snapshots_of_spare_seq_ids(backend, caller):
+    """What lies there can be saved, and be loaded there, and the others do not notice."""
+    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], TEXTS[0][:5])]
+    caller.forward(caller.row(0, TEXTS[0]))
+    first, last = NUM_SEQS, num_ids(backend) - 1
+    caller.copy(0, last, 10)
+    caller.trim(0, 0)
+    caller.forward(caller.row(0, TEXTS[1]))
+    caller.save(last, 2)
+    caller.trim(last, 0)
+    caller.load(2, 1, TEXTS[0])
+    caller.load(2, first, TEXTS[0])
+    caller.copy(first, 2, 5)
+    assert_same(caller.forward(*[caller.row(i, [9]) for i in range(3)]), np.stack(expected))
+
+
+def test_the_bytes_of_a_snapshot(backend, caller):
+    """They do not change, whatever becomes of the sequence; what was not saved has none."""
+    caller.forward(caller.row(0, TEXTS[0]))
+    caller.save(0, 3)
+    caller.forward()
+    view = backend.snapshot(3)
+    assert isinstance(view, memoryview)
+    before = bytes(view)
+    caller.forward(caller.row(0, [6, 7]))
+    caller.load(3, 1, TEXTS[0])
+    caller.trim(0, 0)
+    caller.forward(caller.row(0, TEXTS[1]), caller.row(1, [6]))
+    assert bytes(view) == bytes(backend.snapshot(3)) == before
+    with pytest.raises(KeyError):
+        backend.snapshot(77)
+
+
+@pytest.mark.parametrize("kind", LLAMA_KINDS, indirect=True)
+def test_the_size_of_a_state(backend, caller):
+    """It can be told before saving, to a few bytes of heads: a fixed part, and a part for each token."""
+    info = backend.info
+    for count in (1, 5, 10):
+        caller.trim(1, 0)
+        caller.forward(caller.row(1, TEXTS[0][:count]))
+        caller.save(1, 0)
+        caller.forward()
+        told = info.state_bytes + count * info.state_bytes_per_token
+        assert told - 64 <= len(backend.snapshot(0)) <= told
+
+
+def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
+    """Its bytes are adopted by another backend that has the same fingerprint, and are the same there."""
+    expected = alone(backend, [*TEXTS[0][:7], 9])
+    other = make_backend(kind)
+    assert other.info.fingerprint == backend.info.fingerprint != ""
+    there = Caller(other)
+    there.forward(there.row(2, TEXTS[0]))
+    there.save(2, 0)
+    there.forward()
+    data = bytes(other.snapshot(0))
+    other.close()
+    caller.forward()
+    backend.adopt(1, data)
+    caller.load(1, 3, TEXTS[0][:7])
+    assert_same(caller.forward(caller.row(3, [9]))[0], expected)
+    assert bytes(backend.snapshot(1)) == data
+
+
+@pytest.mark.parametrize("damage", ["cut off", "too long", "no state"])
+def test_bytes_that_are_no_snapshot(backend, caller, damage):
+    """To load them is an error, and costs the others nothing."""
+    expected = alone(backend, [*TEXTS[1], 9])
+    caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
+    caller.save(0, 0)
+    caller.forward()
+    data = bytes(backend.snapshot(0))
+    backend.adopt(1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage])
+    caller.load(1, 2, TEXTS[0])
+    with pytest.raises(EngineError):
+        caller.forward()
+    assert_same(caller.forward(caller.row(1, [9]))[0], expected)
+
+
+# --- changing the layout ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CHANGEABLE)
+def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
+    """The cells are empty afterwards; what was saved, under whatever seq_id, is loaded into either layout."""
+    backend = make_backend(kind)
+    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], TEXTS[0][:4])]
+    for layout in ("partitioned", "unified", "partitioned"):
+        caller = Caller(backend)
+        caller.forward(caller.row(0, TEXTS[1]), caller.row(3, TEXTS[0]))
+        caller.save(0, 0)
+        caller.save(3, 1)
+        caller.forward()
+        saved = [bytes(backend.snapshot(key)) for key in (0, 1)]
+        backend.change_layout(layout)
+        assert (backend.info.layout, backend.info.num_spare_ids > 0) == (layout, layout == "unified")
+        assert [bytes(backend.snapshot(key)) for key in (0, 1)] == saved, "what a file holds is of no layout"
+        caller = Caller(backend)
+        caller.operations = []
+        caller.load(0, 0, TEXTS[1])
+        caller.load(1, 1, TEXTS[0])
+        caller.load(1, 3, TEXTS[0][:4])
+        assert_same(caller.forward(*[caller.row(i, [9]) for i in (0, 1, 3)]), np.stack(expected))
+    backend.close()
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
 def too_many_tokens(caller: Caller) -> None:
     caller.forward(caller.row(0, [3] * BATCH), caller.row(1, [3]))
 
@@ -211,13 +535,26 @@ def a_negative_seq_id(caller: Caller) -> None:
     caller.forward(caller.row(0, [3]), caller.row(-1, [3]))
 
 
-def a_trim_of_nobody(caller: Caller) -> None:
-    caller.trims.append(Trim(NUM_SEQS, 0))
-    caller.forward(caller.row(0, [3]))
+def too_many_samples(caller: Caller) -> None:
+    caller.forward(caller.row(0, [3], [3] * caller.backend.info.max_num_samples))
 
 
-def an_empty_batch(caller: Caller) -> None:
-    caller.forward()
+def a_row_without_tokens(caller: Caller) -> None:
+    caller.forward(caller.row(0, [], samples=False))
+
+
+def a_copy_of_more_than_there_is(caller: Caller) -> None:
+    caller.forward(caller.row(0, [3, 4]))
+    caller.copy(0, 1, 3)
+    caller.seq(1).tokens.append(3)
+    caller.forward(caller.row(1, [3]))
+
+
+def a_load_of_more_than_there_is(caller: Caller) -> None:
+    caller.forward(caller.row(0, [3, 4]))
+    caller.save(0, 0)
+    caller.load(0, 1, [3, 4, 5])
+    caller.forward(caller.row(1, [3]))
 
 
 def a_gap(caller: Caller) -> None:
@@ -244,7 +581,10 @@ FAULTS = [
     too_many_tokens,
     a_seq_id_too_high,
     a_negative_seq_id,
-    an_empty_batch,
+    too_many_samples,
+    a_row_without_tokens,
+    a_copy_of_more_than_there_is,
+    a_load_of_more_than_there_is,
     a_gap,
     a_token_of_no_vocabulary,
     a_negative_token,
@@ -261,11 +601,46 @@ def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
     assert_same(alone(backend, TEXTS[0]), expected)
 
 
-def test_a_trim_of_nobody_is_an_error(backend, caller):
-    """Trims of a seq_id that does not exist are refused like its rows."""
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda nobody: Trim(nobody, 0),
+        lambda nobody: Copy(nobody, 0, 1),
+        lambda nobody: Copy(0, nobody, 1),
+        lambda nobody: Save(nobody, 0),
+        lambda nobody: Load(0, nobody, 1),
+        lambda nobody: Load(77, 0, 1),
+    ],
+    ids=["trim", "copy from", "copy to", "save", "load", "no snapshot"],
+)
+@pytest.mark.parametrize("negative", [False, True])
+def test_an_operation_on_nobody_is_an_error(backend, caller, operation, negative):
+    """A seq_id or a snapshot that does not exist is refused; those that were not named keep what they have."""
+    expected = alone(backend, [*TEXTS[1], 9])
+    caller.forward(caller.row(1, TEXTS[1]), caller.row(2, TEXTS[2]))
+    caller.save(2, 0)
+    caller.forward()
     with pytest.raises(EngineError):
-        a_trim_of_nobody(caller)
-    assert_same(alone(backend, TEXTS[0]), alone(backend, TEXTS[0]))
+        backend.forward(Batch([], [operation(-1 if negative else num_ids(backend))]))
+    assert_same(caller.forward(caller.row(1, [9]))[0], expected)
+
+
+@pytest.mark.parametrize("kind", UNIFIED, indirect=True)
+def test_a_load_without_room_for_the_whole_snapshot(backend, caller):
+    """The caller's fault, even if the part that is wanted would fit; with room it takes cells for that part alone."""
+    caller.fill(0, 200)
+    caller.save(0, 0)
+    for seq_id in (1, 2, 3):
+        caller.fill(seq_id, CONTEXT)
+    caller.load(0, NUM_SEQS, [3] * 50)
+    with pytest.raises(EngineError):
+        caller.forward()
+    caller.trim(3, 0)
+    caller.load(0, NUM_SEQS, [3] * 50)
+    caller.fill(3, CONTEXT)
+    caller.fill(0, 6)
+    with pytest.raises(EngineError):
+        caller.forward(caller.row(0, [3]))
 
 
 def test_an_error_costs_the_others_nothing(backend, caller):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.backends.fake import CONTROL, END, VOCABULARY_SIZE, Costs, FakeBackend, FakeVocabulary, Faults
-from cllm.core.batch import Batch, Row, Trim
+from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
@@ -25,25 +25,33 @@ def test_it_counts_on():
     answers = []
     while not answers or answers[-1] != END:
         start = len(seq.tokens) - 1 if answers else 0
-        logits = backend.forward(Batch([Row(seq, start, len(seq.tokens) - start, True)], []))
+        logits = backend.forward(Batch([Row(seq, start, len(seq.tokens) - start, 1)], []))
         answers.append(int(logits[0].argmax()))
         seq.append(answers[-1])
     assert answers == [255, 0, 1, END]
 
 
+def test_it_counts_on_behind_each_guess():
+    """Whether the guess was right or wrong; END after ``length`` tokens, guesses included."""
+    backend = FakeBackend(length=3)
+    logits = backend.forward(Batch([Row(sequence([7]), 0, 1, 4, (8, 50, 51))], []))
+    assert logits.argmax(1).tolist() == [8, 9, 51, END]
+
+
 def test_a_step_costs_what_the_cost_model_says():
-    """A fixed part, a part for each decoding row, a part for each other token; spent through ``sleep``."""
+    """A fixed part, a part for each decoding row and for each guess, a part for each other token; by ``sleep``."""
     spent = []
     backend = FakeBackend(costs=Costs(step=100, row=10, token=1), sleep=spent.append)
-    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, True)], []))
-    backend.forward(Batch([Row(sequence([1] * 6), 5, 1, True), Row(sequence([1] * 7, 1), 0, 7, True)], []))
-    assert spent == [105, 117]
+    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], []))
+    backend.forward(Batch([Row(sequence([1] * 6), 5, 1, 1), Row(sequence([1] * 7, 1), 0, 7, 1)], []))
+    backend.forward(Batch([Row(sequence([1] * 7), 6, 1, 3, (2, 3))], []))
+    assert spent == [105, 117, 130]
 
 
 def test_it_fails_when_told_to():
     """The step with the number raise_at_step raises EngineError, and no other does."""
     backend = FakeBackend(faults=Faults(raise_at_step=2))
-    batch = Batch([Row(sequence([1]), 0, 1, True)], [Trim(0, 0)])
+    batch = Batch([Row(sequence([1]), 0, 1, 1)], [Trim(0, 0)])
     backend.forward(batch)
     with pytest.raises(EngineError, match="told to fail"):
         backend.forward(batch)
@@ -54,7 +62,7 @@ def test_it_hangs_when_told_to():
     """The step with the number hang_at_step sleeps for an hour, and no other does."""
     spent = []
     backend = FakeBackend(faults=Faults(hang_at_step=2), sleep=spent.append)
-    batch = Batch([Row(sequence([1]), 0, 1, True)], [Trim(0, 0)])
+    batch = Batch([Row(sequence([1]), 0, 1, 1)], [Trim(0, 0)])
     for _ in range(3):
         backend.forward(batch)
     assert spent == [0, 3600, 0, 0]
@@ -64,9 +72,40 @@ def test_it_checks_its_caller():
     """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's fault."""
     backend = FakeBackend()
     with pytest.raises(EngineError, match="holds 0 tokens, but the row starts at 1"):
-        backend.forward(Batch([Row(sequence([1, 2]), 1, 1, True)], []))
+        backend.forward(Batch([Row(sequence([1, 2]), 1, 1, 1)], []))
     with pytest.raises(EngineError, match="outside of the vocabulary"):
-        backend.forward(Batch([Row(sequence([VOCABULARY_SIZE]), 0, 1, True)], []))
+        backend.forward(Batch([Row(sequence([VOCABULARY_SIZE]), 0, 1, 1)], []))
+
+
+@pytest.mark.parametrize(
+    ("operation", "complaint"),
+    [
+        (Copy(0, 1, 2), "cannot be copied to 1"),
+        (Copy(0, 2, 6), "6 tokens of 0 cannot be copied"),
+        (Load(0, 2, 6), "snapshot 0 has 5 tokens, not 6"),
+    ],
+    ids=["onto others", "more than there are", "more than were saved"],
+)
+def test_it_checks_operations(operation, complaint):
+    """A copy goes to an empty seq_id, and nobody gets more than there is."""
+    backend = FakeBackend()
+    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1), Row(sequence([1] * 5, 1), 0, 5, 1)], []))
+    backend.forward(Batch([], [Save(0, 0)]))
+    with pytest.raises(EngineError, match=complaint):
+        backend.forward(Batch([], [operation]))
+
+
+@pytest.mark.parametrize("operation", [Trim(0, 4), Copy(0, 1, 4), Load(0, 1, 4)], ids=["trim", "copy", "load"])
+def test_state_is_kept_or_lost_as_a_whole(operation: Operation):
+    """With can_trim=False it behaves like a recurrent model: a part of a state cannot be had, all of it can."""
+    backend = FakeBackend(can_trim=False)
+    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], [Trim(0, 0)]))
+    backend.forward(Batch([], [Save(0, 0)]))
+    with pytest.raises(EngineError):
+        backend.forward(Batch([], [operation]))
+    backend.forward(Batch([], [Trim(0, 5), Copy(0, 1, 5), Load(0, 2, 5), Trim(0, 0)]))
+    rows = [Row(sequence([9]), 0, 1, 1), *[Row(sequence([1] * 6, seq_id), 5, 1, 1) for seq_id in (1, 2)]]
+    assert backend.forward(Batch(rows, [])).argmax(1).tolist() == [10, 2, 2]
 
 
 def test_its_vocabulary_has_a_token_for_each_byte():

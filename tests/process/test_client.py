@@ -1,25 +1,28 @@
 """The engine process seen from the API process, on the fake backend."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
 import pytest
 
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request
+from cllm.core.request import Priority, Request
 from cllm.engine.build import EngineParams
 from cllm.errors import EngineError, StartupError
+from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
+from cllm.process.results import ResultCache
 
 FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
 
 
-def run(test):
+def run(test, **more):
     """Run ``test(client)`` with a started engine and end both."""
 
     async def main():
-        client = EngineClient(FAKE)
+        client = EngineClient(FAKE, **more)
         await client.start()
         try:
             await asyncio.wait_for(test(client), 20)
@@ -30,8 +33,9 @@ def run(test):
     asyncio.run(main())
 
 
-def ask(client, name, **params):
-    return client.submit([Request(name, [97], SamplingParams(temperature=0, **params))])
+def ask(client, name, prompt=(97,), terms=(), **params):
+    """One request, greedy and so the same as others like it."""
+    return client.submit([Request(name, [*prompt], SamplingParams(temperature=0, **params), *terms)])
 
 
 async def tokens(stream):
@@ -46,8 +50,8 @@ def test_requests_are_answered_together():
     """More requests than sequence ids, each with its own tokens."""
 
     async def test(client):
-        streams = [ask(client, f"r{i}", max_tokens=4) for i in range(5)]
-        assert await asyncio.gather(*map(tokens, streams)) == [[98, 99, 100, 101]] * 5
+        streams = [ask(client, f"r{i}", [i], max_tokens=4) for i in range(5)]
+        assert await asyncio.gather(*map(tokens, streams)) == [[i + 1, i + 2, i + 3, i + 4] for i in range(5)]
         for stream in streams:
             client.close_stream(stream)
         assert client.stats.num_seq_ids_in_use == 0
@@ -64,6 +68,89 @@ def test_a_closed_stream_is_aborted():
         client.close_stream(stream)
         assert await tokens(ask(client, "next", max_tokens=2)) == [98, 99]
         assert client.stats.num_running == client.stats.num_waiting == 0
+
+    run(test)
+
+
+def test_what_is_the_same_is_computed_once():
+    """Together or one after the other, the second with a cache; the engine sees one prompt."""
+
+    async def test(client):
+        streams = [ask(client, f"r{i}", range(50), max_tokens=4) for i in range(20)]
+        assert await asyncio.gather(*map(tokens, streams)) == [[50, 51, 52, 53]] * 20
+        assert await tokens(ask(client, "again", range(50), max_tokens=4)) == [50, 51, 52, 53]
+        assert client.stats.num_prefill_tokens == 50
+        assert client.stats.num_steps == 4
+
+    run(test, results=ResultCache(1, 1000))
+
+
+def test_a_reader_that_leaves_takes_nothing_from_the_others():
+    """And when the last has left, the engine computes no further."""
+
+    async def test(client):
+        first, second = (ask(client, name, max_tokens=900, ignore_eos=True) for name in "ab")
+        await first.get()
+        client.close_stream(first)
+        for _ in range(5):
+            await second.get()
+        client.close_stream(second)
+        assert await tokens(ask(client, "next", [1], max_tokens=3)) == [2, 3, 4]
+        assert client.stats.num_running == client.stats.num_waiting == 0
+
+    run(test)
+
+
+def test_a_burst_meets_the_bound_exactly():
+    """Although the engine has not said a word meanwhile; each end lets one in."""
+
+    async def test(client):
+        streams = []
+        for i in range(100):
+            with contextlib.suppress(QueueFull):
+                streams.append(ask(client, f"r{i}", [i], max_tokens=5))
+        assert len(streams) == FAKE.max_num_seqs + 7
+        await asyncio.gather(*map(tokens, streams))
+        assert await tokens(ask(client, "next", [1], max_tokens=1)) == [2]
+
+    run(test, limits=QueueLimits(requests=7))
+
+
+def test_limits_of_its_own_end_a_request():
+    """One that waits too long, one that takes too long; the reason is TIMEOUT."""
+
+    async def test(client):
+        busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(2)]
+        waits = ask(client, "waits", terms=("", Priority.NORMAL, None, 0.1))
+        (output,) = await waits.get()
+        assert (output.token, output.finish) == (-1, "timeout")
+        client.close_stream(busy[0])
+        takes = ask(client, "takes", terms=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True)
+        assert (await tokens(takes))[-1] == -1
+        client.close_stream(busy[1])
+
+    run(test)
+
+
+def test_the_engine_explains_itself():
+    """Each who asks has his own answer, also if the one before him has gone away."""
+
+    async def test(client):
+        busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
+        while client.stats.num_steps < 3:
+            await busy[1].get()
+        gone, *asked = (asyncio.ensure_future(client.explain(count)) for count in (9, 1, 3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        answers = await asyncio.gather(*asked)
+        assert [len(answer.steps) for answer in answers] == [1, 3]
+        assert len(answers[0].running) == 2
+        assert [waiter.name for waiter in answers[0].waiting] == ["busy2.0"]
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await client.explain(1)
+        with pytest.raises(EngineError, match="not ready"):
+            await client.explain(1)
 
     run(test)
 

@@ -1,8 +1,9 @@
 """Replays the scenarios, short stories of who arrives when and what each step computes, and compares every letter.
 
 A file has a title, the limits, the events, and the table. There is a column for each seq_id; ``A 0+3 sample`` says
-that three tokens of A from position 0 are computed and that the last one's logits are sampled. ``trims`` are the
-operations on the cache (``1 keep 0``: seq_id 1 is emptied). The last columns count cells after the step; they always
+that three tokens of A from position 0 are computed and that the last one's logits are sampled. ``before`` are the
+operations on the cache: ``1 keep 0`` (seq_id 1 is emptied), ``0 -> 1 20`` (20 tokens of seq_id 0 are copied to 1),
+``1 save s0`` and ``s0 -> 1 20`` (to RAM and back). The last columns count cells after the step; they always
 add up. After ``--update-scenarios`` the table is what happens now, and the diff is for you to judge.
 
 Prompts: ``prompt=5`` are five tokens that no other prompt begins with, ``prompt=A+5`` all tokens of A and five more.
@@ -23,7 +24,11 @@ class Play:
 
     def __init__(self, fake_engine, script: list[str]) -> None:
         limits, *events = [line for line in script if line.strip() and not line.startswith("#")]
-        self.stage = fake_engine(**numbers(limits.split()))
+        options = numbers(limits.split())
+        expected_output = options.pop("expected_output", None)
+        self.stage = fake_engine(**options)
+        if expected_output is not None:
+            self.stage.scheduler.expected_output = expected_output
         self.events = [line.split() for line in events]
         self.requests = {}
 
@@ -61,23 +66,23 @@ class Play:
         then = self.happen(now)
         running, num_outputs = list(scheduler.running), len(self.stage.outputs)
         assert self.stage.step(), f"nothing to do at t={now}: let something happen earlier"
-        then += [f"{self.name(s.request.request_id, s.index)} preempted" for s in running if s in scheduler.waiting]
+        then += [f"{self.name(s.request.request_id, s.index)} parked" for s in running if s in scheduler.waiting]
         then += [f"{self.name(o.request_id, o.index)} {o.finish}" for o in self.stage.outputs[num_outputs:] if o.finish]
         batch = backend.batches[-1]
         rows = {
             seq_id: f"{self.name(row.seq.request.request_id, row.seq.index)} {str(row).partition(' ')[2]}"
             for seq_id, row in zip(backend.seq_ids[-1], batch.rows, strict=True)
         }
-        trims = [f"{operation.seq_id} keep {operation.keep}" for operation in batch.operations]
-        ledger = self.stage.ledger
-        cells = f"{ledger.num_held:4} {ledger.num_idle:4} {ledger.num_free:4}"
+        before = [str(operation) for operation in batch.operations]
+        held = self.stage.ledger.cells
+        cells = f"{held.num_held:4} {held.num_idle:4} {held.num_free:4}"
         columns = [rows.get(i, "") for i in range(backend.info.max_num_seqs)]
-        return [str(now), *columns, ", ".join(trims) or "-", ", ".join(then) or "-", cells]
+        return [str(now), *columns, ", ".join(before) or "-", ", ".join(then) or "-", cells]
 
     def table(self) -> list[str]:
         """Play to the end; the laws of every step and the text of every sequence are checked on the way."""
         seq_ids = [f"seq_id {i}" for i in range(self.stage.backend.info.max_num_seqs)]
-        lines = [["step", *seq_ids, "trims", "then", "held idle free"]]
+        lines = [["step", *seq_ids, "before", "then", "held idle free"]]
         last = max(int(event[0].removeprefix("t=")) for event in self.events)
         while len(lines) - 1 <= last or self.stage.scheduler.has_work():
             lines.append(self.line(len(lines) - 1))

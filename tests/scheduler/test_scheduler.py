@@ -6,14 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.backends.fake import Costs
+from cllm.core.batch import Copy, Load, Save
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence, Status
 from cllm.engine.engine import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
-from cllm.scheduler.scheduler import PREFILL_SHARE, Scheduler
+from cllm.scheduler.policy import make_policy
+from cllm.scheduler.scheduler import MIN_PREFILL_TOKENS, Scheduler, SchedulerParams
 
 LONG = list(range(100, 140))
+
+
+def make_scheduler(max_num_batched_tokens: int) -> Scheduler:
+    """Two sequences of up to 8 tokens."""
+    params = SchedulerParams(max_num_batched_tokens=max_num_batched_tokens)
+    return Scheduler(Ledger(16, 8, 2), params, [], make_policy("fair", {}))
 
 
 def test_continuous_batching(fake_engine):
@@ -36,7 +45,7 @@ def test_a_seq_id_is_free_in_the_step_of_the_last_token(fake_engine):
     engine.add("B", [1, 2, 3], max_tokens=1)
     assert engine.step() == "A.0 0+3 sample"
     assert engine.ledger.seq_ids.num_free == 1
-    assert engine.ledger.num_held == 0
+    assert engine.ledger.cells.num_held == 0
     assert engine.step() == "B.0 0+3 sample"
     assert engine.step() == ""
 
@@ -58,15 +67,43 @@ def test_what_a_prompt_leaves_of_a_step_is_the_next_ones(fake_engine):
 
 
 def test_decoding_goes_before_prompts(fake_engine):
-    """While somebody decodes, prompts get a quarter of a step, at least one token."""
-    for size, share in ((16, 4), (3, 1)):
-        engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=size)
-        engine.add("A", [1, 2], max_tokens=3)
+    """Who decodes has a row in every step; prompts get what is left."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=8)
+    engine.add("A", [1, 2], max_tokens=3)
+    engine.step()
+    engine.add("B", LONG, max_tokens=1)
+    assert engine.step() == "A.0 2+1 sample | B.0 0+7"
+    assert engine.step() == "A.0 3+1 sample | B.0 7+7"
+    assert engine.step() == "B.0 14+8", "alone again, it has the whole step"
+
+
+def test_prompts_get_what_keeps_the_latency_target(fake_engine):
+    """Beside decoding rows a prompt gets the tokens that fit into the target, by the costs of the steps before."""
+    costs = Costs(step=0.010, row=0.010, token=0.001)
+    engine = fake_engine(max_num_batched_tokens=200, costs=costs, engine_target_itl=0.1)
+    engine.add("A", [1] * 100, ignore_eos=True, max_tokens=100)
+    for _ in range(40):
         engine.step()
-        engine.add("B", LONG, max_tokens=1)
-        assert engine.step() == f"A.0 2+1 sample | B.0 0+{share}"
-        assert engine.step() == f"A.0 3+1 sample | B.0 {share}+{share}"
-        assert engine.step() == f"B.0 {2 * share}+{size}", "alone again, it has the whole step"
+    engine.add("B", [2] * 400, max_tokens=1)
+    begun, chunks = engine.now, []
+    while "B.0" not in engine.ends():
+        chunks.append(engine.step())
+        assert engine.now - begun <= 0.1, chunks
+        begun = engine.now
+    assert len(chunks) <= 8, "what fits is given"
+    engine.abort("A")
+    engine.add("C", [3] * 400, max_tokens=1)
+    assert engine.finish() == ["C.0 0+200", "C.0 200+200 sample"], "nobody decodes: full chunks"
+
+
+def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
+    """If the decoding rows alone take longer than the target, prompts still get MIN_PREFILL_TOKENS."""
+    engine = fake_engine(max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5)
+    engine.add("A", [1] * 30, ignore_eos=True, max_tokens=100)
+    for _ in range(3):
+        engine.step()
+    engine.add("B", [2] * 50, max_tokens=1)
+    assert engine.step() == f"A.0 32+1 sample | B.0 0+{MIN_PREFILL_TOKENS}"
 
 
 def test_a_step_full_of_decoding_rows(fake_engine):
@@ -146,9 +183,10 @@ def test_stop_tokens(fake_engine):
     assert not engine.outputs[-1].is_text
 
 
-def test_preemption_takes_from_the_tail(fake_engine):
-    """When the pool is short, those who came last leave, one by one; everyone ends in order with the right text."""
+def test_parking_takes_from_the_tail(fake_engine):
+    """When the pool is short, those who came last are parked, one by one; everyone ends with the right text."""
     engine = fake_engine(context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25)
+    engine.scheduler.expected_output = 4
     requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
     running = ["ABCD"]
     while engine.scheduler.has_work():
@@ -158,22 +196,24 @@ def test_preemption_takes_from_the_tail(fake_engine):
         if names != running[-1]:
             running.append(names)
     assert running == ["ABCD", "ABC", "AB", "CD", "D"]
-    assert engine.scheduler.num_preemptions == 2
+    assert engine.scheduler.num_parked == 2
     assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
     assert list(engine.ends()) == ["A.0", "B.0", "C.0", "D.0"]
 
 
-def test_a_preempted_sequence_keeps_its_turn(fake_engine):
+def test_a_parked_sequence_keeps_its_turn(fake_engine):
     """It waits at the head of the queue, before those who never ran."""
-    engine = fake_engine(context_length=40, num_cells=41, max_num_seqs=2, max_num_batched_tokens=64, length=30)
-    engine.add("A", LONG[:18], max_tokens=6)
-    engine.add("B", LONG[18:36], max_tokens=6)
+    engine = fake_engine(context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30)
+    engine.scheduler.expected_output = 1
+    engine.add("A", LONG[:18], max_tokens=20)
+    engine.add("B", LONG[18:36], max_tokens=20)
     engine.add("C", [1, 2], max_tokens=1)
-    while not engine.scheduler.num_preemptions:
+    while not engine.scheduler.num_parked:
         engine.step()
-    assert [seq.request.request_id for seq in engine.scheduler.waiting] == ["B", "C"]
+    assert engine.scheduler.waiting.head(0).request.request_id == "B"
+    assert engine.scheduler.waiting.head(0).status is Status.PARKED
     engine.finish()
-    assert engine.tokens("B") == [136, 137, 138, 139, 140, 141]
+    assert engine.tokens("B") == list(range(136, 156))
 
 
 def test_admission_leaves_room_for_the_running(fake_engine):
@@ -182,7 +222,7 @@ def test_admission_leaves_room_for_the_running(fake_engine):
     engine.add("A", LONG[:20])
     engine.add("B", LONG[20:36], max_tokens=1)
     steps = engine.finish()
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.num_parked == 0
     assert steps[5] == "B.0 0+16 sample", "B came when A had gone"
 
 
@@ -263,22 +303,102 @@ def test_a_short_prefix_is_computed_again(fake_engine):
     assert engine.outputs[-1].num_cached_tokens == 0
 
 
-def test_a_running_prefix_is_not_taken(fake_engine):
-    """What a running sequence holds is its own."""
+def test_a_running_prefix_is_shared(fake_engine):
+    """What a running sequence has computed is copied, not computed again, and counted as cached."""
     engine = fake_engine(max_num_batched_tokens=64)
     engine.add("A", LONG, max_tokens=3)
     engine.step()
     engine.add("B", LONG, max_tokens=3)
-    assert engine.step() == "A.0 40+1 sample | B.0 0+16"
+    assert engine.step() == "A.0 40+1 sample | B.0 39+1 sample"
+    assert engine.backend.batches[-1].operations == [Copy(0, 1, 39)]
+    assert engine.outputs[-1].num_cached_tokens == 39
 
 
-def test_own_tokens_found_after_preemption_are_not_cached_ones(fake_engine):
-    """num_cached_tokens goes to the bill: what a sequence computed itself before it was preempted is not part of it."""
-    engine = fake_engine(context_length=49, num_cells=49, max_num_seqs=2, max_num_batched_tokens=64, length=40)
-    engine.add("A", LONG[:20], max_tokens=6)
-    engine.add("B", LONG[20:], max_tokens=8)
+def test_a_prefix_in_flight_is_computed_once(fake_engine):
+    """Those who arrive together with the same prefix wait for the first of them, and then go on from there."""
+    engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=24)
+    for name, own in zip("ABC", ([1, 2], [3], [4, 5, 6]), strict=True):
+        engine.add(name, [*LONG, *own], max_tokens=1)
+    engine.add("D", [7] * 10, max_tokens=1)
+    assert engine.finish() == [
+        "A.0 0+24",
+        "A.0 24+18 sample | D.0 0+6",
+        "D.0 6+4 sample | B.0 40+1 sample | C.0 40+3 sample",
+    ]
+    assert [engine.tokens(name) for name in "ABCD"] == [[3], [4], [7], [8]]
+
+
+def test_a_leader_that_goes_leaves_its_followers_to_themselves(fake_engine):
+    """An abort of the one who computes the prefix lets the next one compute what is missing."""
+    engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=16)
+    for name in "ABC":
+        engine.add(name, [*LONG, ord(name)], max_tokens=1)
+    engine.step()
+    engine.abort("A")
+    assert engine.step() == "B.0 16+16"
     engine.finish()
-    assert engine.scheduler.num_preemptions == 1
+    assert [engine.tokens(name) for name in "BC"] == [[67], [68]]
+
+
+def test_a_few_common_tokens_are_not_waited_for(fake_engine):
+    """Fewer than MIN_SHARED_TOKENS tokens are computed by everybody."""
+    engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=64)
+    for name in "AB":
+        engine.add(name, [*LONG[: MIN_SHARED_TOKENS - 1], ord(name)], max_tokens=1)
+    assert engine.finish() == ["A.0 0+16 sample | B.0 0+16 sample"]
+
+
+def test_several_answers_share_their_prompt(fake_engine):
+    """n sequences of a request compute its prompt once."""
+    engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=64)
+    engine.add("A", LONG, max_tokens=2, n=3)
+    assert engine.finish() == [
+        "A.0 0+40 sample",
+        "A.0 40+1 sample | A.1 39+1 sample | A.2 39+1 sample",
+        "A.1 40+1 sample | A.2 40+1 sample",
+    ]
+
+
+def test_state_that_cannot_be_trimmed_is_shared_through_checkpoints(fake_engine):
+    """Recurrent state: the leader stops where its followers leave it, and its state is saved there."""
+    engine = fake_engine(
+        context_length=200, max_num_seqs=4, max_num_batched_tokens=200, can_trim=False, engine_ram_cache_bytes=1000
+    )
+    prefix = list(range(20, 100))
+    for name, own in zip("ABC", ([1, 2], [3], [4, 5, 6]), strict=True):
+        engine.add(name, [*prefix, *own], max_tokens=1)
+    assert engine.finish() == [
+        "A.0 0+80",
+        "A.0 80+1 | B.0 80+1 sample | C.0 80+2",
+        "A.0 81+1 sample | C.0 82+1 sample",
+    ]
+    assert [engine.tokens(name) for name in "ABC"] == [[3], [4], [7]]
+    engine.add("D", [*prefix, 1, 9], max_tokens=1)
+    assert engine.finish() == ["D.0 81+1 sample"], "the state at the end of a prompt was saved too"
+
+
+def test_a_parked_sequence_goes_on_from_ram(fake_engine):
+    """Its cells are saved when they are taken, and loaded when it comes back: nothing is computed twice."""
+    options = {"context_length": 200, "num_cells": 200, "max_num_seqs": 2, "max_num_batched_tokens": 200}
+    engine = fake_engine(**options, length=150, engine_ram_cache_bytes=10_000)
+    engine.scheduler.expected_output = 4
+    requests = [engine.add("A", LONG, max_tokens=100), engine.add("B", [7] * 80, max_tokens=100)]
+    engine.finish()
+    assert engine.scheduler.num_parked == 1
+    assert any(isinstance(op, Save) for batch in engine.backend.batches for op in batch.operations)
+    assert any(isinstance(op, Load) for batch in engine.backend.batches for op in batch.operations)
+    assert sum(batch.num_tokens for batch in engine.backend.batches) == 40 + 80 + 2 * 99
+    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+
+
+def test_own_tokens_found_after_parking_are_not_cached_ones(fake_engine):
+    """num_cached_tokens goes to the bill: what a sequence computed itself before it was parked is not part of it."""
+    engine = fake_engine(context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40)
+    engine.scheduler.expected_output = 4
+    engine.add("A", LONG[:20], max_tokens=16)
+    engine.add("B", LONG[20:], max_tokens=18)
+    engine.finish()
+    assert engine.scheduler.num_parked == 1
     assert {o.num_cached_tokens for o in engine.outputs} == {0}
 
 
@@ -299,7 +419,7 @@ def test_stats(fake_engine):
 
 def test_nothing_to_do():
     """Without sequences there is no batch."""
-    assert Scheduler(Ledger(16, 8, 2), 8, []).schedule() is None
+    assert make_scheduler(8).schedule(0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -309,18 +429,32 @@ def test_nothing_to_do():
         lambda scheduler: setattr(scheduler.running[0], "status", Status.WAITING),
         lambda scheduler: setattr(scheduler.running[0], "num_computed_tokens", 9),
         lambda scheduler: setattr(scheduler.running[0], "seq_id", 1),
-        lambda scheduler: setattr(scheduler.waiting[0], "seq_id", 0),
-        lambda scheduler: setattr(scheduler.waiting[0], "status", Status.RUNNING),
+        lambda scheduler: setattr(scheduler.waiting.head(0), "seq_id", 0),
+        lambda scheduler: setattr(scheduler.waiting.head(0), "status", Status.RUNNING),
+        lambda scheduler: scheduler.waiting.remove(scheduler.waiting.head(0)),
+        lambda scheduler: scheduler.deferred.follow(scheduler.running[0], 3, scheduler.waiting.head(0)),
+        lambda scheduler: scheduler.deferred.reasons.update({scheduler.waiting.head(0): "nothing"}),
+        lambda scheduler: scheduler.ledger.hold(0, 1),
     ],
-    ids=["lost", "status", "computed", "not leased", "waits with a lease", "waits running"],
+    ids=[
+        "lost",
+        "status",
+        "computed",
+        "not leased",
+        "waits with a lease",
+        "waits running",
+        "not in the queue",
+        "in two queues",
+        "deferred for nothing",
+        "a cell too many",
+    ],
 )
 def test_check_finds_every_crime(crime):
     """Each law is broken by hand once, and noticed."""
-    scheduler = Scheduler(Ledger(16, 8, 2), 4, [])
-    for name, max_tokens in (("A", 4), ("B", 4)):
-        scheduler.add(Sequence(Request(name, [1] * 5, SamplingParams(max_tokens=max_tokens)), 0, 0, 8))
-    batch = scheduler.schedule()
-    scheduler.update(batch, [])
+    scheduler = make_scheduler(4)
+    for name in "ABC":
+        scheduler.add(Sequence(Request(name, [ord(name)] * 5, SamplingParams(max_tokens=2)), 0, 0, 8), 0.0)
+    scheduler.update(scheduler.schedule(0.0), [], 1.0)
     scheduler.check()
     crime(scheduler)
     with pytest.raises(AssertionError):
@@ -366,7 +500,7 @@ def test_random_arrivals_and_aborts(fake_engine, limits, events):
     engine.finish()
 
     assert engine.ledger.seq_ids.num_leased == 0
-    assert engine.ledger.num_held == 0
+    assert engine.ledger.cells.num_held == 0
     assert all(0 < b.num_tokens <= limits["max_num_batched_tokens"] for b in engine.backend.batches)
     ends = engine.ends()
     for request in requests:
@@ -397,6 +531,5 @@ def test_decoding_is_never_held_up(fake_engine, limits, lengths):
         waiting = set(engine.scheduler.waiting)
         assert decoding - waiting <= rows.keys()
         prompts = sum(row.num_tokens for row in batch.rows if row.seq not in decoding)
-        if decoding & rows.keys():
-            assert prompts <= max(1, limits["max_num_batched_tokens"] // PREFILL_SHARE)
+        assert prompts <= limits["max_num_batched_tokens"] - len(decoding & rows.keys())
         decoding = {seq for seq in engine.scheduler.running if seq.num_lacking_tokens == 1}

@@ -49,6 +49,13 @@ class Server:
     def stats(self) -> dict[str, int]:
         return self.client.get("/model/info").json()["stats"]
 
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum over all labels, or over those that have ``label``."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cllm:{name}{{") and label in line
+        )
+
     def forget(self) -> None:
         """Remove the log."""
         self._folder.cleanup()
@@ -89,6 +96,15 @@ def fake_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def narrow_server() -> Iterator[Server]:
+    """A fake server that computes 4 at a time and lets 8 wait."""
+    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8")
+    yield server
+    assert server.stop() == 0, server.log
+    server.forget()
+
+
+@pytest.fixture(scope="session")
 def builtin_server(builtin_path: Path) -> Iterator[Server]:
     """A server with the built-in model and fewer sequences than the tests want at once."""
     server = Server("--context", "1024", "--max-num-seqs", "24")
@@ -97,9 +113,8 @@ def builtin_server(builtin_path: Path) -> Iterator[Server]:
     server.forget()
 
 
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., Server]]:
-    """Starts servers that the test may break; what is left of them is ended afterwards."""
+def starter() -> Iterator[Callable[..., Server]]:
+    """Starts servers that may be broken; what is left of them is ended afterwards."""
     servers = []
 
     def start(*arguments: str, **environment: str) -> Server:
@@ -110,3 +125,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
     for server in servers:
         server.stop(signal.SIGKILL)
         server.forget()
+
+
+start_server = pytest.fixture(starter)  # for one test
+start_server_once = pytest.fixture(starter, scope="module")

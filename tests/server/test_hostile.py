@@ -87,6 +87,19 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("stop", "", "stop"),
         ("stream", "yes", "stream"),
         ("user", {}, "user"),
+        ("user", "u" * 256, None),
+        ("user", "u" * 257, "user"),
+        ("priority", "batch", None),
+        ("priority", "high", "priority"),
+        ("priority", 1, "priority"),
+        ("deadline_ms", 604_800_000, None),
+        ("deadline_ms", 604_800_001, "deadline_ms"),
+        ("deadline_ms", 0, "deadline_ms"),
+        ("deadline_ms", 1.5, "deadline_ms"),
+        ("queue_timeout_ms", 604_800_000, None),
+        ("queue_timeout_ms", -1, "queue_timeout_ms"),
+        ("queue_timeout_ms", True, "queue_timeout_ms"),
+        ("queue_timeout_ms", 10**30, "queue_timeout_ms"),
         ("tools", "x", "tools"),
         ("tools", [5], "tools[0]"),
         ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
@@ -202,6 +215,22 @@ def test_an_unknown_route_or_method_has_the_same_form(fake_server, method, path,
     answer = fake_server.client.request(method, path)
     assert answer.status_code == status
     check_form(answer)
+
+
+@pytest.mark.parametrize("header", ["Bearer", "bearer   x", "Basic x", "\xff", "Bearer " + "x" * 5000, ""])
+def test_any_authorization_is_only_a_name(fake_server, header):
+    """Nobody is kept out by it, whatever it is."""
+    headers = {"authorization": header.encode("latin1")}
+    answer = fake_server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("steps", ["0", "513", "-1", "x", "", "1.5", "9" * 5000])
+def test_a_wrong_number_of_steps_is_400(fake_server, steps):
+    """A query's errors have the form of all others."""
+    answer = fake_server.client.get("/scheduler", params={"steps": steps})
+    assert answer.status_code == 400
+    assert check_form(answer)["param"] == "steps"
 
 
 def test_control_tokens_in_a_message_are_plain_text(fake_server):

@@ -61,13 +61,20 @@ def test_model_info(fake_server):
     assert answer["stats"]["num_seq_ids"] == 4
 
 
+def test_the_scheduler_explains_itself(fake_server):
+    """As many of the last steps as are asked for, and what they cost."""
+    fake_server.client.post("/generate", json={"prompt": "why", "max_tokens": 5})
+    answer = fake_server.client.get("/scheduler", params={"steps": 3}).json()
+    assert [step["num_running"] for step in answer["steps"]] == [1, 1, 0]
+    assert answer["running"] == answer["waiting"] == []
+    assert answer["row_seconds"]["1"] > 0
+    assert len(fake_server.client.get("/scheduler").json()["steps"]) <= 20
+
+
 def test_metrics_count_what_happened(fake_server):
     """Requests, tokens, first-token and inter-token times, states of the engine."""
 
-    def metric(name):
-        lines = fake_server.client.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cllm:{name}{{"))
-
+    metric = fake_server.metric
     names = [
         "requests_total",
         "prompt_tokens_total",
@@ -81,6 +88,10 @@ def test_metrics_count_what_happened(fake_server):
     assert [metric(name) - old for name, old in zip(names, before, strict=True)] == [1, 3, 5, 1, 4, 1]
     assert metric("seq_ids") == 4
     assert metric("engine_ready") == 1
+    assert metric("prefill_tokens_computed") > 0
+    for name in ("parked", "ram_cache_bytes", "disk_cache_bytes", "waiting_tokens", "estimated_waiting_seconds"):
+        assert metric(name) == 0
+    assert metric("spec_decode_num_draft_tokens") >= metric("spec_decode_num_accepted_tokens")
     assert metric("kv_cells_held") == metric("num_requests_running") == metric("num_requests_waiting") == 0
 
 

@@ -32,12 +32,12 @@ def test_a_chat_is_answered(client, model):
 
 
 def test_a_stream_gives_the_same_text_in_pieces(client, model):
-    """One chunk a token, the role first, the reason last; usage only if it was asked for."""
+    """Chunks as the steps gave tokens, the role first, the reason last; usage only if it was asked for."""
     stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stream=True)
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == NUMBERS
-    assert len(chunks) > 50
+    assert len(chunks) > 10
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert all(chunk.usage is None for chunk in chunks)
 

@@ -17,8 +17,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What is known of a loaded model.
 
     context_length: the most tokens one sequence may hold. num_cells: tokens the KV cache holds in all.
+    layout: "unified" (all sequences draw on one pool and can share cells) or "partitioned" (each has its own).
     can_trim: whether a sequence can give back some of its cells; recurrent state is kept or lost as a whole.
-    kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes.
+    num_spare_ids: seq_ids from max_num_seqs on that can hold tokens but not be computed. kv_bytes_per_token (0 if
+    unknown) and model_bytes are sizes in bytes; a saved state of n tokens takes state_bytes +
+    n * state_bytes_per_token. fingerprint: of the model and of all that its saved states depend on.
     """
 
     name: str
@@ -29,20 +32,28 @@ class ModelInfo(msgspec.Struct, frozen=True):
     trained_context_length: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_samples: int
     num_cells: int
     layout: str
     end_tokens: list[int]
     can_trim: bool = True
+    num_spare_ids: int = 0
+    can_change_layout: bool = False
     model_bytes: int = 0
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
+    state_bytes_per_token: int = 0
+    fingerprint: str = ""
     system: str = ""
 
 
 class Backend(Protocol):
     """Holds a model and its KV cells. One thread calls it.
 
-    The caller guarantees: ``batch.num_tokens`` <= max_num_batched_tokens; every token id is in the vocabulary; every
-    seq_id is below max_num_seqs; a row starts at the number of cells its seq_id holds after the batch's operations.
+    The caller guarantees: ``batch.num_tokens`` <= max_num_batched_tokens, ``batch.num_samples`` <= max_num_samples;
+    every token id is in the vocabulary; the seq_id of a row is below max_num_seqs, that of an operation below
+    max_num_seqs + num_spare_ids; a row starts at the number of cells its seq_id holds after the batch's operations; a
+    Load finds free cells for the whole snapshot, though it keeps only num_tokens of them.
     """
 
     @property
@@ -51,10 +62,22 @@ class Backend(Protocol):
     def forward(self, batch: Batch) -> Logits:
         """Carry out the operations, compute the rows.
 
-        Returns logits of the sampling rows in the order of the batch, shape (num_samples, vocabulary_size), a view
-        that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
-        what the cells of the batch's sequences hold, and which operations were carried out, is then unknown.
+        Returns logits of the sampled positions in the order of the batch, shape (num_samples, vocabulary_size), a
+        view that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
+        what the seq_ids that the batch touches hold, and which operations were carried out, is then unknown.
         """
+        ...
+
+    def snapshot(self, key: int) -> memoryview:
+        """The bytes of what Save kept under ``key``; they do not change. Raises KeyError."""
+        ...
+
+    def adopt(self, key: int, data: bytes) -> None:
+        """Take bytes that ``snapshot`` gave, maybe in another process with the same fingerprint, as ``key``."""
+        ...
+
+    def change_layout(self, layout: str) -> None:
+        """Lay the cells out anew, all of them empty; ``info`` changes, snapshots stay. If can_change_layout."""
         ...
 
     def close(self) -> None:

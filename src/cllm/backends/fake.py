@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from cllm.backends.base import Logits, ModelInfo
-from cllm.core.batch import Batch
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Save, Trim
 from cllm.errors import EngineError
 
 END = 256
@@ -30,18 +30,28 @@ class Costs(msgspec.Struct, frozen=True):
     token: float = 0.0
 
     def of(self, batch: Batch) -> float:
-        rows = sum(row.num_tokens == 1 for row in batch.rows)
+        rows = sum(row.size for row in batch.rows if row.num_tokens == 1)
         return self.step + rows * self.row + (batch.num_tokens - rows) * self.token
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """Steps, counted from 1, at which the backend fails; 0 is never."""
+    """Steps, counted from 1, at which the backend fails, once or ``raise_times``; 0 is never."""
 
     raise_at_step: int = 0
+    raise_times: int = 1
     hang_at_step: int = 0
 
 
 NO_COSTS, NO_FAULTS = Costs(), Faults()
+
+
+class Cell:
+    """One cell; sequences that share it hold the same object."""
+
+    __slots__ = ("token",)
+
+    def __init__(self, token: int) -> None:
+        self.token = token
 
 
 class FakeBackend:
@@ -57,6 +67,8 @@ class FakeBackend:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
         num_cells: int | None = None,
+        num_spare_ids: int = 0,
+        can_trim: bool = True,
         length: int = 16,
         costs: Costs = NO_COSTS,
         faults: Faults = NO_FAULTS,
@@ -71,61 +83,129 @@ class FakeBackend:
             trained_context_length=context_length,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_samples=max_num_batched_tokens,
             num_cells=num_cells or context_length * max_num_seqs,
             layout="unified" if num_cells else "partitioned",
             end_tokens=[END],
+            can_trim=can_trim,
+            num_spare_ids=num_spare_ids,
+            state_bytes_per_token=1,
+            fingerprint="fake",
         )
+        self._num_spare_ids = num_spare_ids
         self._length = length
         self._costs = costs
         self._faults = faults
         self._sleep = sleep
-        self._cells: dict[int, list[int]] = {}
+        self._cells: dict[int, list[Cell]] = {}
+        self._snapshots: dict[int, bytes] = {}
         self.num_steps = 0
 
     def forward(self, batch: Batch) -> Logits:
         self.num_steps += 1
-        for seq_id, keep in batch.operations:
-            self._check_seq_id(seq_id)
-            del self._cells.setdefault(seq_id, [])[keep:]
+        for operation in batch.operations:
+            self._operate(operation)
         self._break()
+        if not batch.rows:
+            return np.zeros((0, VOCABULARY_SIZE), np.float32)
         if not 0 < batch.num_tokens <= self.info.max_num_batched_tokens:
             raise EngineError(f"a batch of {batch.num_tokens} tokens")
+        if batch.num_samples > self.info.max_num_samples:
+            raise EngineError(f"a batch of {batch.num_samples} samples")
         for row in batch.rows:
-            self._store(row.seq.seq_id, row.start, row.seq.tokens[row.start : row.start + row.num_tokens])
-        if sum(map(len, self._cells.values())) > self.info.num_cells:
-            raise EngineError("more cells in use than there are")
+            self._store(row.seq.seq_id, row.start, row.tokens)
+        self._check_num_cells()
         self._sleep(self._costs.of(batch))
         logits = np.zeros((batch.num_samples, VOCABULARY_SIZE), np.float32)
-        for i, row in enumerate(row for row in batch.rows if row.samples):
-            logits[i, self._next(row.seq.num_prompt_tokens, self._cells[row.seq.seq_id])] = 20
+        at = 0
+        for row in batch.rows:
+            cells = self._cells[row.seq.seq_id]
+            for length in range(len(cells) - row.num_samples + 1, len(cells) + 1):
+                logits[at, self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)] = 20
+                at += 1
         return logits
 
+    def _operate(self, operation: Operation) -> None:
+        match operation:
+            case Trim(seq_id, keep):
+                cells = self._cells_of(seq_id)
+                if 0 < keep < len(cells) and not self.info.can_trim:
+                    raise EngineError(f"sequence {seq_id} cannot be trimmed")
+                del cells[keep:]
+            case Copy(source, target, count):
+                if self._cells_of(target) or len(self._cells_of(source)) < count:
+                    raise EngineError(f"{count} tokens of {source} cannot be copied to {target}")
+                if not self.info.can_trim and len(self._cells_of(source)) != count:
+                    raise EngineError("a part of a state cannot be copied")
+                cells = self._cells_of(source)[:count]
+                if self.info.layout == "partitioned":
+                    cells = [Cell(cell.token) for cell in cells]
+                self._cells[target] = cells
+            case Save(seq_id, key):
+                self._snapshots[key] = msgspec.msgpack.encode([cell.token for cell in self._cells_of(seq_id)])
+            case Load(key, seq_id, count):
+                tokens = self._saved(key)
+                if len(tokens) < count or (len(tokens) > count and not self.info.can_trim):
+                    raise EngineError(f"snapshot {key} has {len(tokens)} tokens, not {count}")
+                cells = self._cells_of(seq_id)
+                cells[:] = map(Cell, tokens)
+                self._check_num_cells()
+                del cells[count:]
+            case Drop(key):
+                self._snapshots.pop(key, None)
+
+    def _saved(self, key: int) -> list[int]:
+        try:
+            return msgspec.msgpack.decode(self._snapshots[key], type=list[int])
+        except (KeyError, msgspec.MsgspecError):
+            raise EngineError(f"there is no snapshot {key}") from None
+
+    def _check_num_cells(self) -> None:
+        if len({id(cell) for cells in self._cells.values() for cell in cells}) > self.info.num_cells:
+            raise EngineError("more cells in use than there are")
+
     def _break(self) -> None:
-        if self.num_steps == self._faults.raise_at_step:
+        if 0 < self._faults.raise_at_step <= self.num_steps < self._faults.raise_at_step + self._faults.raise_times:
             raise EngineError("the fake backend was told to fail")
         if self.num_steps == self._faults.hang_at_step:
             self._sleep(3600)
 
-    def _check_seq_id(self, seq_id: int) -> None:
-        if not 0 <= seq_id < self.info.max_num_seqs:
-            raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
+    def _cells_of(self, seq_id: int) -> list[Cell]:
+        if not 0 <= seq_id < self.info.max_num_seqs + self.info.num_spare_ids:
+            raise EngineError(f"there is no sequence id {seq_id}")
+        return self._cells.setdefault(seq_id, [])
 
     def _store(self, seq_id: int, start: int, tokens: list[int]) -> None:
-        self._check_seq_id(seq_id)
-        cells = self._cells.setdefault(seq_id, [])
+        cells = self._cells_of(seq_id)
+        if seq_id >= self.info.max_num_seqs:
+            raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
         if start != len(cells):
             raise EngineError(f"sequence {seq_id} holds {len(cells)} tokens, but the row starts at {start}")
+        if self.info.layout == "partitioned" and len(cells) + len(tokens) > self.info.context_length:
+            raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside of the vocabulary")
-        cells += tokens
+        cells += map(Cell, tokens)
 
-    def _next(self, num_prompt_tokens: int, cells: list[int]) -> int:
-        if len(cells) - num_prompt_tokens == self._length:
+    def _next(self, num_prompt_tokens: int, length: int, last: int) -> int:
+        if length - num_prompt_tokens == self._length:
             return END
-        return (cells[-1] + 1) % 256
+        return (last + 1) % 256
+
+    def snapshot(self, key: int) -> memoryview:
+        return memoryview(self._snapshots[key])
+
+    def change_layout(self, layout: str) -> None:
+        self._cells.clear()
+        num_spare_ids = self._num_spare_ids if layout == "unified" else 0
+        self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
+
+    def adopt(self, key: int, data: bytes) -> None:
+        self._snapshots[key] = data
 
     def close(self) -> None:
         self._cells.clear()
+        self._snapshots.clear()
 
 
 class FakeVocabulary:

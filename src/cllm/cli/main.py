@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": ("cllm.cli.generate:generate", "Complete one prompt and print the text."),
     "doctor": ("cllm.cli.doctor:doctor", "Check this machine and say what cLLM will do on it."),
     "bench": ("cllm.cli.bench:app", "Measure a server under load."),
+    "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),
+    "explain": ("cllm.cli.explain:explain", "Say how a running server fills its steps, who waits, and why."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Run
 from typing import NamedTuple
 
 from cllm.core.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: ``num_tokens`` from position ``start``; ``samples`` if logits are wanted."""
+    """One sequence's share of a step: ``num_tokens`` of it from position ``start``, then ``draft``, guessed tokens.
+
+    ``num_samples`` of the last positions are sampled: 0 while a prompt goes on, 1 when it is complete or decodes, and
+    1 + len(draft) if there are guesses to be verified.
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    num_samples: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        own = self.seq.tokens[self.start : self.start + self.num_tokens]
+        return [*own, *self.draft] if self.draft else own
+
+    @property
+    def size(self) -> int:
+        """Positions computed, drafts included."""
+        return self.num_tokens + len(self.draft)
 
     def __str__(self) -> str:
-        name = f"{self.seq.request.request_id}.{self.seq.index}"
-        return f"{name} {self.start}+{self.num_tokens}{' sample' if self.samples else ''}"
+        guesses = f" guess {len(self.draft)}" if self.draft else ""
+        return f"{self.seq.name} {self.start}+{self.num_tokens}{guesses}{' sample' if self.num_samples else ''}"
 
 
 class Trim(NamedTuple):
@@ -26,20 +42,67 @@ class Trim(NamedTuple):
     seq_id: int
     keep: int
 
+    def __str__(self) -> str:
+        return f"{self.seq_id} keep {self.keep}"
+
+
+class Copy(NamedTuple):
+    """``target``, which is empty, gets the first ``num_tokens`` of what ``source`` holds."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target} {self.num_tokens}"
+
+
+class Save(NamedTuple):
+    """Keep a copy of all that ``seq_id`` holds in RAM, under the number ``snapshot``."""
+
+    seq_id: int
+    snapshot: int
+
+    def __str__(self) -> str:
+        return f"{self.seq_id} save s{self.snapshot}"
+
+
+class Load(NamedTuple):
+    """``seq_id`` gets the first ``num_tokens`` of ``snapshot`` in place of what it holds."""
+
+    snapshot: int
+    seq_id: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"s{self.snapshot} -> {self.seq_id} {self.num_tokens}"
+
+
+class Drop(NamedTuple):
+    """Forget a snapshot."""
+
+    snapshot: int
+
+    def __str__(self) -> str:
+        return f"drop s{self.snapshot}"
+
+
+Operation = Trim | Copy | Save | Load | Drop
+
 
 class Batch(NamedTuple):
     """The KV operations to carry out, in order, and then the rows to compute, sorted by seq_id."""
 
     rows: list[Row]
-    operations: list[Trim]
+    operations: Run[Operation]
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum(row.size for row in self.rows)
 
     @property
     def num_samples(self) -> int:
-        return sum(row.samples for row in self.rows)
+        return sum(row.num_samples for row in self.rows)
 
     def __str__(self) -> str:
         return "   ".join(str(row) for row in self.rows)

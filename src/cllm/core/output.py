@@ -22,7 +22,10 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine after a step: what the gauges show."""
+    """The engine after a step: what the gauges show.
+
+    waiting_seconds: estimated time until all who wait now are served.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -32,4 +35,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_cells_held: int = 0
     num_cells_idle: int = 0
     num_steps: int = 0
-    num_preemptions: int = 0
+    num_parked: int = 0
+    num_prefill_tokens: int = 0
+    num_guesses: int = 0
+    num_accepted: int = 0
+    num_ram_bytes: int = 0
+    num_disk_bytes: int = 0
+    num_waiting_tokens: int = 0
+    waiting_seconds: float = 0.0

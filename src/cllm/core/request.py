@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, context_length_exceeded
 
 
+class Priority(enum.IntEnum):
+    """Classes of service; a lower number is served before a higher one."""
+
+    INTERACTIVE = 0
+    NORMAL = 1
+    BATCH = 2
+
+
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; ``params.n`` sequences are made of it.
 
-    prompt: token ids that ``check_prompt`` has let pass. ``request_id`` names it for ever and is unique.
+    prompt: token ids that ``check_prompt`` has let pass. ``request_id`` names it for ever and is unique. key: on
+    whose account it goes; those of one class share fairly. Seconds from arrival: it may wait at most queue_timeout,
+    and must have finished within deadline.
     """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
+    key: str = ""
+    priority: Priority = Priority.NORMAL
+    deadline: float | None = None
+    queue_timeout: float | None = None
 
 
 def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, param: str) -> None:

@@ -8,8 +8,11 @@ from cllm.core.request import Request
 
 
 class Status(enum.Enum):
+    """PARKED: it has run, gave its cells back for others, and waits to go on."""
+
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -18,6 +21,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
 
 
 class Sequence:
@@ -30,11 +34,15 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrived",
+        "expires",
         "index",
         "limit",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_failures",
         "num_prompt_tokens",
+        "order",
         "request",
         "seed",
         "seq_id",
@@ -44,15 +52,22 @@ class Sequence:
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
-        """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens."""
+        """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens.
+
+        The scheduler sets ``arrived`` and ``expires`` (seconds of its clock) and ``order``, a number that grows.
+        """
         self.request = request
         self.index = index
         self.seed = seed
         self.tokens = list(request.prompt)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
+        self.num_failures = 0  # batches with it that could not be computed
         self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1
+        self.arrived = 0.0
+        self.expires: float | None = None
+        self.order = 0
         self.status = Status.WAITING
         self.limit = context_length
         if request.params.max_tokens is not None:
@@ -76,6 +91,13 @@ class Sequence:
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
 
+    @property
+    def name(self) -> str:
+        return f"{self.request.request_id}.{self.index}"
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
     def __repr__(self) -> str:
-        name = f"{self.request.request_id}.{self.index}"
-        return f"<{name} {self.status.value} {self.num_computed_tokens}/{self.num_tokens} seq_id={self.seq_id}>"
+        return f"<{self.name} {self.status.value} {self.num_computed_tokens}/{self.num_tokens} seq_id={self.seq_id}>"

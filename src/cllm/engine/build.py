@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from cllm.backends.base import Backend, Vocabulary
-from cllm.engine.engine import Engine
+from cllm.backends.base import Backend, ModelInfo, Vocabulary
+from cllm.engine.disk import DiskCache
+from cllm.engine.draft_model import DraftModel
+from cllm.engine.engine import Engine, layout_of
 from cllm.errors import StartupError
+from cllm.kv_cache.layouts import LayoutChooser
 from cllm.kv_cache.ledger import Ledger
+from cllm.kv_cache.tiers import Tiers
 from cllm.sampling.pipeline import Sampler
-from cllm.scheduler.scheduler import Scheduler
+from cllm.scheduler.policy import make_policy
+from cllm.scheduler.scheduler import Scheduler, SchedulerParams
+from cllm.scheduler.speculation import PromptLookup, Speculation
+
+MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
 
 
 class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +37,22 @@ class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    layout: str = "partitioned"
+    layout: str = "auto"
     kv_memory: int = 1 << 31
     n_threads: int | None = None
     n_gpu_layers: int = 99
     use_mmap: bool = True
     use_mlock: bool = False
     kv_bytes_per_token: int = 0
+    ram_cache_bytes: int = 0
+    disk_cache: str = ""
+    disk_cache_bytes: int = 0
+    target_itl: float | None = 1.0
+    policy: str = "fair"
+    weights: dict[str, float] = {}
+    speculation: str = "prompt_lookup"
+    draft_path: str = ""
+    max_draft_tokens: int = 8
     check: bool = False
     log_level: str = "warning"
 
@@ -57,10 +75,11 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
         context_length=params.context_length,
         max_num_seqs=params.max_num_seqs,
         max_num_batched_tokens=params.max_num_batched_tokens,
-        unified=params.layout == "unified",
+        layout=params.layout,
         kv_memory=params.kv_memory,
         n_threads=params.n_threads,
         n_gpu_layers=params.n_gpu_layers,
+        on_gpu=uses_gpu(params),
         kv_bytes_per_token=params.kv_bytes_per_token,
         use_mmap=params.use_mmap,
         use_mlock=params.use_mlock,
@@ -85,11 +104,50 @@ def uses_gpu(params: EngineParams) -> bool:
     return params.n_gpu_layers != 0 and supports_gpu_offload()
 
 
-def build_engine(backend: Backend, *, check: bool = False) -> Engine:
+def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """Raises StartupError if the policy or the draft model cannot be had."""
     info = backend.info
-    ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, can_trim=info.can_trim)
-    scheduler = Scheduler(ledger, info.max_num_batched_tokens, info.end_tokens)
-    return Engine(backend, scheduler, Sampler(), check=check)
+    tiers = Tiers(params.ram_cache_bytes, params.disk_cache_bytes, info.state_bytes_per_token, info.state_bytes)
+    ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
+    scheduler = Scheduler(
+        ledger,
+        SchedulerParams(max_num_batched_tokens=info.max_num_batched_tokens, target_itl=params.target_itl),
+        info.end_tokens,
+        make_policy(params.policy, params.weights),
+        build_speculation(params, info),
+    )
+    disk = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint) if params.disk_cache else None
+    chooser = LayoutChooser(info.num_cells, info.kv_bytes_per_token) if info.can_change_layout else None
+    return Engine(backend, scheduler, Sampler(), clock, disk, chooser, check=params.check)
+
+
+def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
+    """None if there are to be no guesses, or if the model cannot take wrong ones back."""
+    if params.speculation == "off" or not info.can_trim:
+        return None
+    drafter = build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
+    return Speculation(drafter, params.max_draft_tokens, info.max_num_samples)
+
+
+def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
+    """Raises StartupError if it cannot be loaded, has another vocabulary, or cannot take guesses back."""
+    if not params.draft_path:
+        raise StartupError("scheduler.speculation is draft_model, but model.draft_path names no model")
+    draft_params = msgspec.structs.replace(
+        params,
+        path=params.draft_path,
+        context_length=info.context_length,
+        max_num_seqs=min(MAX_DRAFTED_SEQS, info.max_num_seqs),
+        layout="partitioned",
+        kv_memory=1 << 62,
+        kv_bytes_per_token=0,
+    )
+    backend = build_backend(draft_params)
+    if params.backend != "fake" and build_vocabulary(params).pieces != build_vocabulary(draft_params).pieces:
+        raise StartupError(f"model.draft_path: {params.draft_path} has another vocabulary than the model")
+    if not backend.info.can_trim:
+        raise StartupError(f"model.draft_path: {params.draft_path} cannot take wrong guesses back (recurrent state)")
+    return DraftModel(backend)
 
 
 def build_vocabulary(params: EngineParams) -> Vocabulary:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
 
-from cllm.backends.base import Backend
+from cllm.backends.base import Backend, ModelInfo
+from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.output import Stats, TokenOutput
 from cllm.core.request import Request
 from cllm.core.sequence import FinishReason, Sequence
+from cllm.engine.disk import DiskCache, Written
 from cllm.errors import EngineError
+from cllm.kv_cache.layouts import Layout, LayoutChooser
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.scheduler import Scheduler
+from cllm.scheduler.trace import Explanation, explain
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -32,11 +36,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int | None = None
 
 
+class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Say why: the last ``num_steps`` steps, who runs, who waits for what."""
+
+    num_steps: int
+
+
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop, whatever is running."""
 
 
-Command = Add | Abort | Close
+Command = Add | Abort | Explain | Close
 
 
 class Inbox(Protocol):
@@ -47,29 +57,74 @@ class Inbox(Protocol):
 
 log = logging.getLogger("cllm.engine")
 
-Outbox = Callable[[list[TokenOutput], Stats], None]
+CHOOSE_EVERY = 8  # steps
+DISK_WAIT = 0.02  # seconds that a step without rows waits for the disk
+LAST_SAVES = 1.5  # seconds that an engine which closes spends on saving prefixes, and on writing them
+
+
+class Outbox(Protocol):
+    """The other side."""
+
+    def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
+        """What one step gave."""
+        ...
+
+    def explain(self, explanation: Explanation) -> None:
+        """The answer to Explain."""
+        ...
+
+
+Clock = Callable[[], float]
+
+
+def layout_of(info: ModelInfo) -> Layout:
+    unified = info.layout == "unified"
+    return Layout(shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids)
 
 
 class Engine:
     """A backend, a scheduler and a sampler, stepped by one thread."""
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, sampler: Sampler, *, check: bool = False) -> None:
-        """``check`` verifies the conservation laws after every step, which costs time."""
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        clock: Clock,
+        disk: DiskCache | None = None,
+        chooser: LayoutChooser | None = None,
+        *,
+        check: bool = False,
+    ) -> None:
+        """``clock`` gives seconds; with a ``chooser`` the KV layout follows the load; ``check`` verifies the
+        conservation laws after every step, which costs time.
+        """
         self.backend = backend
         self.scheduler = scheduler
         self.sampler = sampler
+        self.clock = clock
+        self._disk = disk
+        self._chooser = chooser
         self._check = check
+        if disk is not None:
+            for path, tokens in disk.find():
+                disk.name(scheduler.ledger.found_on_disk(tokens).key, path)
 
-    def run(self, inbox: Inbox, send: Outbox) -> None:
+    def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
-            for command in inbox.drain(block=not self.scheduler.has_work()):
-                if isinstance(command, Close):
-                    return
-                outputs += self.handle(command)
+            for command in inbox.drain(block=not self.scheduler.has_work() and not self._save_one_idle()):
+                match command:
+                    case Close():
+                        self._save_all_idle()
+                        return
+                    case Explain():
+                        outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
+                    case Add() | Abort():
+                        outputs += self.handle(command)
             outputs += self.step()
-            send(outputs, self.scheduler.stats())
+            outbox.send(outputs, self.scheduler.stats())
 
     def handle(self, command: Add | Abort) -> list[TokenOutput]:
         if isinstance(command, Abort):
@@ -79,7 +134,7 @@ class Engine:
         try:
             for index in range(request.params.n):
                 seq_seed = derive_seed(seed, index)
-                self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length))
+                self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length), self.clock())
         except ValueError:  # whoever sent it should have checked
             log.exception("a request was refused")
             return [TokenOutput(request.request_id, i, -1, FinishReason.ERROR) for i in range(request.params.n)]
@@ -87,12 +142,16 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; returns what was sampled, nothing if there is nothing to do."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.clock())
+        if self._disk is not None:
+            self._fetch(self._disk, wait=DISK_WAIT if batch is None and self.scheduler.has_work() else 0.0)
         if batch is None:
-            return []
+            return self.scheduler.take_ended()
         try:
             logits = self.backend.forward(batch)
             tokens = self.sampler.sample(batch, logits) if batch.num_samples else []
+            if self._disk is not None:
+                self._write(self._disk, batch.operations)
         except EngineError as error:
             log.error("a step failed: %s", error)
             return self.scheduler.fail(batch)
@@ -102,7 +161,67 @@ class Engine:
         except BaseException:  # Ctrl-C in a process that steps its own engine
             self.scheduler.fail(batch)
             raise
-        outputs = self.scheduler.update(batch, tokens)
+        outputs = self.scheduler.update(batch, tokens, self.clock())
+        if self._chooser is not None and self.scheduler.num_steps % CHOOSE_EVERY == 0:
+            self._choose_layout(self._chooser)
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _choose_layout(self, chooser: LayoutChooser) -> None:
+        """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one."""
+        unified = self.backend.info.layout == "unified"
+        if not chooser.wants_change(self.scheduler.ledger.sharing(), CHOOSE_EVERY, unified=unified):
+            return
+        chooser.seconds_lost = 0.0
+        begun = self.clock()
+        operations = self.scheduler.empty_cells()
+        self.backend.forward(Batch([], operations))
+        if self._disk is not None:
+            self._write(self._disk, operations)
+        self.backend.change_layout("partitioned" if unified else "unified")
+        info = self.backend.info
+        self.scheduler.ledger = self.scheduler.ledger.with_layout(info.num_cells, layout_of(info))
+        log.info("the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun)
+
+    # --- disk --------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, disk: DiskCache, wait: float) -> None:
+        """Begin what the scheduler wants to be read; take in what has been read and written."""
+        ledger = self.scheduler.ledger
+        reads, self.scheduler.reads = self.scheduler.reads, []
+        for snapshot in reads:
+            disk.read(snapshot.key)
+        for result in disk.results(wait):
+            found = ledger.tiers.find(result.key)
+            if isinstance(result, Written):
+                for old in ledger.written(result.key):
+                    disk.delete(old)
+            elif found is not None:
+                if result.data is not None:
+                    self.backend.adopt(result.key, result.data)
+                self.scheduler.was_read(found, succeeded=result.data is not None)
+
+    def _write(self, disk: DiskCache, operations: Collection[Operation]) -> None:
+        dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
+        for operation in operations:
+            if isinstance(operation, Save) and operation.snapshot not in dropped:
+                snapshot = self.scheduler.ledger.tiers.ram[operation.snapshot]
+                disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key))
+
+    def _save_one_idle(self) -> bool:
+        """Save an idle prefix that no file holds, now that nobody waits for a step; whether there was one."""
+        if self._disk is None:
+            return False
+        operations = self.scheduler.ledger.save_one_idle()
+        if operations:
+            self.backend.forward(Batch([], operations))
+            self._write(self._disk, operations)
+        return bool(operations)
+
+    def _save_all_idle(self) -> None:
+        until = self.clock() + LAST_SAVES
+        while self.clock() < until and self._save_one_idle():
+            pass
+        if self._disk is not None:
+            self._disk.flush(LAST_SAVES)

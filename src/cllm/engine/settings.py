@@ -9,8 +9,9 @@ import msgspec
 from cllm.config import Settings
 from cllm.engine.build import EngineParams, uses_gpu
 from cllm.errors import StartupError
+from cllm.models.catalog import resolve
 from cllm.models.gguf import kv_bytes_per_token, read_header
-from cllm.models.memory import kv_budget
+from cllm.models.memory import kv_budget, ram_cache_budget
 
 
 def engine_params(settings: Settings, path: Path | None) -> EngineParams:
@@ -35,19 +36,29 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
         n_gpu_layers=llama.n_gpu_layers,
         use_mmap=llama.use_mmap,
         use_mlock=llama.use_mlock,
+        target_itl=None if scheduler.target_itl_ms is None else scheduler.target_itl_ms / 1000,
+        policy=scheduler.policy,
+        weights=scheduler.weights,
+        speculation=scheduler.speculation,
+        max_draft_tokens=scheduler.max_draft_tokens,
+        draft_path=str(resolve(settings.model.draft_path)) if settings.model.draft_path else "",
         log_level=settings.log.level,
     )
     if path is None:
         return params
     header = read_header(path)
-    wanted = settings.kv.max_memory_mb
+    kv = settings.kv
+    kv_memory = kv_budget(
+        header,
+        kv.max_memory_mb * 1_000_000 if kv.max_memory_mb else None,
+        settings.model.max_context_length,
+        on_gpu=uses_gpu(params),
+    )
     return msgspec.structs.replace(
         params,
         kv_bytes_per_token=kv_bytes_per_token(header) or 0,
-        kv_memory=kv_budget(
-            header,
-            wanted * 1_000_000 if wanted else None,
-            settings.model.max_context_length,
-            on_gpu=uses_gpu(params),
-        ),
+        kv_memory=kv_memory,
+        ram_cache_bytes=ram_cache_budget(header, kv_memory) if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,
+        disk_cache=kv.disk_cache or "",
+        disk_cache_bytes=kv.disk_cache_mb * 1_000_000 if kv.disk_cache else 0,
     )

@@ -1,138 +1,452 @@
-"""Which tokens lie under which seq_id, and what room is left.
+"""Which tokens lie where: under which seq_id, shared with whom, idle or leased, in RAM or on disk.
 
-Each seq_id holds a run of tokens from position 0. While it is leased they belong to a running sequence; afterwards
-they stay, idle, until another sequence can use them as its prefix or the room is needed.
+Bookkeeping in plain Python. It calls no backend; what has to happen to the cells it returns as operations.
+
+A seq_id holds a run of tokens from position 0. While it is leased they belong to a running sequence; afterwards they
+stay, idle, until another sequence begins like them or the room is needed; then they go to RAM, if that is worth it.
+All prefixes, running, idle and saved, are paths of one radix tree.
 
 Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no seq_id holds more
-than cells_per_seq. In the partitioned layout each seq_id owns its cells, in the unified one all draw on one pool; both
-are the same bookkeeping, because num_cells = max_num_seqs * cells_per_seq in the first.
+than cells_per_seq; what the tree owns is exactly what is held, idle or saved.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 import numpy as np
-import numpy.typing as npt
 
-from cllm.core.batch import Trim
+from cllm.core.batch import Copy, Drop, Load, Operation, Save, Trim
+from cllm.core.sequence import Sequence
+from cllm.kv_cache.cells import Cells, Chain
+from cllm.kv_cache.layouts import Layout, Sharing
+from cllm.kv_cache.radix_tree import RadixTree, Tokens
 from cllm.kv_cache.seq_id_pool import SeqIdPool
+from cllm.kv_cache.tiers import Place, Snapshot, Tiers
 
-MIN_SHARED_TOKENS = 16  # below that a dense seq_id is worth more than the tokens saved
+MIN_SHARED_TOKENS = 16  # fewer are not worth a copy, nor waiting for
+MIN_SAVED_TOKENS = 64
+MIN_EVICTED_TOKENS = 32  # a cell at a time would cost an operation in each step
 
-Tokens = npt.NDArray[np.int32]
+
+class Holding:
+    """Tokens in the cells of a seq_id; ``seq`` is whose they are, or None while they are idle.
+
+    ``path`` is what the tree knows: all tokens if idle, else what the sequence had when it was admitted, part of
+    which may not be computed yet.
+    """
+
+    __slots__ = ("chain", "path", "saved", "seq", "seq_id")
+
+    def __init__(self, seq_id: int, chain: Chain, path: Tokens, seq: Sequence | None) -> None:
+        self.seq_id = seq_id
+        self.chain = chain
+        self.path = path
+        self.seq = seq
+        self.saved = False  # by save_one_idle, not to be saved by it again if the copy had to leave
+
+    @property
+    def num_computed(self) -> int:
+        return self.chain.length if self.seq is None else self.seq.num_computed_tokens
+
+    def __repr__(self) -> str:
+        return f"<Holding {self.seq_id} {self.chain.length}{'' if self.seq is None else ' leased'}>"
+
+
+class Match(NamedTuple):
+    """What there is of a sequence's tokens: ``num_tokens`` of them in ``source``.
+
+    ``num_promised`` of them (more, or 0) ``leader`` will have computed soon.
+    """
+
+    num_tokens: int = 0
+    source: Holding | Snapshot | None = None
+    num_promised: int = 0
+    leader: Sequence | None = None
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """True if it is better to wait than to begin."""
+        return self.leader is not None or (isinstance(self.source, Snapshot) and self.source.place is not Place.RAM)
 
 
 class Ledger:
-    """Counts cells and leases seq_ids; returns the operations that a backend has to carry out."""
+    """Counts cells, leases seq_ids, finds prefixes."""
 
-    def __init__(self, num_cells: int, cells_per_seq: int, max_num_seqs: int, *, can_trim: bool = True) -> None:
-        """``can_trim``: whether some of a sequence's cells can be given back, or only all."""
-        self.num_cells = num_cells
-        self._can_trim = can_trim
-        self.cells_per_seq = cells_per_seq
-        self.seq_ids = SeqIdPool(max_num_seqs)
+    def __init__(
+        self,
+        num_cells: int,
+        cells_per_seq: int,
+        max_num_seqs: int,
+        layout: Layout = Layout(),  # noqa: B008  # immutable
+        tiers: Tiers | None = None,
+        max_idle: int | None = None,
+    ) -> None:
+        """``max_idle``: idle cells beyond that are given up; None is without limit."""
         if num_cells < cells_per_seq:
             raise ValueError(f"{num_cells} cells cannot hold a sequence of {cells_per_seq}")
-        self._held: dict[int, int] = {}  # seq_id -> cells of a running sequence
-        self._idle: dict[int, Tokens] = {}  # seq_id -> tokens left there, the longest unused first
-        self.num_held = 0
-        self.num_idle = 0
-
-    @property
-    def num_free(self) -> int:
-        return self.num_cells - self.num_held - self.num_idle
+        self.cells = Cells(num_cells)
+        self.cells_per_seq = cells_per_seq
+        self.layout = layout
+        self.seq_ids = SeqIdPool(max_num_seqs)
+        self.tiers = Tiers() if tiers is None else tiers
+        self._max_idle = num_cells if max_idle is None else max_idle
+        self._tree: RadixTree[Holding | Snapshot] = RadixTree()
+        self._leased: dict[int, Holding] = {}
+        self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, the longest unused first
+        self._needed: Holding | Snapshot | None = None  # must not leave while it is being copied from
+        self._spare = list(range(max_num_seqs + layout.num_spare_ids - 1, max_num_seqs - 1, -1))
 
     @property
     def num_available(self) -> int:
         """Cells a running sequence could get without taking them from another."""
-        return self.num_cells - self.num_held
+        return self.cells.size - self.cells.num_held
 
-    def lease(self, prompt: list[int]) -> tuple[int, int, list[Trim]]:
-        """Lease a seq_id for ``prompt``: (seq_id, number of its tokens already there, operations).
+    # --- finding -----------------------------------------------------------------------------------------------------
 
-        At least one token of the prompt is left to compute, since its logits are needed. Raises IndexError if no
-        seq_id is free.
+    def match(self, tokens: list[int]) -> Match:
+        """What there is of ``tokens``, but for the last one: its logits are needed, so it is computed in any case."""
+        best, source, least = 0, None, MIN_SHARED_TOKENS
+        promised, leader = 0, None
+        for owner, shared in self._tree.match(np.array(tokens[:-1], np.int32)):
+            if shared < least and shared <= promised:
+                break
+            usable = self._usable(owner, shared)
+            worth = usable - self._cost(owner, usable)
+            if worth >= least:
+                best, source, least = usable, owner, worth + 1
+            if isinstance(owner, Holding) and shared > promised and self._will_have(owner, shared):
+                promised, leader = shared, owner.seq
+        if promised < best + MIN_SHARED_TOKENS:
+            promised, leader = 0, None
+        return Match(best, source, promised, leader)
+
+    def _usable(self, owner: Holding | Snapshot, shared: int) -> int:
+        """How many of ``shared`` tokens can be had from ``owner`` now."""
+        if isinstance(owner, Snapshot):
+            return shared if self.layout.trims or shared == len(owner.tokens) else 0
+        if self.layout.trims:
+            return min(shared, owner.num_computed)
+        return shared if owner.seq is None and shared == owner.chain.length else 0
+
+    def _will_have(self, holding: Holding, shared: int) -> bool:
+        """Whether ``shared`` tokens of a running sequence can be had when it has computed them."""
+        if holding.seq is None or self.layout.trims:
+            return holding.seq is not None
+        return holding.chain.length < shared and self._can_be_saved(shared)
+
+    def _can_be_saved(self, num_tokens: int) -> bool:
+        return num_tokens >= MIN_SAVED_TOKENS and 0 < self.tiers.size_of(num_tokens) <= self.tiers.ram_bytes
+
+    def _cost(self, owner: Holding | Snapshot, usable: int) -> int:
+        """What it costs to have them, roughly, in tokens that could be computed in that time."""
+        if isinstance(owner, Snapshot):
+            return 4 + usable // (64 if owner.place is Place.RAM else 16)
+        if self.layout.shares or (owner.seq is None and owner.chain.length == usable):
+            return 0
+        return usable // 32
+
+    def num_shared(self, match: Match) -> int:
+        """Cells that a sequence with this match does not need, because it shares them with a running one."""
+        source = match.source
+        return match.num_tokens if self.layout.shares and isinstance(source, Holding) and source.seq is not None else 0
+
+    # --- leasing -----------------------------------------------------------------------------------------------------
+
+    def lease(self, seq: Sequence, match: Match) -> tuple[int, int, list[Operation]] | None:
+        """Lease a seq_id for ``seq``: (seq_id, number of its tokens already there, operations).
+
+        None if what it would copy or load does not fit; nothing has changed then. Raises IndexError if no seq_id is
+        free.
         """
         if not self.seq_ids.num_free:
             raise IndexError("no sequence id is free")
-        seq_id, num_shared = self._longest_idle_prefix(prompt)
-        if num_shared == 0:
-            seq_id = self._least_useful()
+        source, count = match.source, match.num_tokens
+        seq_id = self._choose_seq_id(source, count)
+        operations: list[Operation] = []
+        if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
+            operations += self._shrink(source, count)
+            chain = source.chain
+            self._tree.remove(source)
+            del self._idle[seq_id]
+            self.cells.lease(chain)
+        else:
+            shares = isinstance(source, Holding) and self.layout.shares
+            new = 0 if shares else count
+            room = len(source.tokens) if isinstance(source, Snapshot) else new  # it is loaded as a whole, then trimmed
+            if room > self.num_available:
+                return None
+            self._needed = source
+            if seq_id in self._idle:
+                operations += self._move_away(self._idle[seq_id])
+            operations += self._evict(room)
+            self._needed = None
+            if isinstance(source, Snapshot):
+                operations.append(Load(source.key, seq_id, count))
+                self.tiers.touch(source)
+            elif source is not None:
+                operations.append(Copy(source.seq_id, seq_id, count))
+                if source.seq is None:
+                    self._idle.move_to_end(source.seq_id)
+            chain = self.cells.fork(source.chain, count) if shares and source else Chain()  # type: ignore[union-attr]
+            if new:
+                self.cells.grow(chain, new)
         self.seq_ids.lease(seq_id)
-        idle = self._idle.pop(seq_id, None)
-        if idle is not None:
-            self.num_idle -= len(idle)
-        self._held[seq_id] = num_shared
-        self.num_held += num_shared
-        stale = idle is not None and len(idle) > num_shared
-        return seq_id, num_shared, [Trim(seq_id, num_shared)] if stale else []
+        holding = Holding(seq_id, chain, np.array(seq.tokens, np.int32), seq)
+        self._leased[seq_id] = holding
+        self._tree.insert(holding.path, holding)
+        return seq_id, count, operations
 
-    def _least_useful(self) -> int:
-        """The free seq_id that leaves the fewest holes between leased ones; of these an empty one, or the oldest."""
+    def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
+        """The one that holds the prefix, if nothing else is lost with it; else the least useful."""
+        free = self.seq_ids.free
+        if isinstance(source, Holding) and source.seq_id in free and source.chain.length == count:
+            return source.seq_id
         age = {seq_id: i for i, seq_id in enumerate(self._idle)}
 
         def rank(seq_id: int) -> tuple[int, int, int]:
             neighbours = self.seq_ids.is_leased(seq_id - 1) + self.seq_ids.is_leased(seq_id + 1)
-            return -neighbours, age.get(seq_id, -1), seq_id
+            return -neighbours if self.layout.dense else 0, age.get(seq_id, -1), seq_id
 
-        return min(self.seq_ids.free, key=rank)
+        return min(free, key=rank)
 
-    def _longest_idle_prefix(self, prompt: list[int]) -> tuple[int, int]:
-        best, longest = -1, MIN_SHARED_TOKENS - 1
-        if self._idle:
-            wanted = np.array(prompt[:-1], np.int32)
-            for seq_id, tokens in self._idle.items():
-                shared = common_prefix(wanted, tokens)
-                if shared > longest and (self._can_trim or shared == len(tokens)):
-                    best, longest = seq_id, shared
-        return (best, longest) if best >= 0 else (best, 0)
+    def _worth_moving(self, holding: Holding, count: int) -> bool:
+        """True if more of an idle prefix than the ``count`` tokens now wanted can stay, under a spare seq_id."""
+        return holding.chain.length > count and self.layout.num_spare_ids > 0
 
-    def make_room(self, num_tokens: int) -> list[Trim] | None:
+    def _move_away(self, holding: Holding) -> list[Operation]:
+        """Empty a free seq_id: its idle tokens go to a spare one if there are any, else out of the cells."""
+        operations: list[Operation] = []
+        if not self._spare and self.layout.num_spare_ids:
+            oldest = next(idle for idle in self._idle.values() if idle.seq_id >= self.seq_ids.size)
+            if oldest is not self._needed:
+                operations += self._shrink(oldest, 0)
+        if not self._spare:
+            return operations + self._shrink(holding, 0)
+        here, there = holding.seq_id, self._spare.pop()
+        self._idle = OrderedDict((there if key == here else key, idle) for key, idle in self._idle.items())
+        holding.seq_id = there
+        return [*operations, Copy(here, there, holding.chain.length), Trim(here, 0)]
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_tokens: int) -> list[Operation] | None:
         """Operations after which ``num_tokens`` cells are free, or None if running sequences hold too many."""
-        if num_tokens > self.num_available:
-            return None
-        operations = []
-        while self.num_free < num_tokens:
-            seq_id, tokens = next(iter(self._idle.items()))
-            keep = len(tokens) - (num_tokens - self.num_free)
-            if keep >= MIN_SHARED_TOKENS and self._can_trim:
-                self._idle[seq_id] = tokens[:keep]
-            else:
+        return None if num_tokens > self.num_available else self._evict(num_tokens)
+
+    def _evict(self, num_tokens: int) -> list[Operation]:
+        """Shrink idle prefixes from their ends, the longest unused first, until ``num_tokens`` cells are free."""
+        operations: list[Operation] = []
+        for holding in list(self._idle.values()) if self.cells.num_free < num_tokens else ():
+            missing = num_tokens - self.cells.num_free
+            if missing <= 0:
+                break
+            if holding is self._needed:
+                continue
+            keep = holding.chain.length - max(missing, MIN_EVICTED_TOKENS)
+            if keep < MIN_SHARED_TOKENS or self.cells.num_private(holding.chain) < missing or not self.layout.trims:
                 keep = 0
-                del self._idle[seq_id]
-            self.num_idle -= len(tokens) - keep
-            operations.append(Trim(seq_id, keep))
+            operations += self._shrink(holding, keep)
         return operations
+
+    def _shrink(self, holding: Holding, keep: int) -> list[Operation]:
+        """Keep the first ``keep`` cells of an idle prefix, after saving it if that is worth it."""
+        if keep == holding.chain.length:
+            return []
+        operations = self._save(holding.seq_id, holding, holding.path)
+        self._tree.remove(holding)
+        self.cells.cut(holding.chain, keep)
+        if keep:
+            holding.path = holding.path[:keep]
+            self._tree.insert(holding.path, holding)
+        else:
+            self._forget_idle(holding)
+        return [*operations, Trim(holding.seq_id, keep)]
+
+    def _forget_idle(self, holding: Holding) -> None:
+        del self._idle[holding.seq_id]
+        if holding.seq_id >= self.seq_ids.size:
+            self._spare.append(holding.seq_id)
+
+    # --- giving back -------------------------------------------------------------------------------------------------
+
+    def num_cells_of(self, seq_id: int) -> int:
+        """Cells under a leased seq_id."""
+        return self._leased[seq_id].chain.length
 
     def hold(self, seq_id: int, num_tokens: int) -> None:
         """Count ``num_tokens`` more cells under ``seq_id``; make_room came first."""
-        self._held[seq_id] += num_tokens
-        self.num_held += num_tokens
+        self.cells.grow(self._leased[seq_id].chain, num_tokens)
 
-    def release(self, seq_id: int, tokens: list[int]) -> None:
-        """Give ``seq_id`` back; ``tokens``, what its cells hold, stay as an idle prefix."""
-        self.num_held -= self._held.pop(seq_id)
+    def rewind(self, seq_id: int, keep: int) -> list[Operation]:
+        """Give up the last cells of a leased seq_id: guesses that were wrong."""
+        self.cells.cut(self._leased[seq_id].chain, keep)
+        return [Trim(seq_id, keep)]
+
+    def release(self, seq_id: int, tokens: list[int], *, soon: bool = False) -> None:
+        """Give ``seq_id`` back; ``tokens``, what its cells hold, stay as an idle prefix.
+
+        ``soon``: it is the first to be evicted, because that is why it was released.
+        """
+        holding = self._leased.pop(seq_id)
+        self._tree.remove(holding)
         self.seq_ids.give_back(seq_id)
+        self.cells.cut(holding.chain, len(tokens))
+        self.cells.unlease(holding.chain)
         if tokens:
-            self._idle[seq_id] = np.array(tokens, np.int32)
-            self.num_idle += len(tokens)
+            holding.seq = None
+            holding.path = np.array(tokens, np.int32)
+            self._idle[seq_id] = holding
+            if soon:
+                self._idle.move_to_end(seq_id, last=False)
+            self._tree.insert(holding.path, holding)
+
+    def tidy(self) -> list[Operation]:
+        """Give up idle cells beyond the limit."""
+        surplus = self.cells.num_idle - self._max_idle
+        return self._evict(self.cells.num_free + surplus) if surplus > 0 else []
+
+    # --- copies outside of the cells ---------------------------------------------------------------------------------
+
+    def checkpoint(self, seq: Sequence) -> list[Operation]:
+        """Save what ``seq`` has computed: the only way to share state that cannot be trimmed."""
+        return self._save(
+            seq.seq_id, self._leased[seq.seq_id], np.array(seq.tokens[: seq.num_computed_tokens], np.int32)
+        )
+
+    def save_one_idle(self) -> list[Operation]:
+        """Save one idle prefix that is nowhere else, the last used first; nothing if there is none."""
+        for seq_id, holding in reversed(self._idle.items()):
+            if not holding.saved and (operations := self._save(seq_id, holding, holding.path)):
+                holding.saved = True
+                return operations
+        return []
+
+    def _save(self, seq_id: int, holding: Holding, tokens: Tokens) -> list[Operation]:
+        """Save ``tokens``, which ``seq_id`` holds, unless they are few, or lie elsewhere too, or RAM is too small."""
+        if not self._can_be_saved(len(tokens)) or self._lie_elsewhere(holding, tokens):
+            return []
+        leaving = self.tiers.make_room(self.tiers.size_of(len(tokens)), self._needed)
+        if leaving is None:
+            return []
+        if self.layout.trims:  # a shorter snapshot is part of the longer one
+            matches = self._tree.match(tokens)
+            shorter = [old for old, shared in matches if isinstance(old, Snapshot) and shared == len(old.tokens)]
+            for old in shorter:
+                if old.place is Place.RAM and old is not self._needed:
+                    self.tiers.leave_ram(old)
+                    leaving.append(old)
+        operations = self._leave_ram(leaving)
+        snapshot = self.tiers.add(tokens)
+        self._tree.insert(tokens, snapshot)
+        return [*operations, Save(seq_id, snapshot.key)]
+
+    def _lie_elsewhere(self, holding: Holding, tokens: Tokens) -> bool:
+        for owner, shared in self._tree.match(tokens):
+            if shared < len(tokens):
+                return False
+            if owner is not holding and self._usable(owner, shared) == shared:
+                return True
+        return False
+
+    def distrust(self, seq_ids: set[int]) -> list[Operation]:
+        """What lies under these free seq_ids is unknown: forget it."""
+        for holding in [holding for seq_id, holding in self._idle.items() if seq_id in seq_ids]:
+            self._tree.remove(holding)
+            self.cells.cut(holding.chain, 0)
+            self._forget_idle(holding)
+        return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
+
+    def drop(self, key: int) -> list[Operation]:
+        """Forget a snapshot, in RAM and in the books; a file of it is left alone."""
+        snapshot = self.tiers.find(key)
+        if snapshot is None:
+            return []
+        in_ram = snapshot.place is Place.RAM
+        self._tree.remove(snapshot)
+        self.tiers.forget(snapshot)
+        return [Drop(snapshot.key)] if in_ram else []
+
+    def _leave_ram(self, snapshots: list[Snapshot]) -> list[Operation]:
+        for snapshot in snapshots:
+            if not snapshot.in_file:
+                self._tree.remove(snapshot)
+        return [Drop(snapshot.key) for snapshot in snapshots]
+
+    def found_on_disk(self, tokens: Tokens) -> Snapshot:
+        """A file holds ``tokens``."""
+        snapshot = self.tiers.add(tokens, Place.DISK)
+        self._tree.insert(tokens, snapshot)
+        return snapshot
+
+    def read(self, snapshot: Snapshot) -> list[Operation] | None:
+        """``snapshot`` is on its way from its file: what leaves RAM for it, or None if RAM is too small.
+
+        It may arrive when the operations are carried out: one of them may be to drop what it was before.
+        """
+        leaving = self.tiers.make_room(snapshot.num_bytes)
+        if leaving is None:
+            return None
+        self.tiers.read(snapshot)
+        return self._leave_ram(leaving)
+
+    def written(self, key: int) -> list[int]:
+        """A file holds the snapshot ``key`` from now on; the keys of those whose files have to go."""
+        snapshot = self.tiers.ram.get(key)
+        if snapshot is None:  # it left while it was being written
+            return [key]
+        leaving = self.tiers.written(snapshot)
+        for old in leaving:
+            if old.place is Place.DISK:
+                self._tree.remove(old)
+        return [old.key for old in leaving]
+
+    # --- layouts -----------------------------------------------------------------------------------------------------
+
+    def sharing(self) -> Sharing:
+        """What the running sequences hold, together and each for itself."""
+        leased = list(self._leased.values())
+        total = sum(holding.chain.length for holding in leased)
+        own = sum(max(0, holding.chain.length - len(holding.path)) for holding in leased)  # not in the tree yet
+        distinct = own + self._tree.num_distinct({holding: holding.chain.length for holding in leased})
+        return Sharing(len(leased), total, distinct, self.cells.num_idle)
+
+    def with_layout(self, num_cells: int, layout: Layout) -> Ledger:
+        """A ledger for other cells with the same snapshots; nothing is leased or idle here."""
+        assert not self._leased, "a running sequence would lose its cells"
+        assert not self._idle, "idle cells would be forgotten"
+        ledger = Ledger(num_cells, self.cells_per_seq, self.seq_ids.size, layout, self.tiers)
+        for snapshot in {**self.tiers.ram, **self.tiers.files}.values():
+            ledger._tree.insert(snapshot.tokens, snapshot)
+        return ledger
+
+    # --- laws --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self.seq_ids.check()
-        assert self.num_held == sum(self._held.values()), f"held cells miscounted: {self}"
-        assert self.num_idle == sum(map(len, self._idle.values())), f"idle cells miscounted: {self}"
-        assert self.num_free >= 0, f"more cells in use than there are: {self}"
-        assert self._held.keys() == {i for i in range(self.seq_ids.size) if self.seq_ids.is_leased(i)}, str(self)
-        assert not self._held.keys() & self._idle.keys(), f"idle tokens under a leased seq_id: {self}"
-        most = max([*self._held.values(), *map(len, self._idle.values())], default=0)
-        assert most <= self.cells_per_seq, f"a sequence outgrew its cells: {self}"
+        self.tiers.check()
+        self._tree.check()
+        assert self.cells.num_free >= 0, f"more cells in use than there are: {self}"
+        assert self._leased.keys() == {i for i in range(self.seq_ids.size) if self.seq_ids.is_leased(i)}, str(self)
+        assert not self._leased.keys() & self._idle.keys(), f"idle tokens under a leased seq_id: {self}"
+        holdings = [*self._leased.values(), *self._idle.values()]
+        extents = {id(e): e for holding in holdings for e in holding.chain.extents()}
+        held = {id(e): e for holding in self._leased.values() for e in holding.chain.extents()}
+        assert self.cells.num_used == sum(e.length for e in extents.values()), f"cells miscounted: {self}"
+        assert self.cells.num_held == sum(e.length for e in held.values()), f"held cells miscounted: {self}"
+        for holding in holdings:
+            assert holding.chain.length == sum(e.length for e in holding.chain.extents()), repr(holding)
+            assert holding.chain.length <= self.cells_per_seq, f"a sequence outgrew its cells: {holding}"
+            assert holding.chain.leased == (holding.seq is not None), repr(holding)
+        for seq_id, holding in self._idle.items():
+            assert holding.seq_id == seq_id, repr(holding)
+            assert holding.chain.length == len(holding.path) > 0, repr(holding)
+        spare = set(self._spare) | {i for i in self._idle if i >= self.seq_ids.size}
+        assert len(spare) == self.layout.num_spare_ids, f"spare seq_ids lost: {self}"
+        assert len(self._tree) == len(holdings) + len(self.tiers), f"the tree is not what is there: {self}"
 
     def __str__(self) -> str:
-        return f"<Ledger {self.num_cells}: held {self.num_held} idle {self.num_idle} free {self.num_free}>"
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Number of leading tokens that two arrays share."""
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if len(differing) else length
+        cells = self.cells
+        return f"<Ledger {cells.size}: held {cells.num_held} idle {cells.num_idle} free {cells.num_free}>"

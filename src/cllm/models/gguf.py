@@ -6,6 +6,7 @@ refuses never reaches it. Format: https://github.com/ggml-org/ggml/blob/master/d
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import stat
@@ -147,6 +148,17 @@ def kv_bytes_per_token(header: GgufHeader) -> int | None:
     if len(counts) != layers or any(length is None for length in lengths):
         return None
     return 2 * sum(counts) * sum(length for length in lengths if length is not None)
+
+
+def fingerprint(path: Path) -> str:
+    """A number for the contents of a file: its size, its first and last MB, and pages in between, 128 bits in hex."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for at in (0, *range(1 << 20, size, max(1 << 20, size // 256)), max(0, size - (1 << 20))):
+            file.seek(at)
+            digest.update(file.read(1 << 20 if at in (0, size - (1 << 20)) else 4096))
+    return digest.hexdigest()
 
 
 def size_text(num_bytes: int) -> str:

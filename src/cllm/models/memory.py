@@ -9,6 +9,7 @@ from cllm.errors import StartupError
 from cllm.models.gguf import GgufHeader, kv_bytes_per_token, size_text
 
 USUAL_KV_BYTES = 4 << 30
+USUAL_RAM_CACHE_BYTES = 4 << 30
 COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, roughly
 MIN_CONTEXT = 256
 
@@ -60,3 +61,12 @@ def kv_budget(header: GgufHeader, wanted_bytes: int | None, context_length: int 
             f"but {size_text(available)} are available: take a smaller quantization, context or kv.max_memory_mb"
         )
     return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - weights) // 2))
+
+
+def ram_cache_budget(header: GgufHeader, kv_bytes: int) -> int:
+    """Bytes for prefixes outside of the KV cache: a quarter of what weights and KV cache leave, 4 GiB at most."""
+    available = available_bytes()
+    if available is None:
+        return 0
+    left = available - header.tensor_bytes * max(1, header.split_count) - COMPUTE_BYTES - kv_bytes
+    return max(0, min(USUAL_RAM_CACHE_BYTES, left // 4))

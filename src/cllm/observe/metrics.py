@@ -27,7 +27,14 @@ GAUGES = {
     "num_cells_held": ("kv_cells_held", "KV cells held by running sequences"),
     "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, free for the taking"),
     "num_steps": ("engine_steps", "steps since the engine started"),
-    "num_preemptions": ("preemptions", "sequences that gave up their cells and were computed again"),
+    "num_parked": ("parked", "times that a sequence gave up its cells for others, to go on later"),
+    "num_prefill_tokens": ("prefill_tokens_computed", "prompt tokens computed since the engine started"),
+    "num_guesses": ("spec_decode_num_draft_tokens", "tokens guessed since the engine started"),
+    "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
+    "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
+    "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
+    "num_waiting_tokens": ("waiting_tokens", "tokens to compute of the sequences that wait, cached ones included"),
+    "waiting_seconds": ("estimated_waiting_seconds", "time until all who wait now are served, as steps have cost"),
 }
 
 
@@ -53,8 +60,10 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine takes requests")
         self._restarts = gauge("engine_restarts", "times the engine died and was started again")
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
-        self._requests = counter("requests", "requests handed to the engine")
-        self._prompt_tokens = counter("prompt_tokens", "prompt tokens handed to the engine")
+        self._requests = counter("requests", "requests accepted")
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
+        self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
+        self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
         self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
         self._itl = histogram("inter_token_latency", "between the tokens of a request", ITL_BUCKETS)
@@ -65,6 +74,12 @@ class Metrics:
             ("model_name", "outcome"),
             registry=self._registry,
         )
+        self._refused = Counter(
+            "cllm:requests_refused",
+            "requests refused: a bound of the queue (requests, tokens, seconds), not_ready, draining",
+            ("model_name", "reason"),
+            registry=self._registry,
+        )
         self._finish = Counter(
             "cllm:request_success",
             "choices that finished, by reason",
@@ -73,9 +88,14 @@ class Metrics:
         )
         self._model_name = model_name
 
-    def begun(self, num_prompt_tokens: int) -> None:
+    def begun(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._shared.inc(num_shared)
+        self._recalled.inc(num_recalled)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(self._model_name, reason).inc()
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """``count`` tokens came ``seconds`` after what came before them."""

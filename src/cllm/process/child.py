@@ -21,7 +21,8 @@ from cllm.engine.build import EngineParams, build_backend, build_engine
 from cllm.engine.engine import Command
 from cllm.errors import StartupError
 from cllm.observe import log
-from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.scheduler.trace import Explanation
 
 PIPE_BYTES = 1 << 20  # room for some thousand steps while the parent is busy
 
@@ -43,10 +44,25 @@ class PipeInbox:
             os._exit(0)
 
     def drain(self, block: bool) -> list[Command]:
+        if block and self._queue.empty():
+            gc.collect()  # now that nobody waits; see main
         commands = [self._queue.get()] if block else []
         while not self._queue.empty():
             commands.append(self._queue.get())
         return commands
+
+
+class PipeOutbox:
+    """Messages to the parent's end of a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
+        send_all(self._descriptor, Stepped(outputs, stats))
+
+    def explain(self, explanation: Explanation) -> None:
+        send_all(self._descriptor, Explained(explanation))
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -95,16 +111,14 @@ def main() -> int:
     except StartupError as error:
         send_all(output, Failed(str(error)))
         return 2
-    engine = build_engine(backend, check=params.check)
+    engine = build_engine(backend, params)
     gc.collect()
     gc.freeze()
-
-    def send(outputs: list[TokenOutput], stats: Stats) -> None:
-        send_all(output, Stepped(outputs, stats))
+    gc.disable()  # or a step would pay for looking through all who wait
 
     send_all(output, Ready(backend.info))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        engine.run(inbox, send)
+        engine.run(inbox, PipeOutbox(output))
     os._exit(0)  # the reader thread sits in read(); nothing is left to flush
 
 

@@ -7,61 +7,28 @@ import contextlib
 import logging
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from cllm.backends.base import ModelInfo
-from cllm.core.output import Stats, TokenOutput
+from cllm.core.output import Stats
 from cllm.core.request import Request
 from cllm.engine.build import EngineParams
-from cllm.engine.engine import Abort, Add, Close
-from cllm.errors import CLLMError, EngineError, StartupError
-from cllm.process.messages import LENGTH, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.engine.engine import Abort, Add, Close, Explain
+from cllm.errors import EngineError, StartupError
+from cllm.process.backlog import Backlog, QueueLimits
+from cllm.process.flights import Flights, Stream
+from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.results import ResultCache
+from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
 CLOSE_TIMEOUT = 5.0
-
-
-class Stream:
-    """The tokens of some requests on their way to one reader."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self._going = {request.request_id: request.params.n for request in requests}
-        self._outputs: list[TokenOutput] = []
-        self._error: CLLMError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, output: TokenOutput) -> None:
-        if output.finish:
-            self._going[output.request_id] -= 1
-        self._outputs.append(output)
-        self._wake()
-
-    def has_finished(self, request: Request) -> bool:
-        return self._going[request.request_id] == 0
-
-    def fail(self, error: CLLMError) -> None:
-        """Let the reader have ``error`` after the outputs that have come."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> list[TokenOutput]:
-        """All outputs since the last call, at least one. Raises what ``fail`` was given."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
 
 class EngineClient:
@@ -70,7 +37,14 @@ class EngineClient:
     ``info`` is set once the engine has been ready; ``ready`` tells whether it is now; ``stats`` is its last word.
     """
 
-    def __init__(self, params: EngineParams, on_loading: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        params: EngineParams,
+        on_loading: Callable[[float], None] | None = None,
+        limits: QueueLimits | None = None,
+        results: ResultCache | None = None,
+    ) -> None:
+        """``limits``: of the queue; none by default. ``results``: to be kept; none by default."""
         self.info: ModelInfo | None = None
         self.ready = False
         self.stats = Stats()
@@ -78,7 +52,9 @@ class EngineClient:
         self.pid: int | None = None
         self._params = params
         self._on_loading = on_loading
-        self._streams: dict[str, Stream] = {}
+        backlog = Backlog(limits or QueueLimits(), params.policy, params.weights)
+        self._flights = Flights(backlog, ResultCache() if results is None else results)
+        self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
@@ -139,12 +115,17 @@ class EngineClient:
                 if isinstance(message, Stepped):
                     backoff = FIRST_BACKOFF
                     self._dispatch(message)
+                elif isinstance(message, Explained):
+                    answer(self._asked.popleft(), message.explanation)
             self.ready = False
             if self._closing:
                 return
             cause = await describe_exit(process)
-            log.error("the engine died (%s) with %d requests; starting it again", cause, len(self._streams))
-            self.end_all(EngineError(f"The engine died ({cause}) and is being started again; please retry."))
+            log.error("the engine died (%s) with %d requests; starting it again", cause, len(self._flights))
+            died = EngineError(f"The engine died ({cause}) and is being started again; please retry.")
+            self.end_all(died)
+            while self._asked:
+                answer(self._asked.popleft(), died)
             while not self.ready:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LONGEST_BACKOFF)
@@ -157,41 +138,63 @@ class EngineClient:
 
     def _dispatch(self, message: Stepped) -> None:
         self.stats = message.stats
+        self._flights.backlog.observe(message.stats)
+        now = time.monotonic()
         for output in message.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
+            self._flights.put(output, now)
 
     def end_all(self, error: EngineError) -> None:
         """End every stream with ``error``."""
         self.stats = msgspec.structs.replace(
-            self.stats, num_running=0, num_waiting=0, num_seq_ids_in_use=0, num_cells_held=0, num_cells_idle=0
+            self.stats,
+            num_running=0,
+            num_waiting=0,
+            num_seq_ids_in_use=0,
+            num_cells_held=0,
+            num_cells_idle=0,
+            num_waiting_tokens=0,
+            waiting_seconds=0.0,
         )
-        streams, self._streams = self._streams, {}
-        for stream in set(streams.values()):
-            stream.fail(error)
+        self._flights.fail(error)
+
+    def check_room(self, request: Request) -> None:
+        """Raise QueueFull if ``request`` would be refused now, were it not for others that share its result."""
+        self._flights.backlog.admit([request], self.stats.num_seq_ids)
 
     def submit(self, requests: list[Request]) -> Stream:
-        """Hand requests to the engine. Raises EngineError if there is none. ``close_stream`` must follow."""
-        if not self.ready:
-            raise EngineError("The engine is not ready; please retry.")
-        frames = b"".join(frame(Add(request)) for request in requests)
-        stream = Stream(requests)
-        for request in requests:
-            self._streams[request.request_id] = stream
-        self._write(frames)
+        """Hand requests to the engine, or find their results. ``close_stream`` must follow.
+
+        Raises QueueFull if the queue is full, and EngineError if there is no engine.
+        """
+        self._check_ready()
+        stream, new = self._flights.board(requests, self.stats.num_seq_ids)
+        if new:
+            self._write(b"".join(frame(Add(request)) for request in new))
         return stream
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, in the engine's next step."""
-        if self.ready:
-            self._write(frame(Abort(request_id, index)))
+    def stop(self, stream: Stream, request_id: str, index: int) -> None:
+        """End one of a request's sequences in the engine's next step; it has said all that was asked for."""
+        name = self._flights.stop(stream, request_id, index)
+        if name is not None and self.ready:
+            self._write(frame(Abort(name, index)))
 
     def close_stream(self, stream: Stream) -> None:
-        """Forget the stream's requests; those that have not finished are aborted."""
-        for request in stream.requests:
-            if self._streams.pop(request.request_id, None) is not None and not stream.has_finished(request):
-                self.abort(request.request_id)
+        """Forget the stream's requests; those that have not finished, and that nobody else reads, are aborted."""
+        for name in self._flights.leave(stream):
+            if self.ready:
+                self._write(frame(Abort(name)))
+
+    async def explain(self, num_steps: int) -> Explanation:
+        """The last ``num_steps`` steps, who runs, who waits and why. Raises EngineError if there is no engine."""
+        self._check_ready()
+        future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        self._write(frame(Explain(num_steps)))
+        return await future
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            raise EngineError("The engine is not ready; please retry.")
 
     def _write(self, data: bytes) -> None:
         assert self._process is not None
@@ -215,6 +218,16 @@ class EngineClient:
 
 
 _decoder: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
+
+
+def answer(asked: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
+    """Tell who asked, unless he has gone away."""
+    if asked.done():
+        return
+    if isinstance(explanation, EngineError):
+        asked.set_exception(explanation)
+    else:
+        asked.set_result(explanation)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from cllm.backends.base import ModelInfo
 from cllm.core.output import Stats, TokenOutput
+from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
 
@@ -39,7 +40,13 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stats: Stats
 
 
-FromChild = Loading | Ready | Failed | Stepped
+class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to Explain."""
+
+    explanation: Explanation
+
+
+FromChild = Loading | Ready | Failed | Stepped | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -29,8 +29,8 @@ class Sampler:
     """Stateless: all that a draw depends on is the row, the request's params, its seed and the position."""
 
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """One token id for each sampling row of ``batch``; ``logits`` (num_samples, vocabulary) is written to."""
-        seqs = [row.seq for row in batch.rows if row.samples]
+        """A token id for each sampled position of ``batch``; ``logits`` (num_samples, vocabulary) is written to."""
+        seqs = [row.seq for row in batch.rows for _ in range(row.num_samples)]
         for seq, row in zip(seqs, logits, strict=True):
             params = seq.request.params
             if params.penalized:
@@ -41,31 +41,33 @@ class Sampler:
             best: list[int] = logits.argmax(axis=1).tolist()
             return best
         tokens = [0] * len(seqs)
+        positions = [row.seq.num_tokens + i for row in batch.rows for i in range(row.num_samples)]
         drawn = []
         for i, seq in enumerate(seqs):
             if seq.request.params.greedy:
                 tokens[i] = int(logits[i].argmax())
             else:
                 drawn.append(i)
-        for i, token in zip(drawn, draw([seqs[i] for i in drawn], [logits[i] for i in drawn]), strict=True):
+        found = draw([seqs[i] for i in drawn], [positions[i] for i in drawn], [logits[i] for i in drawn])
+        for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
         return tokens
 
 
-def draw(seqs: list[Sequence], rows: list[Row]) -> list[int]:
-    """One random token for each row, by the params and the seed of its sequence."""
+def draw(seqs: list[Sequence], positions: list[int], rows: list[Row]) -> list[int]:
+    """One random token for each row, by the params of its sequence, its seed and the token's position in it."""
     chosen = [candidates(row, seq) for seq, row in zip(seqs, rows, strict=True)]
     tokens = [0] * len(seqs)
     narrow = [i for i, (ids, _, _) in enumerate(chosen) if len(ids) <= WIDE]
     wide = [[i] for i, (ids, _, _) in enumerate(chosen) if len(ids) > WIDE]
     for group in [narrow, *wide] if narrow else wide:
-        picked = pick([seqs[i] for i in group], [chosen[i] for i in group])
+        picked = pick([seqs[i] for i in group], [positions[i] for i in group], [chosen[i] for i in group])
         for i, token in zip(group, picked, strict=True):
             tokens[i] = token
     return tokens
 
 
-def pick(seqs: list[Sequence], chosen: list[Candidates]) -> list[int]:
+def pick(seqs: list[Sequence], positions: list[int], chosen: list[Candidates]) -> list[int]:
     """Top-p, min-p, temperature and the draw, for all rows at once."""
     width = max(len(ids) for ids, _, _ in chosen)
     ids = np.zeros((len(seqs), width), np.intp)
@@ -87,8 +89,7 @@ def pick(seqs: list[Sequence], chosen: list[Candidates]) -> list[int]:
     weights = np.exp(values / temperature) * keep
     cumulated = np.cumsum(weights, axis=1)
     seeds = np.array([seq.seed for seq in seqs], np.uint64)
-    positions = np.array([seq.num_tokens for seq in seqs], np.uint64)
-    target = uniform(seeds, positions)[:, None] * cumulated[:, -1:]
+    target = uniform(seeds, np.array(positions, np.uint64))[:, None] * cumulated[:, -1:]
     at = (cumulated <= target).sum(axis=1)
     picked: list[int] = ids[np.arange(len(seqs)), at].tolist()
     return picked

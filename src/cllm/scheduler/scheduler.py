@@ -1,127 +1,376 @@
 """What is computed in each step, and for whom.
 
-One order: served from its head (the running ones in order of admission, then the waiting ones in order of arrival),
-taken from its tail when cells run short. A sequence finishes in the step that samples its last token, and its seq_id
-and cells are given back in one function, ``release``, whatever ended it.
+One order: served from its head (the running ones, then the waiting ones as the policy sorts them), taken from its
+tail when cells run short. A sequence finishes in the step that samples its last token, and its seq_id and cells are
+given back in one function, ``release``, whatever ended it.
 
-Invariants: a sequence is in exactly one of ``waiting`` and ``running`` until it has finished; RUNNING means a leased
-seq_id; a preempted sequence was not scheduled in the same step.
+Invariants: a sequence that has not finished is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING
+means a leased seq_id; between steps a seq_id holds as many cells as its sequence has computed tokens; whoever is
+deferred has a leader that runs or a snapshot that is being read.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from cllm.core.batch import Batch, Row, Trim
+import msgspec
+
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.output import Stats, TokenOutput
 from cllm.core.sequence import FinishReason, Sequence, Status
-from cllm.kv_cache.ledger import Ledger
+from cllm.kv_cache.ledger import Ledger, Match
+from cllm.kv_cache.tiers import Place, Snapshot
+from cllm.scheduler.deferred import Deferred
+from cllm.scheduler.policy import Policy
+from cllm.scheduler.speculation import Speculation
+from cllm.scheduler.step_cost import StepCost, mean
+from cllm.scheduler.trace import MAX_STEPS, Step, stats_of
+from cllm.scheduler.waiting import Waiting
 
-# While somebody decodes, prompts get a quarter of a step, so that a long one does not hold up the others.
-PREFILL_SHARE = 4
+MIN_PREFILL_TOKENS = 16  # a step gives prompts at least that, or a full house would keep them out for ever
+MIN_GROWTH = 8  # tokens that a sequence is expected to get still, however many it got
+MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
+FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
+
+
+class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
+    """max_num_batched_tokens: of one step. target_itl: seconds from token to token that others' prompts may cause;
+    None gives prompts whatever fits.
+    """
+
+    max_num_batched_tokens: int = 512
+    target_itl: float | None = 1.0
 
 
 class Scheduler:
-    """First come, first served; decoding rows before prompts; a prompt enters in chunks."""
+    """Decides with values: ``schedule`` says what to do, ``update`` takes in what came of it."""
 
-    def __init__(self, ledger: Ledger, max_num_batched_tokens: int, end_tokens: list[int]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: SchedulerParams,
+        end_tokens: list[int],
+        policy: Policy,
+        speculation: Speculation | None = None,
+    ) -> None:
         """``end_tokens``: the ids with which the model says that it has finished."""
-        if max_num_batched_tokens < ledger.seq_ids.size:
-            raise ValueError(f"{max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
+        if params.max_num_batched_tokens < ledger.seq_ids.size:
+            raise ValueError(f"{params.max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
         self.ledger = ledger
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.params = params
         self.end_tokens = frozenset(end_tokens)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting(policy)
         self.running: list[Sequence] = []
-        self._owed: list[Trim] = []  # for the seq_ids of a batch that failed, whose cells are unknown
+        self.deferred = Deferred()
+        self.cost = StepCost()
+        self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
+        self.reads: list[Snapshot] = []  # to be read from disk; whoever reads them empties the list
+        self._speculation = speculation
+        self._requests: dict[str, dict[int, Sequence]] = {}
+        self._expiries: list[tuple[float, int, Sequence]] = []
+        self._ended: list[TokenOutput] = []
+        self._owed: list[Operation] = []  # to be carried out before anything else in the next batch
+        self._next_order = 0
+        self.expected_output = FIRST_GUESS_OF_OUTPUT
+        self._begun = 0.0
+        self._budget = 0
+        self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
-        self.num_preemptions = 0
+        self.num_parked = 0
+        self.num_prefill_tokens = 0
+        self.num_guesses = 0
+        self.num_accepted = 0
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; its prompt is shorter than ledger.cells_per_seq."""
+    # --- arrival -----------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, now: float) -> None:
+        """Queue a sequence. Raises ValueError if its prompt does not leave a cell for its first token."""
         if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
-        self.waiting.append(seq)
+        seq.arrived = now
+        seq.order, self._next_order = self._next_order, self._next_order + 1
+        request = seq.request
+        self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
+        self._requests.setdefault(request.request_id, {})[seq.index] = seq
+        self.waiting.push(seq)
+
+    def _expire_in(self, seq: Sequence, seconds: float | None) -> None:
+        seq.expires = None if seconds is None else seq.arrived + seconds
+        if seq.expires is not None:
+            heapq.heappush(self._expiries, (seq.expires, seq.order, seq))
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.deferred)
 
-    def schedule(self) -> Batch | None:
-        """Choose the rows of the next step, or None if there is nothing to do."""
-        operations = self._make_room_for_decoding()
-        rows = [Row(seq, seq.num_computed_tokens, 1, True) for seq in self.running if seq.num_lacking_tokens == 1]
-        for row in rows:
-            self.ledger.hold(row.seq.seq_id, 1)
-        budget = self.max_num_batched_tokens - len(rows)
-        if rows:
-            budget = min(budget, max(1, self.max_num_batched_tokens // PREFILL_SHARE))
-        for seq in self._lacking_many(operations):
-            count = min(seq.num_lacking_tokens, budget)
-            room = self.ledger.make_room(count)
-            if room is None:
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Batch | None:
+        """Choose the rows of the next step, or None if there is nothing to compute (but maybe to read from disk)."""
+        self._begun, self.blocked = now, ""
+        self._expire(now)
+        self._yield_to_a_higher_class(now)
+        operations = [*self._owed, *self.ledger.tidy()]
+        self._owed = []
+        rows = self._decode(operations)
+        self._budget = budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
+        for seq in self._lacking_many(now, operations):
+            if budget <= 0:
+                self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
                 break
-            operations += room
-            self.ledger.hold(seq.seq_id, count)
-            rows.append(Row(seq, seq.num_computed_tokens, count, count == seq.num_lacking_tokens))
+            count = min(seq.num_lacking_tokens, budget, self._until_checkpoint(seq))
+            if not self._make_room(seq, count, rows, operations):
+                break
+            rows.append(self._row(seq, count))
             budget -= count
-            if budget == 0:
-                break
         if not rows:
+            self._owed = operations
             return None
-        operations, self._owed = [*self._owed, *operations], []
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 
-    def _make_room_for_decoding(self) -> list[Trim]:
-        """Free a cell for each sequence that lacks one token, preempting from the tail until they fit."""
-        while True:
-            num_rows = sum(seq.num_lacking_tokens == 1 for seq in self.running)
-            operations = self.ledger.make_room(num_rows)
-            if operations is not None:
-                return operations
-            self._preempt(self.running[-1])
+    def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
+        self.ledger.hold(seq.seq_id, count + len(draft))
+        num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
+        return Row(seq, seq.num_computed_tokens, count, num_samples, draft)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.release(seq)
-        seq.status = Status.WAITING
-        seq.num_computed_tokens = 0
-        self.waiting.appendleft(seq)
-        self.num_preemptions += 1
+    def _decode(self, operations: list[Operation]) -> list[Row]:
+        """A row for each that lacks one token, after parking who does not fit; with guesses if nobody else comes."""
+        decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        if self._speculation is not None and decoding and len(decoding) == len(self.running) and not self.waiting:
+            drafts = self._speculation.propose(decoding, self.cost, self.params.max_num_batched_tokens)
+        while (room := self.ledger.make_room(len(decoding) + sum(map(len, drafts.values())))) is None:
+            if drafts:
+                drafts = {}
+                continue
+            self._park(self._tail())
+            decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
+        operations += room
+        return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
-    def _lacking_many(self, operations: list[Trim]) -> Iterator[Sequence]:
+    def _prefill_budget(self, num_rows: int, num_tokens: int) -> int:
+        """Prefill tokens beside the decoding rows: all that fit, or what keeps their latency within the target."""
+        space = self.params.max_num_batched_tokens - num_tokens
+        if not num_rows or self.params.target_itl is None:
+            return space
+        within = self.cost.num_prefill_tokens(num_rows, self.params.target_itl)
+        return space if within is None else min(space, max(MIN_PREFILL_TOKENS, within))
+
+    def _make_room(self, seq: Sequence, count: int, rows: list[Row], operations: list[Operation]) -> bool:
+        """Free cells for ``count`` tokens of a prompt, parking those behind it that are not in the batch yet."""
+        busy = {row.seq for row in rows}
+        while (room := self.ledger.make_room(count)) is None:
+            tail = self._tail()
+            if tail is seq or tail in busy:
+                self.blocked = f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
+                return False
+            self._park(tail)
+        operations += room
+        return True
+
+    def _tail(self) -> Sequence:
+        """Who is taken from first: of the lowest class, the last that came."""
+        return max(self.running, key=lambda seq: (seq.request.priority, seq.order))
+
+    def _until_checkpoint(self, seq: Sequence) -> int:
+        """How far ``seq`` may go in one step: state that cannot be trimmed must be saved where others will need it."""
+        return min((at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens)
+
+    def _checkpoints(self, seq: Sequence) -> list[int]:
+        """Positions ahead at which the state of ``seq`` is worth saving: where followers leave it, and its prompt."""
+        if self.ledger.layout.trims:
+            return []
+        awaited = self.deferred.awaited(seq)
+        return [at for at in (*awaited, seq.num_prompt_tokens - 1) if at > seq.num_computed_tokens]
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def _lacking_many(self, now: float, operations: list[Operation]) -> Iterator[Sequence]:
         """The running sequences that lack more than one token, then waiting ones as they are admitted."""
         yield from [seq for seq in self.running if seq.num_lacking_tokens > 1]
-        while self.waiting and self.ledger.seq_ids.num_free and self._fits(self.waiting[0]):
-            seq = self.waiting.popleft()
-            seq.seq_id, seq.num_computed_tokens, trims = self.ledger.lease(seq.tokens)
-            if seq.num_cached_tokens is None:  # not what a preempted one finds of its own
-                seq.num_cached_tokens = seq.num_computed_tokens
-            seq.status = Status.RUNNING
-            operations += trims
-            self.running.append(seq)
-            yield seq
+        admitted = []
+        while (seq := self.waiting.head(now)) is not None:
+            if not self.ledger.seq_ids.num_free:
+                self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
+                return
+            match = self.ledger.match(seq.tokens)
+            if match.is_on_its_way:
+                if len(self.deferred) >= 2 * self.ledger.seq_ids.size:
+                    self.blocked = f"{len(self.deferred)} already wait for prefixes"
+                    return
+                operations += self._defer(seq, match)
+                continue
+            if self.running and self.ledger.layout.shares and not self._fits(seq, match):
+                return
+            leased = self.ledger.lease(seq, match)
+            if leased is None:
+                self.blocked = f"no cells for the {match.num_tokens} cached tokens of {seq.name}"
+                return
+            operations += self._admit(seq, *leased)
+            if self.ledger.layout.trims:
+                yield seq
+            else:  # it must be known first where followers will leave it
+                admitted.append(seq)
+        yield from admitted
 
-    def _fits(self, seq: Sequence) -> bool:
-        """True if all the tokens of a waiting sequence fit beside one more token for each running one."""
-        return seq.num_tokens + len(self.running) < self.ledger.num_available or not self.running
+    def _fits(self, seq: Sequence, match: Match) -> bool:
+        """True if ``seq`` and those who run can be expected to find the cells they will need, all of them."""
+        need = self._expected_size(seq) - self.ledger.num_shared(match)
+        growth = sum(self._expected_size(other) - self.ledger.num_cells_of(other.seq_id) for other in self.running)
+        if need + growth <= self.ledger.num_available:
+            return True
+        self.blocked = (
+            f"no cells: {seq.name} needs {need}, those who run {growth} more, {self.ledger.num_available} are to be had"
+        )
+        return False
 
-    def update(self, batch: Batch, tokens: list[int]) -> list[TokenOutput]:
-        """Take in the sampled tokens, one for each sampling row in order; release what has finished."""
-        self.num_steps += 1
-        outputs = []
+    def _expected_size(self, seq: Sequence) -> int:
+        """Tokens ``seq`` will probably end with: as many of output as others got, unless it is bound to get fewer."""
+        growth = max(MIN_GROWTH, int(self.expected_output) - seq.num_output_tokens)
+        return min(seq.limit, seq.num_tokens + growth)
+
+    def _admit(self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]) -> list[Operation]:
+        self.waiting.take(seq)
+        seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
+        if seq.num_cached_tokens is None:  # not what a parked one finds of its own
+            seq.num_cached_tokens = num_cached
+            self._expire_in(seq, seq.request.deadline)
+            self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
+        seq.status = Status.RUNNING
+        self.running.append(seq)
+        return operations
+
+    def _defer(self, seq: Sequence, match: Match) -> list[Operation]:
+        """Let ``seq`` wait for what somebody else computes, or for the disk."""
+        operations: list[Operation] = []
+        if match.leader is not None:
+            self.deferred.follow(match.leader, match.num_promised, seq)
+        else:
+            snapshot = match.source
+            assert isinstance(snapshot, Snapshot)
+            if snapshot.place is Place.DISK:
+                leaving = self.ledger.read(snapshot)
+                if leaving is None:  # RAM is too small for it
+                    return self.ledger.drop(snapshot.key)
+                operations += leaving
+                self.reads.append(snapshot)
+            self.deferred.read(snapshot, seq)
+        self.waiting.remove(seq)
+        return operations
+
+    def _call_back(self, seqs: list[Sequence]) -> None:
+        """Those who were deferred wait in the queue again, at the places they had."""
+        for seq in seqs:
+            self.waiting.push(seq)
+
+    def was_read(self, snapshot: Snapshot, *, succeeded: bool) -> None:
+        """What was in ``reads`` is in RAM now, or could not be read."""
+        if succeeded:
+            snapshot.place = Place.RAM
+        else:
+            self.ledger.drop(snapshot.key)
+        self._call_back(self.deferred.was_read(snapshot))
+
+    def _yield_to_a_higher_class(self, now: float) -> None:
+        """Park one sequence of a lower class if somebody of a higher one waits for a seq_id."""
+        if self.ledger.seq_ids.num_free or not self.waiting:
+            return
+        head, tail = self.waiting.head(now), self._tail()
+        if head is not None and head.request.priority < tail.request.priority:
+            self._park(tail)
+
+    def _park(self, seq: Sequence) -> None:
+        """Take a running sequence's cells; it goes on later, from what is left of them in cells or RAM."""
+        self._give_back(seq, soon=True)
+        self.running.remove(seq)
+        seq.status = Status.PARKED
+        self.waiting.push(seq)
+        self.num_parked += 1
+
+    def empty_cells(self) -> list[Operation]:
+        """Park everybody; operations after which no cell is in use."""
+        while self.running:
+            self._park(self._tail())
+        operations = [*self._owed, *(self.ledger.make_room(self.ledger.cells.size) or ())]
+        self._owed = []
+        return operations
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, tokens: list[int], now: float) -> list[TokenOutput]:
+        """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished."""
+        outputs = self.take_ended()
         sampled = iter(tokens)
-        for seq, start, count, samples in batch.rows:
-            seq.num_computed_tokens = start + count
-            if samples:
-                outputs.append(self._append(seq, next(sampled)))
+        num_prefill = num_guesses = num_accepted = num_rows = 0
+        for row in batch.rows:
+            seq = row.seq
+            found = [next(sampled) for _ in range(row.num_samples)]
+            right = 0
+            while right < len(row.draft) and found[right] == row.draft[right]:
+                right += 1
+            seq.num_computed_tokens = row.start + row.num_tokens + right
+            if row.num_samples and row.num_tokens == 1:
+                num_rows += 1
+            else:
+                num_prefill += row.num_tokens
+            num_guesses += len(row.draft)
+            num_accepted += right
+            if row.draft and self._speculation is not None:
+                self._speculation.verified(seq, len(row.draft), right)
+            seq_id = seq.seq_id
+            for token in found[: right + 1]:
+                outputs.append(self._append(seq, token))
+                if seq.status is Status.FINISHED:
+                    break
+            if right < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
+                self._take_back_guesses(seq, seq_id, row.start + row.num_tokens + right)
+            self._progressed(seq)
         if any(output.finish for output in outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        self.cost.observe(num_rows + num_guesses, num_prefill, now - self._begun)
+        self.num_steps += 1
+        self.num_prefill_tokens += num_prefill
+        self.num_guesses += num_guesses
+        self.num_accepted += num_accepted
+        self.trace.append(
+            Step(
+                number=self.num_steps,
+                at=self._begun,
+                seconds=now - self._begun,
+                num_rows=num_rows,
+                num_prefill_tokens=num_prefill,
+                prefill_budget=self._budget,
+                num_guesses=num_guesses,
+                num_accepted=num_accepted,
+                num_operations=len(batch.operations),
+                num_running=len(self.running),
+                num_waiting=len(self.waiting) + len(self.deferred),
+                blocked=self.blocked,
+            )
+        )
         return outputs
+
+    def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
+        if seq.status is Status.RUNNING:
+            self._owed += self.ledger.rewind(seq_id, keep)
+        else:  # what it had more is not in the books any longer, but in the cells
+            self._owed.append(Trim(seq_id, min(keep, seq.num_tokens)))
+
+    def _progressed(self, seq: Sequence) -> None:
+        """Save state where it was to be saved; call back who waited for what ``seq`` has computed now."""
+        if seq.status is not Status.RUNNING:
+            return
+        if not self.ledger.layout.trims and (
+            seq.num_computed_tokens in (seq.num_prompt_tokens - 1, *self.deferred.awaited(seq))
+        ):
+            self._owed += self.ledger.checkpoint(seq)
+        self._call_back(self.deferred.progressed(seq))
 
     def _append(self, seq: Sequence, token: int) -> TokenOutput:
         seq.append(token)
+        self.waiting.policy.served(seq, 0, 1)
         params = seq.request.params
         finish, is_text = "", True
         if token in self.end_tokens and not params.ignore_eos:
@@ -131,55 +380,91 @@ class Scheduler:
         elif seq.num_tokens >= seq.limit:
             finish = FinishReason.LENGTH
         if finish:
+            self.expected_output = mean(self.expected_output, seq.num_output_tokens)
             self.release(seq)
-        first = seq.index == 0 and seq.num_tokens == seq.num_prompt_tokens + 1
+        first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached)
 
+    def fail(self, batch: Batch) -> list[TokenOutput]:
+        """Take back a batch that could not be computed; what all that it touched holds is unknown.
+
+        Its sequences are computed again from their tokens. Those that were in MAX_FAILURES such batches end.
+        """
+        touched = {row.seq.seq_id for row in batch.rows}
+        for operation in batch.operations:
+            match operation:
+                case Trim(seq_id) | Copy(_, seq_id):
+                    touched.add(seq_id)
+                case Load(key, seq_id):
+                    touched.add(seq_id)
+                    self._owed += self.ledger.drop(key)
+                case Save(_, key):
+                    self._owed += self.ledger.drop(key)
+                case Drop():
+                    self._owed.append(operation)
+        failed = {row.seq for row in batch.rows}
+        for seq in [seq for seq in self.running if seq.seq_id in touched]:
+            seq.num_computed_tokens = 0
+            seq.num_failures += seq in failed
+            if seq.num_failures < MAX_FAILURES:
+                self._park(seq)
+            else:
+                self._end(seq, FinishReason.ERROR)
+        self._owed += self.ledger.distrust(touched)
+        return self.take_ended()
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""
+        seqs = self._requests.get(request_id, {})
+        for seq in [seq for i, seq in seqs.items() if index in (None, i)]:
+            self._end(seq, FinishReason.ABORT)
+        return self.take_ended()
 
-        def meant(seq: Sequence) -> bool:
-            return seq.request.request_id == request_id and index in (None, seq.index)
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            expires, _, seq = heapq.heappop(self._expiries)
+            if seq.expires == expires and seq.status is not Status.FINISHED:
+                self._end(seq, FinishReason.TIMEOUT)
 
-        ended = [seq for seq in [*self.running, *self.waiting] if meant(seq)]
-        for seq in ended:
-            self.release(seq)
-        self.running = [seq for seq in self.running if seq.status is not Status.FINISHED]
-        self.waiting = deque(seq for seq in self.waiting if seq.status is not Status.FINISHED)
-        return [TokenOutput(request_id, seq.index, -1, FinishReason.ABORT, False) for seq in ended]
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence from outside, without a token."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        elif not self.deferred.discard(seq):
+            self.running.remove(seq)
+        self.release(seq)
+        self._ended.append(TokenOutput(seq.request.request_id, seq.index, -1, reason, False))
 
-    def fail(self, batch: Batch) -> list[TokenOutput]:
-        """End the sequences of a batch that could not be computed; what their cells hold is unknown."""
-        self._owed = [*batch.operations, *(Trim(row.seq.seq_id, 0) for row in batch.rows)]
-        outputs = []
-        for seq in [row.seq for row in batch.rows]:
-            seq.num_computed_tokens = 0
-            self.release(seq)
-            outputs.append(TokenOutput(seq.request.request_id, seq.index, -1, FinishReason.ERROR, False))
-        self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        return outputs
+    def take_ended(self) -> list[TokenOutput]:
+        """What was ended from outside since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def release(self, seq: Sequence) -> None:
-        """Give back what a sequence holds. The only place where that happens."""
+        """Forget a sequence and give back what it holds. The only place where that happens."""
+        self._give_back(seq)
         seq.status = Status.FINISHED
+        siblings = self._requests[seq.request.request_id]
+        del siblings[seq.index]
+        if not siblings:
+            del self._requests[seq.request.request_id]
+        if self._speculation is not None:
+            self._speculation.forget(seq)
+
+    def _give_back(self, seq: Sequence, *, soon: bool = False) -> None:
         if seq.seq_id >= 0:
             seq_id, seq.seq_id = seq.seq_id, -1
-            self.ledger.release(seq_id, seq.tokens[: seq.num_computed_tokens])
+            self.ledger.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
+            seq.num_computed_tokens = 0
+            self._call_back(self.deferred.stopped(seq))
+
+    # --- sight -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        ledger = self.ledger
-        return Stats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_seq_ids=ledger.seq_ids.size,
-            num_seq_ids_in_use=ledger.seq_ids.num_leased,
-            num_cells=ledger.num_cells,
-            num_cells_held=ledger.num_held,
-            num_cells_idle=ledger.num_idle,
-            num_steps=self.num_steps,
-            num_preemptions=self.num_preemptions,
-        )
+        return stats_of(self)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; to be called between steps."""
@@ -188,10 +473,16 @@ class Scheduler:
             assert seq.status is Status.RUNNING, repr(seq)
             assert self.ledger.seq_ids.is_leased(seq.seq_id), repr(seq)
             assert 0 <= seq.num_computed_tokens < seq.num_tokens, repr(seq)
+            assert self.ledger.num_cells_of(seq.seq_id) == seq.num_computed_tokens, repr(seq)
         assert self.ledger.seq_ids.num_leased == len(self.running), str(self)
-        for seq in self.waiting:
-            assert seq.status is Status.WAITING, repr(seq)
+        for seq in [*self.waiting, *self.deferred]:
+            assert seq.status in (Status.WAITING, Status.PARKED), repr(seq)
             assert seq.seq_id == -1, repr(seq)
+        self.deferred.check(self.running)
+        places = [*self.running, *self.waiting, *self.deferred]
+        assert len(set(places)) == len(places), f"a sequence in two places: {self}"
+        known = {seq for seqs in self._requests.values() for seq in seqs.values()}
+        assert known == set(places), f"a sequence is lost: {self}"
 
     def __str__(self) -> str:
-        return f"<Scheduler running {self.running} waiting {len(self.waiting)} {self.ledger}>"
+        return f"<Scheduler running {self.running} waiting {len(self.waiting)}+{len(self.deferred)} {self.ledger}>"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pydantic_core
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cllm.errors import BadRequest, EngineError
+from cllm.process.backlog import QueueFull
 from cllm.server.sse import ClientGone
 from cllm.service import RequestTimeout
 
@@ -27,7 +30,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         kind = "invalid_request_error"
         return error.status, body(str(error), kind, error.param, error.code)
     if isinstance(error, RequestTimeout):
-        return 504, body(str(error), "timeout", None, "request_timeout")
+        return 504, body(str(error), "timeout", None, error.code)
+    if isinstance(error, QueueFull):  # OpenAI's type of a rate limit is what was too many
+        return 429, body(str(error), "tokens" if error.bound == "tokens" else "requests", None, "queue_full")
     if isinstance(error, EngineError):
         return 503, body(str(error), "server_error", None, "engine_unavailable")
     return 500, body("Internal error; the log of the server says more.", "server_error", None, "internal_error")
@@ -44,8 +49,8 @@ def error_event(error: Exception) -> bytes:
     return b"data: " + pydantic_core.to_json(describe(error)[1]) + b"\n\n"
 
 
-def answer(status: int, content: dict[str, Any]) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER)} if status == 503 else {}
+def answer(status: int, content: dict[str, Any], retry_after: float = RETRY_AFTER) -> Response:
+    headers = {"retry-after": str(max(1, math.ceil(retry_after)))} if status in (429, 503) else {}
     if status == 413:
         headers["connection"] = "close"  # the rest of the body is not read
     return Response(pydantic_core.to_json(content), status, headers, "application/json")
@@ -56,6 +61,17 @@ def install(app: FastAPI) -> None:
 
     async def expected(_: Request, error: Exception) -> Response:
         return answer(*describe(error))
+
+    async def full(_: Request, error: Exception) -> Response:
+        assert isinstance(error, QueueFull)
+        return answer(*describe(error), error.retry_after)
+
+    async def invalid(_: Request, error: Exception) -> Response:  # what the framework has checked: a query
+        assert isinstance(error, RequestValidationError)
+        fault = error.errors()[0]
+        param = str(fault["loc"][-1])
+        message = f"Invalid '{param}': {fault['msg']}."
+        return answer(400, body(message, "invalid_request_error", param, "invalid_value"))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -72,6 +88,8 @@ def install(app: FastAPI) -> None:
 
     for kind in (BadRequest, EngineError, RequestTimeout):
         app.add_exception_handler(kind, expected)
+    app.add_exception_handler(QueueFull, full)
+    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, http)

@@ -18,7 +18,9 @@ from cllm.config import Settings
 from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import Metrics
+from cllm.process.backlog import QueueLimits
 from cllm.process.client import EngineClient
+from cllm.process.results import ResultCache
 from cllm.server.app import create_app
 from cllm.server.defaults import SamplingDefaults
 from cllm.service import Service
@@ -95,7 +97,7 @@ async def run(
 
     Raises StartupError if the model cannot be loaded.
     """
-    engine = EngineClient(params, on_loading)
+    engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings))
     metrics = Metrics(model_name)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout)
     sampling = SamplingDefaults(**settings.sampling.model_dump())
@@ -129,6 +131,15 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError, StartupError):
             await starting
         await engine.close()
+
+
+def queue_limits(settings: Settings) -> QueueLimits:
+    scheduler = settings.scheduler
+    return QueueLimits(scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds)
+
+
+def result_cache(settings: Settings) -> ResultCache:
+    return ResultCache(settings.cache.max_results, settings.cache.max_memory_mb * 1_000_000)
 
 
 def run_forever(

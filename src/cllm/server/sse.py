@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -26,20 +26,30 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Sends events that are ready bytes.
 
-    A disconnect is watched for beside the writing, so that the generator is closed, and its sequences are given
+    A disconnect is watched for beside the writing, so that the end comes, and what was held for the stream is given
     back, as soon as the client has gone, whether or not there is something to write.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None], headers: dict[str, str] | None = None
+    ) -> None:
+        """``on_end`` is called when nothing more will be sent, whatever ended it."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._on_end = on_end
         self._sending = False
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send(receive, send)
+        finally:
+            self._on_end()
+
+    async def _send(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         writing = asyncio.create_task(self._write(send))
         watching = asyncio.create_task(disconnected(receive))

@@ -17,10 +17,16 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.base import Logits, ModelInfo
-from cllm.backends.llama_cpp.library import check_pointer, last_error, system_info
-from cllm.core.batch import Batch
+from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
+from cllm.backends.llama_cpp.states import Bytes, States
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Save, Trim
 from cllm.errors import EngineError, StartupError
+from cllm.models.gguf import fingerprint
 
+NOTHING = np.zeros(0, np.uint8)
+MAX_SEQ_IDS = 256  # of libllama; in the unified layout those from n_seq_max on can hold tokens too
+SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
+MIN_SAMPLES = 16  # room for guesses where few sequences run
 PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
@@ -35,27 +41,40 @@ class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    unified: bool = False
+    layout: str = "partitioned"
     kv_memory: int = 1 << 31
     kv_bytes_per_token: int = 0
     n_threads: int | None = None
     n_gpu_layers: int = 99
+    on_gpu: bool = False
     use_mmap: bool = True
     use_mlock: bool = False
 
 
+class Probed(NamedTuple):
+    """What a model's memory can do. A saved state of n tokens is state_bytes + n * state_bytes_per_token."""
+
+    can_trim: bool
+    state_bytes: int
+    state_bytes_per_token: int
+
+
 class Fit(NamedTuple):
-    """Sizes of the KV cache in tokens: of one sequence, how many sequences, of all together."""
+    """Sizes of the KV cache in tokens: of one sequence, how many sequences, of all together; and how it is laid out."""
 
     context_length: int
     max_num_seqs: int
     num_cells: int
+    layout: str
+    can_change: bool = False
 
 
-def fit(params: LlamaCppParams, trained_context_length: int) -> Fit:
+def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
     """Share kv_memory among sequences: first the context that was asked for (or the usual), then as many as fit.
 
-    Raises StartupError with the sizes if not even one sequence fits.
+    ``plain``: the model remembers by attention alone. auto begins unified and may change, but: recurrent state is
+    partitioned; on a GPU partitioned is faster by far; and where memory does not hold a whole context for each
+    sequence, only a pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
@@ -65,10 +84,20 @@ def fit(params: LlamaCppParams, trained_context_length: int) -> Fit:
             f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache, but "
             f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or raise kv.max_memory_mb"
         )
-    if params.unified:
-        return Fit(context, params.max_num_seqs, min(affordable, params.max_num_seqs * context))
+    layout = params.layout
+    if layout == "auto":
+        layout = "partitioned" if not plain or params.on_gpu else "unified"
+    if layout == "unified":
+        wanted = params.max_num_seqs * context
+        can_change = params.layout == "auto" and wanted <= affordable and params.max_num_seqs > 1
+        return Fit(context, params.max_num_seqs, min(affordable, wanted), layout, can_change)
     num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(context, num_seqs, num_seqs * context)
+    return Fit(context, num_seqs, num_seqs * context, layout)
+
+
+def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
+    """Positions whose logits one step may ask for."""
+    return min(params.max_num_batched_tokens, max(MIN_SAMPLES, sizes.max_num_seqs))
 
 
 class LlamaCppBackend:
@@ -81,9 +110,14 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        sizes = fit(params, trained)
-        self._context = self._make_context(path, params, sizes)
-        self._memory = lib.llama_get_memory(self._context)
+        plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+        sizes = fit(params, trained, plain=plain)
+        self._path, self._params, self._sizes, self._plain = path, params, sizes, plain
+        self._portable = plain and lib.llama_model_n_swa(self._model) == 0
+        self._snapshots: dict[int, Bytes] = {}
+        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+        self._open_context(sizes.layout)
+        probed = self._probe()
         self.info = ModelInfo(
             name=self._metadata("general.name") or path.stem,
             architecture=self._metadata("general.architecture") or "unknown",
@@ -93,15 +127,53 @@ class LlamaCppBackend:
             trained_context_length=trained,
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=params.max_num_batched_tokens,
+            max_num_samples=max_samples(params, sizes),
             num_cells=sizes.num_cells,
-            layout="unified" if params.unified else "partitioned",
+            layout=sizes.layout,
             end_tokens=[t for t in range(vocabulary_size) if lib.llama_vocab_is_eog(vocab, t)],
             model_bytes=int(lib.llama_model_size(self._model)),
             kv_bytes_per_token=params.kv_bytes_per_token,
             system=system_info(),
-            can_trim=not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)),
+            can_trim=probed.can_trim,
+            num_spare_ids=self._num_ids - sizes.max_num_seqs,
+            can_change_layout=sizes.can_change and probed.can_trim and self._portable,
+            state_bytes=probed.state_bytes,
+            state_bytes_per_token=probed.state_bytes_per_token,
+            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {'' if self._portable else sizes}",
         )
-        self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+
+    def _open_context(self, layout: str) -> None:
+        self._context = self._make_context(layout)
+        self._memory = lib.llama_get_memory(self._context)
+        self._num_ids = max(self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0)
+        self._states = States(self._context, self._sizes.max_num_seqs, layout, portable=self._portable)
+
+    def change_layout(self, layout: str) -> None:
+        lib.llama_free(self._context)
+        self._open_context(layout)
+        num_spare_ids = self._num_ids - self._sizes.max_num_seqs
+        self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
+
+    def _probe(self) -> Probed:
+        """What this model's memory can do and how big its states are, found by trying; warms up on the way."""
+
+        def decode(start: int, count: int) -> int:
+            self._token[:count], self._id_address[:count], self._wants_logits[:count] = 0, self._first_id, 1
+            self._position[:count] = range(start, start + count)
+            self._batch.n_tokens = count
+            code = lib.llama_decode(self._context, self._batch)
+            if code != 0:
+                raise StartupError(
+                    f"the model does not decode: llama_decode returned {code}: {last_error('no reason')}"
+                )
+            return int(lib.llama_state_seq_get_size(self._context, 0))
+
+        count = min(4, len(self._token))
+        first = decode(0, 1)
+        per_token = (decode(1, count) - first) // count
+        can_trim = bool(lib.llama_memory_seq_rm(self._memory, 0, 1, -1))
+        lib.llama_memory_clear(self._memory, False)
+        return Probed(can_trim, first - per_token, per_token)
 
     def _load_model(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None) -> Any:
         c_params = lib.llama_model_default_params()
@@ -122,20 +194,21 @@ class LlamaCppBackend:
         c_params.progress_callback = callback
         return check_pointer(lib.llama_model_load_from_file(str(path).encode(), c_params), f"cannot load {path}")
 
-    def _make_context(self, path: Path, params: LlamaCppParams, sizes: Fit) -> Any:
+    def _make_context(self, layout: str) -> Any:
+        params, sizes = self._params, self._sizes
         threads = params.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
         c_params.n_batch = params.max_num_batched_tokens
         c_params.n_ubatch = min(PHYSICAL_BATCH, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
-        c_params.n_outputs_max = sizes.max_num_seqs
+        c_params.n_outputs_max = max_samples(params, sizes)
         c_params.n_threads = threads
         c_params.n_threads_batch = threads
-        c_params.kv_unified = params.unified
+        c_params.kv_unified = layout == "unified"
         c_params.no_perf = True
         context = lib.llama_init_from_model(self._model, c_params)
-        return check_pointer(context, f"not enough memory for a context of {c_params.n_ctx} tokens of {path}")
+        return check_pointer(context, f"not enough memory for a context of {c_params.n_ctx} tokens of {self._path}")
 
     def _check_architecture(self, path: Path) -> None:
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
@@ -171,9 +244,11 @@ class LlamaCppBackend:
         )
 
     def forward(self, batch: Batch) -> Logits:
-        for seq_id, keep in batch.operations:
-            self._check_seq_id(seq_id)
-            lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1)
+        copied: tuple[int, Bytes] = (-1, NOTHING)
+        for operation in batch.operations:
+            copied = self._operate(operation, copied)
+        if not batch.rows:
+            return np.zeros((0, self.info.vocabulary_size), np.float32)
         self._fill(batch)
         code = lib.llama_decode(self._context, self._batch)
         if code != 0:
@@ -183,30 +258,96 @@ class LlamaCppBackend:
 
     def _fill(self, batch: Batch) -> None:
         """Write the rows into the arrays of the llama_batch, after checking what would abort the process."""
-        at = 0
-        for seq, start, count, samples in batch.rows:
-            self._check_seq_id(seq.seq_id)
+        at = num_samples = 0
+        for row in batch.rows:
+            seq_id, count = row.seq.seq_id, row.size
+            self._check_seq_id(seq_id, len(self._ids))
             end = at + count
             if end > len(self._token):
                 raise EngineError(f"a batch of more than {len(self._token)} tokens")
             if count == 1:
-                self._token[at] = seq.tokens[start]
-                self._position[at] = start
-                self._id_address[at] = self._first_id + 4 * seq.seq_id
+                self._token[at] = row.seq.tokens[row.start]
+                self._position[at] = row.start
+                self._id_address[at] = self._first_id + 4 * seq_id
             else:
-                self._token[at:end] = seq.tokens[start : start + count]
-                self._position[at:end] = range(start, start + count)
-                self._id_address[at:end] = self._first_id + 4 * seq.seq_id
+                self._token[at:end] = row.tokens
+                self._position[at:end] = range(row.start, row.start + count)
+                self._id_address[at:end] = self._first_id + 4 * seq_id
                 self._wants_logits[at:end] = 0
-            self._wants_logits[end - 1] = samples
+            self._wants_logits[end - max(1, row.num_samples) : end] = row.num_samples > 0
+            num_samples += row.num_samples
             at = end
         if at == 0:
             raise EngineError("an empty batch")
+        if num_samples > self.info.max_num_samples:
+            raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
         self._batch.n_tokens = at
 
-    def _check_seq_id(self, seq_id: int) -> None:
-        if not 0 <= seq_id < len(self._ids):
-            raise EngineError(f"sequence id {seq_id} is not below {len(self._ids)}")
+    def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
+        """Carry out one operation; ``copied`` is the state of the seq_id that the one before copied, if it did."""
+        match operation:
+            case Trim(seq_id, keep):
+                self._trim(seq_id, keep)
+            case Copy(source, target, count) if self.info.layout == "unified":
+                self._check_seq_id(source, self._num_ids)
+                self._trim(target, 0)
+                lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
+            case Copy(source, target, count):  # seq_cp would copy whole streams in the next decode, which costs more
+                self._check_seq_id(source, self._num_ids)
+                state = copied[1] if copied[0] == source else self._state(source)
+                self._restore(target, state, count)
+                return source, state
+            case Save(seq_id, key):
+                self._snapshots[key] = self._state(seq_id)
+            case Load(key, seq_id, count):
+                if key not in self._snapshots:
+                    raise EngineError(f"there is no snapshot {key}")
+                self._restore(seq_id, self._snapshots[key], count)
+            case Drop(key):
+                self._snapshots.pop(key, None)
+        return -1, NOTHING
+
+    def _trim(self, seq_id: int, keep: int) -> None:
+        self._check_seq_id(seq_id, self._num_ids)
+        if not lib.llama_memory_seq_rm(self._memory, seq_id, keep, -1):
+            raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
+
+    def _state(self, seq_id: int) -> Bytes:
+        """What ``seq_id`` holds."""
+        self._check_seq_id(seq_id, self._num_ids)
+        if seq_id >= len(self._ids):  # libllama writes states without owners for these; 0 owns the cells meanwhile
+            self._move(0, SCRATCH_ID)
+            lib.llama_memory_seq_cp(self._memory, seq_id, 0, -1, -1)
+            try:
+                return self._state(0)
+            finally:
+                self._trim(0, 0)
+                self._move(SCRATCH_ID, 0)
+        return self._states.save(seq_id)
+
+    def _move(self, source: int, target: int) -> None:
+        lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        lib.llama_memory_seq_rm(self._memory, source, -1, -1)
+
+    def _restore(self, seq_id: int, state: Bytes, count: int) -> None:
+        self._check_seq_id(seq_id, self._num_ids)
+        try:
+            self._states.load(seq_id, state)
+        except EngineError:
+            self._trim(seq_id, 0)
+            raise
+        if self.info.can_trim:
+            self._trim(seq_id, count)
+
+    def snapshot(self, key: int) -> memoryview:
+        return self._states.saved_part(self._snapshots[key])
+
+    def adopt(self, key: int, data: bytes) -> None:
+        self._snapshots[key] = self._states.adopt(data)
+
+    def _check_seq_id(self, seq_id: int, limit: int) -> None:
+        if not 0 <= seq_id < limit:
+            raise EngineError(f"sequence id {seq_id} is not below {limit}")
 
     def close(self) -> None:
         lib.llama_free(self._context)

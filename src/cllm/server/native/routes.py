@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from pydantic_core import to_json
@@ -17,17 +16,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cllm import __version__
+from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, read_body
 from cllm.server.errors import error_event
+from cllm.server.queueing import TermsBody, place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Generation, Service
+from cllm.service import Answer, Generation, Service
 
 router = APIRouter(tags=["cLLM"])
 
 DEFAULT_MAX_TOKENS = 100
 
 
-class GenerateBody(Body):
+class GenerateBody(TermsBody):
     """A plain prompt; what is left out is the operator's default."""
 
     prompt: Annotated[str, Field(min_length=1)]
@@ -90,6 +91,14 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
+@router.get("/scheduler")
+async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20) -> Response:
+    """Why: the last steps of the engine, who runs, who waits for what, and what steps have cost."""
+    service: Service = request.app.state.service
+    explanation = await until_disconnect(request, service.engine.explain(steps))
+    return Response(msgspec.json.encode(explanation), media_type="application/json")
+
+
 @router.post("/encode", openapi_extra=documented(EncodeBody))
 async def encode(request: Request) -> dict[str, Any]:
     """Token ids of a text, as the model would read it in a prompt."""
@@ -103,39 +112,43 @@ async def encode(request: Request) -> dict[str, Any]:
 async def generate(request: Request) -> Response:
     """Continue a prompt; with ``stream`` the same as /generate_stream."""
     body = await read_body(request, GenerateBody)
-    generation = await prepare(request, body)
+    answer = await submit(request, body)
     if body.stream:
-        return EventStream(stream(request.app.state.service, generation))
-    return await until_disconnect(request, collect(request.app.state.service, generation, body.max_tokens))
+        return event_stream(answer)
+    with answer:
+        content = await until_disconnect(request, collect(answer, body.max_tokens))
+    return JSONResponse(content, headers=place_headers(answer.place))
 
 
 @router.post("/generate_stream", openapi_extra=documented(GenerateBody))
 async def generate_stream(request: Request) -> Response:
     """Continue a prompt; events ``{"id", "token", "done"}``, the last with ``done`` true."""
-    body = await read_body(request, GenerateBody)
-    return EventStream(stream(request.app.state.service, await prepare(request, body)))
+    return event_stream(await submit(request, await read_body(request, GenerateBody)))
 
 
-async def prepare(request: Request, body: GenerateBody) -> Generation:
+async def submit(request: Request, body: GenerateBody) -> Answer:
     service: Service = request.app.state.service
-    values = body.model_dump(exclude={"prompt", "stream", "stop"})
+    values = body.model_dump(exclude={"prompt", "stream", "stop", *TermsBody.model_fields})
     params = request.app.state.sampling.params(**values, stop=tuple(body.stop or ()))
-    generation = Generation(secrets.token_hex(16), [await service.encode(body.prompt)], params)
-    service.check(generation)
-    return generation
+    terms = body.terms(request)
+    prompt = await service.encode(body.prompt, terms=terms)
+    return service.submit(Generation(secrets.token_hex(16), [prompt], params, terms))
 
 
-async def collect(service: Service, generation: Generation, max_tokens: int) -> Response:
-    begun = time.monotonic()
+def event_stream(answer: Answer) -> EventStream:
+    return EventStream(stream(answer), answer.close, place_headers(answer.place))
+
+
+async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
+    begun = time.perf_counter()
     parts, finish = [], ""
-    async with aclosing(service.generate(generation)) as steps:
-        async for deltas in steps:
-            parts += [delta.text for delta in deltas]
-            finish = deltas[-1].finish
-    seconds = time.monotonic() - begun
-    usage = generation.usage
-    content = {
-        "id": generation.request_id,
+    async for deltas in answer:
+        parts += [delta.text for delta in deltas]
+        finish = deltas[-1].finish
+    seconds = time.perf_counter() - begun
+    usage = answer.generation.usage
+    return {
+        "id": answer.generation.request_id,
         "text": "".join(parts),
         "response_time": seconds,
         "tokens_per_second": usage.completion_tokens / seconds,
@@ -144,21 +157,19 @@ async def collect(service: Service, generation: Generation, max_tokens: int) -> 
         "max_tokens": max_tokens,
         "finish_reason": finish,
     }
-    return JSONResponse(content)
 
 
-async def stream(service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
-    head = b'data: {"id":"%s",' % generation.request_id.encode()
+async def stream(answer: Answer) -> AsyncGenerator[bytes, None]:
+    head = b'data: {"id":"%s",' % answer.generation.request_id.encode()
     finish = ""
     try:
-        async with aclosing(service.generate(generation)) as steps:
-            async for deltas in steps:
-                for delta in deltas:
-                    finish = delta.finish
-                    if delta.text:
-                        yield head + b'"token":' + to_json(delta.text) + b',"done":false}\n\n'
+        async for deltas in answer:
+            for delta in deltas:
+                finish = delta.finish
+                if delta.text:
+                    yield head + b'"token":' + to_json(delta.text) + b',"done":false}\n\n'
     except Exception as error:  # noqa: BLE001  # the status line has gone out: what happened must go into the stream
         yield error_event(error)
         finish = "error"
-    tokens = generation.usage.completion_tokens
+    tokens = answer.generation.usage.completion_tokens
     yield head + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % (finish.encode(), tokens)

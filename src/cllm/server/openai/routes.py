@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,8 +15,9 @@ from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from cllm.server.openai.stream import Chunks, usage_object
+from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Generation, Service
+from cllm.service import Answer, Generation, Service
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -29,10 +29,11 @@ async def chat_completions(request: Request) -> Response:
     check_model(body.model, service)
     body.check()
     params = body.params(request.app.state.sampling)
+    terms = body.terms(request)
     prompt = await service.encode_chat(
-        body.template_messages(), body.template_tools(), **(body.chat_template_kwargs or {})
+        body.template_messages(), body.template_tools(), terms, **(body.chat_template_kwargs or {})
     )
-    generation = Generation(f"chatcmpl-{secrets.token_hex(12)}", [prompt], params, param="messages")
+    generation = Generation(f"chatcmpl-{secrets.token_hex(12)}", [prompt], params, terms, param="messages")
     return await respond(request, body, generation, chat=True)
 
 
@@ -43,8 +44,11 @@ async def completions(request: Request) -> Response:
     check_model(body.model, service)
     body.check()
     params = body.params(request.app.state.sampling)
-    prompts = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
-    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params)
+    terms = body.terms(request)
+    prompts = [
+        await service.encode(prompt, terms=terms) if isinstance(prompt, str) else prompt for prompt in body.prompts()
+    ]
+    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
     return await respond(request, body, generation, chat=False)
 
 
@@ -80,32 +84,33 @@ def check_model(name: str | None, service: Service) -> None:
 async def respond(request: Request, body: GenerationBody, generation: Generation, *, chat: bool) -> Response:
     """Stream the generation, or collect it; what can be refused is refused before the first byte."""
     service: Service = request.app.state.service
-    service.check(generation)
     head = {
         "id": generation.request_id,
         "object": ("chat.completion" if chat else "text_completion") + (".chunk" if chat and body.stream else ""),
         "created": int(time.time()),
         "model": service.model_name,
     }
-    headers = {"x-request-id": generation.request_id}
+    answer = service.submit(generation)
+    headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         chunks = Chunks(head, chat=chat, include_usage=include_usage)
-        return EventStream(chunks.stream(service, generation), headers)
-    choices = await until_disconnect(request, collect(service, generation, chat=chat))
+        return EventStream(chunks.stream(answer), answer.close, headers)
+    with answer:
+        choices = await until_disconnect(request, collect(answer, chat=chat))
     content = {**head, "choices": choices, "usage": usage_object(generation.usage)}
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-async def collect(service: Service, generation: Generation, *, chat: bool) -> list[dict[str, Any]]:
+async def collect(answer: Answer, *, chat: bool) -> list[dict[str, Any]]:
     """All choices of a generation, whole."""
+    generation = answer.generation
     texts: list[list[str]] = [[] for _ in range(len(generation.prompts) * generation.params.n)]
     finish = [""] * len(texts)
-    async with aclosing(service.generate(generation)) as steps:
-        async for deltas in steps:
-            for delta in deltas:
-                texts[delta.index].append(delta.text)
-                finish[delta.index] = delta.finish
+    async for deltas in answer:
+        for delta in deltas:
+            texts[delta.index].append(delta.text)
+            finish[delta.index] = delta.finish
     choices: list[dict[str, Any]] = []
     for i, parts in enumerate(texts):
         text = "".join(parts)

@@ -11,6 +11,7 @@ from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
+from cllm.server.queueing import TermsBody
 
 MAX_PROMPTS = 128
 
@@ -21,7 +22,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(TermsBody):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -39,7 +40,6 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    user: str | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import to_json
 
 from cllm.server.errors import error_event
-from cllm.service import Delta, Generation, Service, Usage
+from cllm.service import Answer, Delta, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -56,18 +55,17 @@ class Chunks:
         data = self.text(delta.index, delta.text) if delta.text else b""
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
-    async def stream(self, service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def stream(self, answer: Answer) -> AsyncGenerator[bytes, None]:
         """The whole stream; a fault becomes an error event, and [DONE] always comes last."""
         try:
             if self._chat:
-                yield b"".join(self.first(i) for i in range(generation.params.n))
-            async with aclosing(service.generate(generation)) as steps:
-                async for deltas in steps:
-                    data = b"".join(map(self.of, deltas))
-                    if data:
-                        yield data
+                yield b"".join(self.first(i) for i in range(answer.generation.params.n))
+            async for deltas in answer:
+                data = b"".join(map(self.of, deltas))
+                if data:
+                    yield data
             if self._include_usage:
-                yield self.usage(generation.usage)
+                yield self.usage(answer.generation.usage)
         except Exception as error:  # noqa: BLE001  # the status line has gone out: it must go into the stream
             yield error_event(error)
         yield DONE

@@ -1,0 +1,81 @@
+"""Servers for benchmarks: cLLM and llama-server, each started on a free port and gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cllm.bench.load import Outcome, Target, run_load
+from cllm.bench.workload import Task
+
+START_TIMEOUT = 180.0  # seconds
+LLAMA_SERVER = Path(".tools/peers/build/bin/llama-server")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: Sequence[object], health: str) -> Iterator[Target]:
+    """Start ``command``, whose "PORT" is replaced, wait until ``health`` answers 200, and end it with SIGTERM."""
+    port = free_port()
+    words = [str(word).replace("PORT", str(port)) for word in command]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not answers(url + health):
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{' '.join(words)} does not start")
+            time.sleep(0.05)
+        yield Target(url)
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Target]:
+    """cLLM with ``flags`` of ``cllm serve``; without a model the built-in one."""
+    command = [sys.executable, "-m", "cllm", "serve", *([model] if model else []), "--port", "PORT", *flags]
+    return running(command, "/ready")
+
+
+def llama_server(model: Path, *flags: object) -> contextlib.AbstractContextManager[Target]:
+    return running([LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", *flags], "/health")
+
+
+def load(target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None) -> Outcome:
+    """Send ``tasks``, so many at a time; nothing is warmed up here."""
+    target = Target(target.url, api_key, 1800.0)
+    return run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
+
+
+def mean_ttft(outcome: Outcome) -> float:
+    return sum(answer.first - answer.sent for answer in outcome.answers) / len(outcome.answers)
+
+
+def failures(outcome: Outcome) -> list[str]:
+    return [f"{answer.failure}: {answer.detail}" for answer in outcome.answers if answer.failure]

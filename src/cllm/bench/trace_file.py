@@ -1,0 +1,196 @@
+"""Traces: who asked for how much and when, without the words.
+
+The format is Mooncake's (Qin et al., FAST 2025), one JSON object a line: ``timestamp`` in milliseconds,
+``input_length`` and ``output_length`` in tokens, ``hash_ids``, the ids of the blocks of 512 tokens that the prompt
+consists of; the same id means the same tokens. The fields after those are ours and may be missing; others are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from cllm.core.params import LARGEST
+from cllm.core.request import Priority
+from cllm.errors import StartupError
+
+ID_BYTES = 8  # a block begins with its id, so that different blocks differ at once
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Length = Annotated[int, Meta(ge=1, le=LARGEST)]
+BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One request of a trace. Lengths in tokens, times in milliseconds, deadline_ms from the arrival."""
+
+    timestamp: NotNegative
+    input_length: Length
+    output_length: Length
+    hash_ids: list[BlockId]
+    key: str = ""
+    priority: Literal["interactive", "normal", "batch"] = "normal"
+    block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
+    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= len(self.hash_ids) * self.block_size - self.input_length < self.block_size:
+            raise ValueError(
+                f"hash_ids: {len(self.hash_ids)} blocks of {self.block_size} tokens, "
+                f"but input_length is {self.input_length}"
+            )
+
+    @property
+    def arrived(self) -> float:
+        """In seconds."""
+        return self.timestamp / 1000
+
+    @property
+    def service_class(self) -> Priority:
+        return Priority[self.priority.upper()]
+
+    def prompt(self) -> list[int]:
+        """Tokens that are bytes: the same for the same blocks, and different ones from the first token or so on."""
+        return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
+
+
+def block(block_id: int, size: int) -> bytes:
+    name = block_id.to_bytes(ID_BYTES, "little")
+    return name + hashlib.shake_128(name).digest(size - ID_BYTES)
+
+
+def read_trace(path: Path) -> list[Entry]:
+    """All requests in the order of their timestamps.
+
+    Raises StartupError with one line that names the file, the line and the field.
+    """
+    decode = msgspec.json.Decoder(Entry).decode
+    entries = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entries.append(decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StartupError(f"{path}, line {number}: {str(error).replace('$.', '')}") from None
+    if not entries:
+        raise StartupError(f"{path} holds no requests")
+    return sorted(entries, key=lambda entry: entry.timestamp)
+
+
+def write_trace(path: Path, entries: list[Entry]) -> None:
+    """Raises StartupError if that cannot be done."""
+    try:
+        path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+
+
+# --- synthetic traces ------------------------------------------------------------------------------------------------
+
+BLOCK_SIZE = 16  # so that short prompts can share; every length is a whole number of blocks
+NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT = 8, 1024
+MEAN_TURNS = 5
+
+
+class Source:
+    """Where lengths, times and new blocks come from; the same seed gives the same ones."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.rng = np.random.default_rng(seed)
+        self._rate = rate
+        self._ids = count()
+
+    def arrivals(self, share: float = 1.0) -> Iterator[float]:
+        """Milliseconds, a Poisson process of ``share`` of the rate."""
+        at = 0.0
+        while True:
+            at += self.rng.exponential(1000 / (self._rate * share))
+            yield at
+
+    def lognormal(self, median: float, sigma: float = 0.8) -> float:
+        """Nothing beyond 16 times the median, so that one request does not decide the result."""
+        return min(float(self.rng.lognormal(np.log(median), sigma)), 16 * median)
+
+    def blocks(self, num_tokens: float) -> list[int]:
+        """New ones that hold so many tokens, at least one block."""
+        return [next(self._ids) for _ in range(max(1, round(num_tokens / BLOCK_SIZE)))]
+
+    def entry(self, at: float, blocks: list[int], output_length: float, key: str = "") -> Entry:
+        return Entry(
+            timestamp=round(at),
+            input_length=len(blocks) * BLOCK_SIZE,
+            output_length=max(1, round(output_length)),
+            hash_ids=blocks,
+            key=key,
+            block_size=BLOCK_SIZE,
+        )
+
+
+def chat(source: Source) -> Iterator[Entry]:
+    for at in source.arrivals():
+        yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200))
+
+
+def shared_prefix(source: Source) -> Iterator[Entry]:
+    systems = [source.blocks(SYSTEM_PROMPT) for _ in range(NUM_SYSTEM_PROMPTS)]
+    shares = np.array([1 / (i + 1) for i in range(NUM_SYSTEM_PROMPTS)])
+    for at in source.arrivals():
+        system = systems[int(source.rng.choice(NUM_SYSTEM_PROMPTS, p=shares / shares.sum()))]
+        yield source.entry(at, system + source.blocks(source.lognormal(100)), source.lognormal(100))
+
+
+def multi_turn(source: Source) -> Iterator[Entry]:
+    """Yields in the order of time, which is not that in which talks are made up."""
+    ahead: list[tuple[float, int, Entry]] = []
+    numbers = count()
+    for begun in source.arrivals(1 / MEAN_TURNS):
+        while ahead and ahead[0][0] <= begun:
+            yield heapq.heappop(ahead)[-1]
+        at, said = begun, list[int]()
+        for _ in range(source.rng.geometric(1 / MEAN_TURNS)):
+            said = said + source.blocks(source.lognormal(60))
+            answer = source.lognormal(150)
+            heapq.heappush(ahead, (at, next(numbers), source.entry(at, said, answer)))
+            said = said + source.blocks(answer)
+            at += 1000 * source.lognormal(20)
+
+
+def long_prefill(source: Source) -> Iterator[Entry]:
+    for number, at in enumerate(source.arrivals()):
+        is_long = number % 5 == 4
+        question, answer = (8000, 100) if is_long else (200, 200)
+        yield source.entry(at, source.blocks(source.lognormal(question)), source.lognormal(answer))
+
+
+def two_keys(source: Source) -> Iterator[Entry]:
+    for at in source.arrivals():
+        key = "heavy" if source.rng.random() < 0.9 else "light"
+        yield source.entry(at, source.blocks(source.lognormal(200)), source.lognormal(200), key)
+
+
+WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
+    "chat": (chat, "unrelated prompts of about 200 tokens, answers of about 200"),
+    "shared-prefix": (shared_prefix, "one of 8 system prompts of 1,024 tokens, then about 100; answers of about 100"),
+    "multi-turn": (multi_turn, "talks of about 5 turns, 20 s apart; each prompt holds all that was said"),
+    "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
+    "two-keys": (two_keys, "chat, nine of ten requests from the key heavy and one from light"),
+}
+
+
+def synthesize(workload: str, num_requests: int, rate: float, seed: int) -> list[Entry]:
+    """The first ``num_requests`` of a workload, ``rate`` a second on average."""
+    make, _ = WORKLOADS[workload]
+    return list(islice(make(Source(seed, rate)), num_requests))

@@ -1,0 +1,99 @@
+"""``cllm explain``."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter, validators
+
+from cllm.errors import CLLMError, StartupError
+from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
+
+LOCAL = "http://127.0.0.1:8000"
+MAX_SHOWN = 10  # of those who wait
+
+
+def explain(
+    url: Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")] = LOCAL,
+    *,
+    steps: Annotated[
+        int, Parameter(help="How many of the last steps to show.", validator=validators.Number(gte=1, lte=MAX_STEPS))
+    ] = 20,
+    as_json: Annotated[bool, Parameter(name="--json", help="Print the server's answer as it is.", negative="")] = False,
+) -> None:
+    """Say how a running server fills its steps, who waits, and why."""
+    raw = fetch(url, steps)
+    if as_json:
+        print(raw.decode())
+        return
+    try:
+        explanation = msgspec.json.decode(raw, type=Explanation)
+    except msgspec.MsgspecError as error:
+        raise CLLMError(f"{url} answers, but not like cLLM: {error}") from None
+    print("\n".join(lines(explanation)))
+
+
+def fetch(url: str, steps: int) -> bytes:
+    import httpx2
+
+    key = os.environ.get("CLLM_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx2.get(
+            f"{url.rstrip('/').removesuffix('/v1')}/scheduler?steps={steps}", headers=headers, timeout=30
+        )
+    except httpx2.HTTPError as error:
+        raise StartupError(f"no server answers at {url}: {error}") from None
+    if answer.status_code != 200:
+        raise CLLMError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
+    return answer.content
+
+
+def lines(explanation: Explanation) -> list[str]:
+    """The explanation for a person."""
+    found = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
+    found.append("")
+    if explanation.row_seconds:
+        rows = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in explanation.row_seconds.items())
+        found.append(f"A step of so many decoding rows takes {rows}.")
+    if explanation.token_seconds:
+        found.append(f"A token of a prompt takes {explanation.token_seconds * 1e3:.2f} ms more.")
+    found += [f"{explanation.cells}", f"Running: {len(explanation.running)}"]
+    found += [f"  {seq}" for seq in explanation.running]
+    found.append(f"Waiting: {explanation.num_waiting}")
+    for waiter in explanation.waiting[:MAX_SHOWN]:
+        who = f" {waiter.key}" if waiter.key else ""
+        found.append(
+            f"  {waiter.name} {waiter.priority}{who}, {waiter.num_tokens} tokens, {waiter.status} for "
+            f"{waiter.waited:.1f} s: {waiter.reason}"
+        )
+    if explanation.num_waiting > MAX_SHOWN:
+        found.append(f"  ... and {explanation.num_waiting - MAX_SHOWN} more")
+    return found
+
+
+def table(steps: list[Step]) -> str:
+    """One line a step: its time, its rows, its prompt tokens of what was allowed, and who stayed outside."""
+    head = ["step", "ms", "rows", "prompt tokens", "guesses right", "operations", "running", "waiting", "why not more"]
+    cells: list[list[Any]] = [
+        [
+            step.number,
+            f"{step.seconds * 1e3:.1f}",
+            step.num_rows,
+            f"{step.num_prefill_tokens} of {step.prefill_budget}",
+            f"{step.num_accepted} of {step.num_guesses}",
+            step.num_operations,
+            step.num_running,
+            step.num_waiting,
+            step.blocked or "-",
+        ]
+        for step in steps
+    ]
+    rows = [head, *[[str(cell) for cell in row] for row in cells]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

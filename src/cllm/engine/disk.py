@@ -1,0 +1,182 @@
+"""Snapshots in files: written and read by a thread, so that no step waits for the disk.
+
+A file is written under another name and renamed when it is whole. It begins with MAGIC and a head that says what model
+it belongs to, its tokens, and the size and the BLAKE2 checksum of what follows. Whatever does not agree is no snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from cllm.errors import StartupError
+from cllm.kv_cache.radix_tree import Tokens
+
+MAGIC = b"cLLM KV 1\n"
+LENGTH = struct.Struct("<I")
+MAX_HEAD = 1 << 26
+MAX_PENDING = 1 << 30  # bytes that wait to be written; beyond that nothing more is accepted
+SUFFIX = ".kv"
+
+log = logging.getLogger("cllm.disk")
+
+
+class Head(msgspec.Struct):
+    """fingerprint: of the model and its states. tokens: as int32, little-endian. checksum: of ``size`` bytes."""
+
+    fingerprint: str
+    tokens: bytes
+    size: int
+    checksum: bytes
+
+
+class Written(msgspec.Struct):
+    key: int
+
+
+class Read(msgspec.Struct):
+    """``data`` is None if the file was not what it should be."""
+
+    key: int
+    data: bytes | None
+
+
+class DiskCache:
+    """The files of one folder that belong to one model. Results of the thread are fetched with ``results``."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        """Raises StartupError if the folder cannot be written to."""
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._paths: dict[int, Path] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
+        self._num_pending_bytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left_over in folder.glob(f"*.{os.getpid()}.tmp"):
+                left_over.unlink()
+            probe = folder / f"probe.{os.getpid()}.tmp"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise StartupError(f"kv.disk_cache: cannot write to {folder}: {error.strerror}") from None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def find(self) -> list[tuple[Path, Tokens]]:
+        """Files of this model and the tokens they hold, the longest unused first."""
+        found = []
+        with contextlib.suppress(OSError):
+            paths = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            for path in paths:
+                with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+                    head = read_head(file)
+                    if head.fingerprint == self._fingerprint and file.seek(0, os.SEEK_END) >= head.size:
+                        found.append((path, np.frombuffer(head.tokens, "<i4").astype(np.int32)))
+        return found
+
+    def name(self, key: int, path: Path) -> None:
+        """The snapshot ``key`` is what ``path`` holds."""
+        self._paths[key] = path
+
+    def write(self, key: int, tokens: Tokens, data: memoryview) -> None:
+        """Begin to write; ``data`` must not change."""
+        if self._num_pending_bytes + len(data) > MAX_PENDING:
+            return
+        self._num_pending_bytes += len(data)
+        raw = tokens.astype("<i4").tobytes()
+        name = hashlib.blake2b(raw, key=self._fingerprint.encode()[:64], digest_size=16).hexdigest()
+        path = self._paths[key] = self._folder / f"{name}{SUFFIX}"
+        self._jobs.put(lambda: self._write(key, path, raw, data))
+
+    def _write(self, key: int, path: Path, tokens: bytes, data: memoryview) -> Written | None:
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksum(data)))
+        try:
+            with temporary.open("wb") as file:
+                file.write(MAGIC + LENGTH.pack(len(head)) + head)
+                file.write(data)
+            temporary.replace(path)
+        except OSError as error:
+            log.warning("a prefix could not be written to %s: %s", self._folder, error.strerror)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return None
+        finally:
+            self._num_pending_bytes -= len(data)
+        return Written(key)
+
+    def read(self, key: int) -> None:
+        """Begin to read what ``key`` names."""
+        path = self._paths[key]
+        self._jobs.put(lambda: Read(key, self._read(path)))
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            with path.open("rb") as file:
+                head = read_head(file)
+                data = file.read(head.size)
+            if head.fingerprint != self._fingerprint or checksum(data) != head.checksum:
+                raise ValueError("the checksum is wrong")
+            os.utime(path)
+        except (OSError, ValueError) as error:
+            log.warning("%s is not used: %s", path.name, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        return data
+
+    def delete(self, key: int) -> None:
+        """Begin to delete the file of ``key``."""
+        path = self._paths.pop(key)
+
+        def job() -> None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            self._results.put(self._jobs.get()())
+
+    def results(self, wait: float = 0.0) -> list[Written | Read]:
+        """What the thread has done since the last call; waits so many seconds for something."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())
+            while True:
+                found.append(self._results.get_nowait())
+        return [result for result in found if result is not None]
+
+    def flush(self, timeout: float) -> None:
+        """Wait until all that was begun is done, so many seconds at most."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait(timeout)
+
+
+def read_head(file: BinaryIO) -> Head:
+    """Raises ValueError if the file does not begin like a snapshot."""
+    start = file.read(len(MAGIC) + LENGTH.size)
+    if not start.startswith(MAGIC) or len(start) < len(MAGIC) + LENGTH.size:
+        raise ValueError("no snapshot of this version")
+    (length,) = LENGTH.unpack_from(start, len(MAGIC))
+    if length > MAX_HEAD:
+        raise ValueError("the head is too long")
+    return msgspec.msgpack.decode(file.read(length), type=Head)
+
+
+def checksum(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,85 @@
+"""A small model that guesses how sequences go on, for the large one to verify."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from cllm.backends.base import Backend
+from cllm.core.batch import Batch, Row, Trim
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.kv_cache.radix_tree import common_prefix
+
+
+class DraftModel:
+    """Greedy guesses of a second backend with the same vocabulary (Leviathan et al. 2023).
+
+    It follows as many sequences at once as the backend has seq_ids, those that were asked for last. ``_shadows`` are
+    what its cells hold: a sequence's tokens up to some point and then, maybe, guesses that were wrong.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()
+        self._free = list(range(backend.info.max_num_seqs))
+
+    def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        info = self._backend.info
+        room = {seq: min(count, info.context_length - seq.num_tokens) for seq, count in wanted.items()}
+        going = {seq: count for seq, count in list(room.items())[-info.max_num_seqs :] if count > 0}
+        trims = [self._rewind(seq) for seq in going]
+        drafts: dict[Sequence, list[int]] = {seq: [] for seq in going}
+        while going:
+            rows = self._rows(list(going))
+            logits = self._backend.forward(Batch(sorted(rows, key=lambda row: row.seq.seq_id), trims))
+            trims = []
+            best = dict(zip((row.seq.seq_id for row in self._sampling(rows)), logits.argmax(axis=1), strict=True))
+            for row in rows:
+                row.seq.num_computed_tokens += row.num_tokens
+            for seq in list(going):
+                shadow = self._shadows[seq]
+                if shadow.seq_id in best:
+                    token = int(best[shadow.seq_id])
+                    drafts[seq].append(token)
+                    shadow.tokens.append(token)
+                    if len(drafts[seq]) == going[seq]:
+                        del going[seq]
+        return {seq: tuple(draft) for seq, draft in drafts.items()}
+
+    def _rewind(self, seq: Sequence) -> Trim:
+        """Let the shadow of ``seq`` have its tokens; the cells keep what agrees."""
+        shadow = self._shadows.get(seq)
+        if shadow is None:
+            if not self._free:
+                self.forget(next(iter(self._shadows)))
+            shadow = Sequence(Request("draft", [0], SamplingParams()), 0, 0, self._backend.info.context_length)
+            shadow.seq_id, shadow.tokens = self._free.pop(), []
+            self._shadows[seq] = shadow
+        self._shadows.move_to_end(seq)
+        computed = np.array(shadow.tokens[: shadow.num_computed_tokens], np.int32)
+        keep = common_prefix(computed, np.array(seq.tokens[:-1], np.int32))
+        shadow.tokens, shadow.num_computed_tokens = list(seq.tokens), keep
+        return Trim(shadow.seq_id, keep)
+
+    def _rows(self, seqs: list[Sequence]) -> list[Row]:
+        budget = self._backend.info.max_num_batched_tokens
+        rows = []
+        for seq in seqs:
+            shadow = self._shadows[seq]
+            count = min(shadow.num_lacking_tokens, budget)
+            if count:
+                samples = int(count == shadow.num_lacking_tokens)
+                rows.append(Row(shadow, shadow.num_computed_tokens, count, samples))
+                budget -= count
+        return rows
+
+    def _sampling(self, rows: list[Row]) -> list[Row]:
+        return [row for row in sorted(rows, key=lambda row: row.seq.seq_id) if row.num_samples]
+
+    def forget(self, seq: Sequence) -> None:
+        shadow = self._shadows.pop(seq, None)
+        if shadow is not None:
+            self._free.append(shadow.seq_id)

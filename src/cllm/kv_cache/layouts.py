@@ -1,0 +1,60 @@
+"""How cells are laid out, and which layout suits what is running now."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Reading a shared token's keys and values once instead of twice saves what skipping about ten masked cells costs:
+# fitted to decoding steps on two kinds of CPU, see docs/decisions/003-auto-layout.md.
+SKIPPED_PER_SAVED = 10
+MEMORY_BANDWIDTH = 10e9  # bytes a second at which keys and values are read, roughly
+COPY_BANDWIDTH = 2e9  # and saved, loaded, or cleared
+
+
+class Layout(NamedTuple):
+    """What a backend can do with its cells.
+
+    shares: sequences may own a cell together, so that a copy costs nothing (unified). dense: holes between leased
+    seq_ids cost passes (partitioned). trims: a sequence can give up its last cells; recurrent state is kept or lost as
+    a whole (checkpoint). num_spare_ids: further seq_ids, at which idle prefixes can stay but nothing is computed.
+    """
+
+    shares: bool = False
+    dense: bool = True
+    trims: bool = True
+    num_spare_ids: int = 0
+
+
+class Sharing(NamedTuple):
+    """What the running sequences hold: how many they are, their tokens, how many of these are distinct; idle ones."""
+
+    num_seqs: int
+    num_tokens: int
+    num_distinct: int
+    num_idle: int
+
+
+class LayoutChooser:
+    """Decides when to change between unified and partitioned.
+
+    In the unified layout a shared token is read once for all, but every sequence skips the cells of all the others.
+    The time lost in the present layout is added up, and when it has reached what a change costs, the change is made:
+    so, whatever comes, at most twice as much is lost as by one who knows the future (the ski rental rule, Karlin et
+    al. 1988).
+    """
+
+    def __init__(self, num_cells: int, bytes_per_token: int) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._clearing = num_cells * bytes_per_token / COPY_BANDWIDTH
+        self.seconds_lost = 0.0
+
+    def wants_change(self, sharing: Sharing, num_steps: int, *, unified: bool) -> bool:
+        """True if the layout is to be changed now, ``num_steps`` after the last call."""
+        saved = sharing.num_tokens - sharing.num_distinct
+        used = sharing.num_distinct + (sharing.num_idle if unified else 0)
+        skipped = (sharing.num_seqs - 1) * used
+        gain = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # of the other layout, in tokens
+        seconds = gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
+        self.seconds_lost = max(0.0, self.seconds_lost + seconds)
+        moving = 2 * sharing.num_distinct * self._bytes_per_token / COPY_BANDWIDTH
+        return self.seconds_lost > self._clearing + moving

@@ -1,0 +1,146 @@
+"""Copies of prefixes outside of the cells: in RAM, and on disk where that is wanted.
+
+Bookkeeping alone: the backend holds the bytes in RAM, the engine's disk thread moves them to files and back. A file
+counts once the thread has said so; a copy that is only in a file has to be read before it can be used.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+
+from cllm.kv_cache.radix_tree import Tokens
+
+
+class Place(enum.Enum):
+    RAM = "ram"
+    DISK = "disk"
+    READING = "reading"  # on its way from disk to RAM
+
+
+class Snapshot:
+    """A saved prefix: its tokens, its size, where it can be loaded from, and whether a file holds it."""
+
+    __slots__ = ("in_file", "key", "num_bytes", "place", "tokens")
+
+    def __init__(self, key: int, tokens: Tokens, num_bytes: int, place: Place) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.num_bytes = num_bytes
+        self.place = place
+        self.in_file = place is Place.DISK
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {self.key} {len(self.tokens)} tokens {self.place.value}>"
+
+
+class Tiers:
+    """All snapshots, in RAM and in files, each within a budget of bytes; what was not used for longest leaves first.
+
+    Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; the counted bytes are the sums.
+    """
+
+    def __init__(
+        self, ram_bytes: int = 0, disk_bytes: int = 0, bytes_per_token: int = 0, bytes_per_snapshot: int = 0
+    ) -> None:
+        """A snapshot of n tokens counts as ``bytes_per_snapshot + n * bytes_per_token``."""
+        self.ram_bytes = ram_bytes
+        self.disk_bytes = disk_bytes
+        self._bytes_per_token = bytes_per_token
+        self._bytes_per_snapshot = bytes_per_snapshot
+        self.ram: OrderedDict[int, Snapshot] = OrderedDict()
+        self.files: OrderedDict[int, Snapshot] = OrderedDict()
+        self.num_ram_bytes = 0
+        self.num_disk_bytes = 0
+        self._next_key = 0
+
+    def __len__(self) -> int:
+        return len(self.ram.keys() | self.files.keys())
+
+    def find(self, key: int) -> Snapshot | None:
+        return self.ram.get(key) or self.files.get(key)
+
+    def size_of(self, num_tokens: int) -> int:
+        return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
+
+    def add(self, tokens: Tokens, place: Place = Place.RAM) -> Snapshot:
+        """A new snapshot; for RAM, ``make_room`` came first."""
+        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), place)
+        self._next_key += 1
+        if place is Place.DISK:
+            self.files[snapshot.key] = snapshot
+            self.num_disk_bytes += snapshot.num_bytes
+        else:
+            self._into_ram(snapshot)
+        return snapshot
+
+    def _into_ram(self, snapshot: Snapshot) -> None:
+        self.ram[snapshot.key] = snapshot
+        self.num_ram_bytes += snapshot.num_bytes
+
+    def make_room(self, num_bytes: int, spared: object = None) -> list[Snapshot] | None:
+        """The snapshots that leave RAM so that ``num_bytes`` fit, or None if that cannot be.
+
+        Those that no file holds are gone for ever.
+        """
+        leaving: list[Snapshot] = []
+        missing = self.num_ram_bytes + num_bytes - self.ram_bytes
+        for snapshot in self.ram.values():
+            if missing <= 0:
+                break
+            if snapshot.place is Place.RAM and snapshot is not spared:
+                missing -= snapshot.num_bytes
+                leaving.append(snapshot)
+        if missing > 0:
+            return None
+        for snapshot in leaving:
+            self.leave_ram(snapshot)
+        return leaving
+
+    def leave_ram(self, snapshot: Snapshot) -> None:
+        del self.ram[snapshot.key]
+        self.num_ram_bytes -= snapshot.num_bytes
+        snapshot.place = Place.DISK
+
+    def touch(self, snapshot: Snapshot) -> None:
+        for tier in (self.ram, self.files):
+            if snapshot.key in tier:
+                tier.move_to_end(snapshot.key)
+
+    def read(self, snapshot: Snapshot) -> None:
+        """``snapshot`` is on its way from its file; ``make_room`` came first."""
+        snapshot.place = Place.READING
+        self._into_ram(snapshot)
+
+    def written(self, snapshot: Snapshot) -> list[Snapshot]:
+        """A file holds ``snapshot``; those whose files have to go for it, or itself if it is larger than the budget."""
+        if snapshot.num_bytes > self.disk_bytes:
+            return [snapshot]
+        snapshot.in_file = True
+        self.files[snapshot.key] = snapshot
+        self.num_disk_bytes += snapshot.num_bytes
+        leaving = []
+        for oldest in self.files.values():
+            if self.num_disk_bytes <= self.disk_bytes or oldest is snapshot:
+                break
+            self.num_disk_bytes -= oldest.num_bytes
+            leaving.append(oldest)
+        for oldest in leaving:
+            oldest.in_file = False
+            del self.files[oldest.key]
+        return leaving
+
+    def forget(self, snapshot: Snapshot) -> None:
+        if self.ram.pop(snapshot.key, None) is not None:
+            self.num_ram_bytes -= snapshot.num_bytes
+        if self.files.pop(snapshot.key, None) is not None:
+            self.num_disk_bytes -= snapshot.num_bytes
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert self.num_ram_bytes == sum(s.num_bytes for s in self.ram.values()), "bytes in RAM miscounted"
+        assert self.num_disk_bytes == sum(s.num_bytes for s in self.files.values()), "bytes on disk miscounted"
+        assert self.num_ram_bytes <= self.ram_bytes, "more in RAM than the budget allows"
+        for key, snapshot in [*self.ram.items(), *self.files.items()]:
+            assert snapshot.in_file == (key in self.files), repr(snapshot)
+            assert (snapshot.place is Place.DISK) == (key not in self.ram), repr(snapshot)

@@ -1,0 +1,246 @@
+"""Requests on their way through the engine, and who reads them. What is the same is computed once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from cllm.core.output import TokenOutput
+from cllm.core.request import Request
+from cllm.core.sequence import FinishReason
+from cllm.errors import CLLMError
+from cllm.process.backlog import Backlog, Place
+from cllm.process.results import ResultCache, digest
+
+
+class Stream:
+    """The tokens of some requests on their way to one reader.
+
+    place: where the first of them stood at its submission. num_shared and num_recalled of the requests are computed
+    for somebody else too, or were before; num_reused_tokens are those of their prompts.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.place = Place()
+        self.num_shared = 0
+        self.num_recalled = 0
+        self.num_reused_tokens = 0
+        self.flights: dict[str, Flight] = {}  # by the reader's names
+        self._outputs: list[TokenOutput] = []
+        self._error: CLLMError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: CLLMError) -> None:
+        """Let the reader have ``error`` after the outputs that have come."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> list[TokenOutput]:
+        """All outputs since the last call, at least one. Raises what ``fail`` was given."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+class Flight:
+    """One request in the engine, for the readers of one or more streams, each of which has its own name for it.
+
+    What has come so far is kept for those who may join, or ask for it again.
+    """
+
+    def __init__(self, request: Request, place: Place, key: bytes | None) -> None:
+        """``key``: the digest; None if nobody may join and the outputs need not be kept."""
+        self.request = request
+        self.place = place
+        self.key = key
+        self.submitted = time.monotonic()
+        self.first_token: dict[int, float] = {}  # index -> when it came
+        self.going = set(range(request.params.n))
+        self.stopped: set[int] = set()  # the engine has been told that they are long enough
+        self.failed = False
+        self.outputs: list[TokenOutput] = []
+        self._readers: list[tuple[Stream, str]] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Somebody reads it, or it is ending by itself."""
+        return bool(self._readers) or self.going <= self.stopped
+
+    def join(self, stream: Stream, request_id: str) -> None:
+        """Let ``stream`` have what came so far and what will come, under the name ``request_id``."""
+        for output in self.outputs:
+            stream.put(renamed(output, request_id))
+        self._readers.append((stream, request_id))
+        stream.flights[request_id] = self
+
+    def leave(self, stream: Stream) -> None:
+        self._readers = [reader for reader in self._readers if reader[0] is not stream]
+
+    def put(self, output: TokenOutput) -> None:
+        if self.key is not None:
+            self.outputs.append(output)
+        for stream, request_id in self._readers:
+            stream.put(output if request_id == output.request_id else renamed(output, request_id))
+
+    def fail(self, error: CLLMError) -> None:
+        for stream, _ in self._readers:
+            stream.fail(error)
+
+    def place_now(self) -> Place:
+        """Where it stands, at the latest."""
+        if self.first_token:
+            return Place()
+        return Place(self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted)))
+
+
+class Flights:
+    """All that is in the engine. Tells the backlog what happens, and the results what came of it."""
+
+    def __init__(self, backlog: Backlog, results: ResultCache) -> None:
+        self.backlog = backlog
+        self._results = results
+        self._flights: dict[str, Flight] = {}
+        self._open: dict[bytes, Flight] = {}  # those that may be joined
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def board(self, requests: list[Request], capacity: int) -> tuple[Stream, list[Request]]:
+        """A stream for ``requests``, and those of them that must be computed. Raises QueueFull; then nothing changes.
+
+        A deterministic request is recalled if its result is known, else shares the computation of one like it. Not
+        if that has a lower class, and not if there is a limit to its own time, which the other would not keep.
+        """
+        keys = [digest(request) for request in requests]
+        new: dict[bytes | str, Request] = {}
+        for request, key in zip(requests, keys, strict=True):
+            if key not in self._results and self._like(request, key) is None:
+                new.setdefault(key if key is not None and may_share(request) else request.request_id, request)
+        place = self.backlog.admit(list(new.values()), capacity) if new else None
+        stream = Stream(requests)
+        places = []
+        for request, key in zip(requests, keys, strict=True):
+            if key is not None and key in self._results:
+                places.append(self._recall(stream, request, key))
+            elif (flight := self._like(request, key)) is not None:
+                places.append(self._share(stream, request, flight))
+            else:
+                places.append(place or self.backlog.place(request, capacity))
+                self._start(stream, request, key, places[-1])
+                place = None
+        stream.place = places[0]
+        return stream, list(new.values())
+
+    def _recall(self, stream: Stream, request: Request, key: bytes) -> Place:
+        stream.num_recalled += 1
+        stream.num_reused_tokens += len(request.prompt)
+        for output in self._results.recall(key, request.request_id):
+            stream.put(output)
+        return Place()
+
+    def _share(self, stream: Stream, request: Request, flight: Flight) -> Place:
+        stream.num_shared += 1
+        stream.num_reused_tokens += len(request.prompt)
+        flight.join(stream, request.request_id)
+        return flight.place_now()
+
+    def _start(self, stream: Stream, request: Request, key: bytes | None, place: Place) -> None:
+        shares = key is not None and may_share(request)
+        flight = Flight(request, place, key if shares or self._results.is_on else None)
+        flight.join(stream, request.request_id)
+        self._flights[request.request_id] = flight
+        if key is not None and shares:
+            self._open[key] = flight
+        self.backlog.submitted(request)
+
+    def _like(self, request: Request, key: bytes | None) -> Flight | None:
+        """A computation that gives what ``request`` asks for, and not later."""
+        flight = self._open.get(key) if key is not None and may_share(request) else None
+        return flight if flight is not None and flight.request.priority <= request.priority else None
+
+    def put(self, output: TokenOutput, now: float) -> None:
+        """The engine's next word on a request, at the moment ``now`` of time.monotonic."""
+        flight = self._flights.get(output.request_id)
+        if flight is None:
+            return
+        flight.put(output)
+        if output.token >= 0 and output.index not in flight.first_token:
+            self._has_begun(flight, output, now)
+        if output.finish:
+            flight.going.discard(output.index)
+            flight.failed = flight.failed or output.finish in (FinishReason.ERROR, FinishReason.TIMEOUT)
+            self.backlog.ended(flight.request)
+            if output.index in flight.first_token:
+                since = flight.first_token[output.index] if flight.place.position else flight.submitted
+                self.backlog.ran(now - since)
+            if not flight.going:
+                self._remove(flight)
+                if flight.key is not None and not flight.failed:
+                    self._results.keep(flight.key, flight.outputs)
+
+    def _has_begun(self, flight: Flight, output: TokenOutput, now: float) -> None:
+        if not flight.first_token:
+            self.backlog.begun(flight.request)
+            if flight.place.position == 0:
+                num_tokens = len(flight.request.prompt) - output.num_cached_tokens
+                self.backlog.ran_at_once(now - flight.submitted, num_tokens)
+        flight.first_token[output.index] = now
+
+    def _remove(self, flight: Flight) -> None:
+        del self._flights[flight.request.request_id]
+        if flight.key is not None and self._open.get(flight.key) is flight:
+            del self._open[flight.key]
+        if not flight.first_token:
+            self.backlog.begun(flight.request)
+        self.backlog.ended(flight.request, len(flight.going))
+
+    def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
+        """A sequence has said all that its reader wants, and so all that others want who asked for the same.
+
+        Returns the name under which the engine is to be told; None if it knows, or needs not know.
+        """
+        flight = stream.flights.get(request_id)
+        if flight is None or index not in flight.going or index in flight.stopped:
+            return None
+        flight.stopped.add(index)
+        return flight.request.request_id
+
+    def leave(self, stream: Stream) -> list[str]:
+        """``stream`` reads no longer; returns the names of those whose last reader it was and that have not ended."""
+        unwanted = []
+        for flight in set(stream.flights.values()):
+            flight.leave(stream)
+            name = flight.request.request_id
+            if self._flights.get(name) is flight and not flight.is_wanted:
+                self._remove(flight)
+                unwanted.append(name)
+        return unwanted
+
+    def fail(self, error: CLLMError) -> None:
+        """The engine will say nothing more about any of them."""
+        flights, self._flights, self._open = self._flights, {}, {}
+        self.backlog.clear()
+        for flight in flights.values():
+            flight.fail(error)
+
+
+def may_share(request: Request) -> bool:
+    return request.deadline is None and request.queue_timeout is None
+
+
+def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
+    """For another reader; that its prompt was not computed again has been said by its stream."""
+    return TokenOutput(request_id, output.index, output.token, output.finish, output.is_text)

@@ -1,0 +1,66 @@
+"""Finished answers, to be given again where computing them again would give the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import msgspec
+
+from cllm.core.output import TokenOutput
+from cllm.core.request import Request
+
+OVERHEAD = 300  # bytes that an entry takes beside its tokens
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[tuple[int, int, str, bool]])
+
+
+def digest(request: Request) -> bytes | None:
+    """The same for requests whose answers are bound to be the same; None if chance is in it."""
+    params = request.params
+    if not params.greedy and params.seed is None:
+        return None
+    if params.logit_bias:
+        params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
+    return hashlib.sha256(_encoder.encode((request.prompt, params))).digest()
+
+
+class ResultCache:
+    """The least recently used leaves as soon as there are too many, or their tokens take too much memory."""
+
+    def __init__(self, max_results: int = 0, max_bytes: int = 0) -> None:
+        self.num_bytes = 0
+        self._max_results = max_results
+        self._max_bytes = max_bytes
+        self._results: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __contains__(self, key: bytes | None) -> bool:
+        return key in self._results
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_results > 0
+
+    def keep(self, key: bytes, outputs: list[TokenOutput]) -> None:
+        """Remember all outputs of a request under its digest."""
+        if not self.is_on:
+            return
+        self._forget(key)
+        self._results[key] = _encoder.encode([(one.index, one.token, one.finish, one.is_text) for one in outputs])
+        self.num_bytes += len(self._results[key]) + OVERHEAD
+        while len(self._results) > self._max_results or self.num_bytes > self._max_bytes:
+            self._forget(next(iter(self._results)))
+
+    def _forget(self, key: bytes) -> None:
+        result = self._results.pop(key, None)
+        if result is not None:
+            self.num_bytes -= len(result) + OVERHEAD
+
+    def recall(self, key: bytes, request_id: str) -> list[TokenOutput]:
+        """The outputs again, as those of ``request_id``. Raises KeyError if there is nothing under ``key``."""
+        self._results.move_to_end(key)
+        return [TokenOutput(request_id, *values) for values in _decoder.decode(self._results[key])]

@@ -1,0 +1,121 @@
+"""Who is served next. A policy sorts; it computes nothing and holds nobody.
+
+A policy of your own is a class like these, named as ``package.module:Class`` in scheduler.policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from cllm.core.request import Priority
+from cllm.core.sequence import Sequence
+from cllm.errors import StartupError
+
+OUTPUT_WEIGHT = 2  # a sampled token counts as two tokens of a prompt, as in the paper
+MAX_COUNTERS = 4096
+
+
+class Policy(Protocol):
+    """Sorts the waiting into groups: within one, deadlines and arrivals decide; among them, the least rank.
+
+    While somebody of a group waits, its rank may grow but not fall.
+    """
+
+    def group(self, seq: Sequence) -> Any:
+        """Something hashable."""
+        ...
+
+    def rank(self, group: Any) -> Any:
+        """Something comparable."""
+        ...
+
+    def arrived(self, group: Any) -> None:
+        """Somebody of ``group`` waits now; before, nobody did."""
+        ...
+
+    def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """So many tokens of ``seq``'s prompt are going to be computed, or so many of its output were sampled."""
+        ...
+
+
+class FirstComeFirstServed:
+    """One queue for all."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        pass
+
+    def group(self, seq: Sequence) -> Any:
+        return 0
+
+    def rank(self, group: Any) -> Any:
+        return group
+
+    def arrived(self, group: Any) -> None:
+        pass
+
+    def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        pass
+
+
+class Priorities(FirstComeFirstServed):
+    """A queue for each class."""
+
+    def group(self, seq: Sequence) -> Any:
+        return seq.request.priority
+
+
+class Fair:
+    """Classes first; within a class the key that has been served least, by virtual token counters.
+
+    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A key's counter grows by the tokens it is
+    served, divided by its weight. A key that comes back is lifted to ``floor``, the counter of the key admitted last,
+    which is the least of those who wait: nobody saves up, nobody has to catch up. (The paper takes the minimum over
+    the waiting; the floor is the virtual time of start-time fair queueing, and costs O(1).)
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """``weights``: the share of a key against the others; 1 where it is not named."""
+        self._weights = weights
+        self.counters: dict[tuple[Priority, str], float] = {}
+        self._max_counters = MAX_COUNTERS
+        self.floors = dict.fromkeys(Priority, 0.0)
+
+    def group(self, seq: Sequence) -> Any:
+        return seq.request.priority, seq.request.key
+
+    def rank(self, group: Any) -> Any:
+        return group[0], self.counters.get(group, self.floors[group[0]])
+
+    def arrived(self, group: Any) -> None:
+        floor = self.floors[group[0]]
+        self.counters[group] = max(self.counters.get(group, floor), floor)
+
+    def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        group = seq.request.priority, seq.request.key
+        counter = self.counters.get(group, 0.0)
+        if num_prompt_tokens:
+            self.floors[group[0]] = max(self.floors[group[0]], counter)
+            if len(self.counters) > self._max_counters:  # the smaller half is forgotten: those come back at the floor
+                kept = sorted(self.counters, key=self.counters.__getitem__)[len(self.counters) // 2 :]
+                self.counters = {other: self.counters[other] for other in kept}
+                self._max_counters = max(MAX_COUNTERS, 2 * len(kept))
+        cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
+        self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
+
+
+POLICIES = {"fair": Fair, "priority": Priorities, "fcfs": FirstComeFirstServed}
+
+
+def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
+    """The policy called ``name``, or the class at ``package.module:Class``. Raises StartupError if there is none."""
+    if name in POLICIES:
+        return cast("Policy", POLICIES[name](weights))
+    module, _, class_name = name.partition(":")
+    try:
+        return cast("Policy", getattr(import_module(module), class_name)(weights))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise StartupError(
+            f"scheduler.policy must be {', '.join(POLICIES)} or package.module:Class, not {name} ({error})"
+        ) from None

@@ -1,0 +1,120 @@
+"""What the last steps were and why, for a person who asks."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cllm.core.output import Stats
+
+if TYPE_CHECKING:
+    from cllm.scheduler.scheduler import Scheduler
+
+MAX_STEPS = 512
+MAX_NAMED = 100  # of those who wait, in one answer
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step: how it was filled, what it took (seconds), and why the head of the queue did not enter it."""
+
+    number: int
+    at: float
+    seconds: float
+    num_rows: int
+    num_prefill_tokens: int
+    prefill_budget: int
+    num_guesses: int
+    num_accepted: int
+    num_operations: int
+    num_running: int
+    num_waiting: int
+    blocked: str
+
+
+class Waiter(msgspec.Struct, frozen=True):
+    """One who waits: since how long (seconds), in what state, and for what."""
+
+    name: str
+    key: str
+    priority: str
+    num_tokens: int
+    waited: float
+    status: str
+    reason: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """The engine's answer to "why?": the last steps, the running ones as text, the first MAX_NAMED waiting ones, costs.
+
+    row_seconds: a step of so many decoding rows. token_seconds: one prefill token more.
+    """
+
+    steps: list[Step]
+    running: list[str]
+    num_waiting: int
+    waiting: list[Waiter]
+    row_seconds: dict[int, float]
+    token_seconds: float | None
+    cells: str
+
+
+def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
+    """The last ``num_steps`` steps, who runs, who waits and why."""
+    blocked = scheduler.blocked
+    behind = f"the head of the queue, which waits because of: {blocked}" if blocked else "the next step"
+    waiting = chain(scheduler.deferred.reasons.items(), ((seq, behind) for seq in scheduler.waiting))
+    return Explanation(
+        steps=list(scheduler.trace)[-num_steps:],
+        running=[repr(seq) for seq in scheduler.running],
+        num_waiting=len(scheduler.deferred) + len(scheduler.waiting),
+        waiting=[
+            Waiter(
+                name=seq.name,
+                key=seq.request.key,
+                priority=seq.request.priority.name.lower(),
+                num_tokens=seq.num_tokens,
+                waited=now - seq.arrived,
+                status=seq.status.value,
+                reason=reason,
+            )
+            for seq, reason in islice(waiting, MAX_NAMED)
+        ],
+        row_seconds=dict(sorted(scheduler.cost.per_rows.items())),
+        token_seconds=scheduler.cost.per_token,
+        cells=str(scheduler.ledger),
+    )
+
+
+def stats_of(scheduler: Scheduler) -> Stats:
+    """How the engine stands, for the gauges."""
+    cells, ledger = scheduler.ledger.cells, scheduler.ledger
+    return Stats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting) + len(scheduler.deferred),
+        num_seq_ids=ledger.seq_ids.size,
+        num_seq_ids_in_use=ledger.seq_ids.num_leased,
+        num_cells=cells.size,
+        num_cells_held=cells.num_held,
+        num_cells_idle=cells.num_idle,
+        num_steps=scheduler.num_steps,
+        num_parked=scheduler.num_parked,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
+        num_guesses=scheduler.num_guesses,
+        num_accepted=scheduler.num_accepted,
+        num_ram_bytes=ledger.tiers.num_ram_bytes,
+        num_disk_bytes=ledger.tiers.num_disk_bytes,
+        num_waiting_tokens=scheduler.waiting.num_tokens,
+        waiting_seconds=seconds_of_waiting(scheduler),
+    )
+
+
+def seconds_of_waiting(scheduler: Scheduler) -> float:
+    """Estimated seconds until all who wait now have been admitted and computed, by what steps have cost."""
+    num_waiting = len(scheduler.waiting) + len(scheduler.deferred)
+    if not num_waiting:
+        return 0.0
+    rows = max(1, min(scheduler.ledger.seq_ids.size, num_waiting + len(scheduler.running)))
+    decoding = num_waiting * scheduler.expected_output * scheduler.cost.decode(rows) / rows
+    return decoding + scheduler.cost.prefill(scheduler.waiting.num_tokens)

@@ -1,0 +1,99 @@
+"""Those who wait, in the order of the policy."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from cllm.core.sequence import Sequence
+from cllm.scheduler.policy import Policy
+
+# Nobody starves: one in so many admissions goes to who has waited longest, if that is longer than this (seconds).
+AGED_SHARE = 8
+PATIENCE = 30.0
+
+
+class Waiting:
+    """A queue whose every operation costs O(log of its length), however long it is.
+
+    Entries of the heaps are not removed but outlive their sequence; ``_stamps`` tells which are alive. A sequence that
+    comes back takes the place it had, because its deadline and its order are the same.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.num_tokens = 0  # that those who wait will have to be computed, if nothing of them is cached
+        self._stamps: dict[Sequence, int] = {}
+        self._next_stamp = 0
+        self._groups: dict[Any, list[tuple[float, int, int, Sequence]]] = {}
+        self._sizes: dict[Any, int] = {}
+        self._ranks: list[tuple[Any, int, Any]] = []
+        self._by_age: deque[tuple[int, Sequence]] = deque()
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._stamps
+
+    def push(self, seq: Sequence) -> None:
+        self._next_stamp += 1
+        stamp = self._stamps[seq] = self._next_stamp
+        self.num_tokens += seq.num_tokens
+        group = self.policy.group(seq)
+        if not self._sizes.get(group):
+            self.policy.arrived(group)
+        if group not in self._groups:
+            self._groups[group], self._sizes[group] = [], 0
+            heapq.heappush(self._ranks, (self.policy.rank(group), stamp, group))
+        due = math.inf if seq.request.deadline is None else seq.arrived + seq.request.deadline
+        heapq.heappush(self._groups[group], (due, seq.order, stamp, seq))
+        self._sizes[group] += 1
+        self._by_age.append((stamp, seq))
+
+    def head(self, now: float) -> Sequence | None:
+        """Who is served next."""
+        if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
+            oldest = self._oldest()
+            if oldest is not None and now - oldest.arrived > PATIENCE:
+                return oldest
+        while self._ranks:
+            rank, stamp, group = self._ranks[0]
+            queue = self._groups[group]
+            while queue and self._stamps.get(queue[0][3]) != queue[0][2]:
+                heapq.heappop(queue)
+            current = self.policy.rank(group)
+            if not queue:
+                heapq.heappop(self._ranks)
+                del self._groups[group], self._sizes[group]
+            elif current != rank:
+                heapq.heapreplace(self._ranks, (current, stamp, group))
+            else:
+                return queue[0][3]
+        return None
+
+    def _oldest(self) -> Sequence | None:
+        while self._by_age:
+            stamp, seq = self._by_age[0]
+            if self._stamps.get(seq) == stamp:
+                return seq
+            self._by_age.popleft()
+        return None
+
+    def take(self, seq: Sequence) -> None:
+        """``seq`` waits no longer, because it is served."""
+        self._num_taken += 1
+        self.remove(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """``seq`` waits no longer. Raises KeyError if it did not."""
+        del self._stamps[seq]
+        self.num_tokens -= seq.num_tokens
+        self._sizes[self.policy.group(seq)] -= 1
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._stamps)

@@ -1,0 +1,58 @@
+"""What clients say about waiting, and what they are told about it: extensions of every dialect that generates."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+
+from cllm.core.request import Priority
+from cllm.process.backlog import Place
+from cllm.server.body import Body
+from cllm.service import Terms
+
+Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
+
+
+class TermsBody(Body):
+    """Fields of a body that say for whom it is computed, how urgently, and until when."""
+
+    user: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="On whose account this goes; those who wait are served fairly. A token goes before."
+    )
+    priority: Literal["interactive", "normal", "batch"] | None = Field(
+        default=None, description="Interactive requests are served before normal ones (the default), batch ones last."
+    )
+    deadline_ms: Milliseconds | None = Field(
+        default=None, description="Give up (504) if it has not finished within so many milliseconds."
+    )
+    queue_timeout_ms: Milliseconds | None = Field(
+        default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
+    )
+
+    def terms(self, request: Request) -> Terms:
+        return Terms(
+            key=account(request, self.user),
+            priority=Priority[(self.priority or "normal").upper()],
+            deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
+            queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
+        )
+
+
+def account(request: Request, user: str | None) -> str:
+    """On whose account a request goes: a name made from its token, else from the user that it names, else ""."""
+    token = re.sub(r"^bearer(\s+|$)", "", request.headers.get("authorization", "").strip(), flags=re.IGNORECASE)
+    if token:
+        return f"key-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
+    return f"user-{user}" if user else ""
+
+
+def place_headers(place: Place) -> dict[str, str]:
+    """Where the request stood when it came: what is ahead of it (0: it runs at once), and the time that takes."""
+    return {
+        "x-cllm-queue-position": str(place.position),
+        "x-cllm-estimated-ttft-ms": str(round(place.seconds * 1000)),
+    }

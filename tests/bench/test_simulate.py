@@ -1,0 +1,512 @@
+"""Simulations: results that can be computed by hand, and the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.backends.fake import Costs
+from cllm.bench.simulate import (
+    STUCK,
+    TOO_LONG,
+    Limits,
+    Replica,
+    Setup,
+    SimulationReport,
+    backlog,
+    overlap,
+    simulate,
+    summarize,
+)
+from cllm.bench.trace_file import WORKLOADS, Entry, read_trace, synthesize, write_trace
+from cllm.cli import main as command_line
+from cllm.cli.simulate import read_costs
+from cllm.errors import StartupError
+
+COSTS = Costs(step=0.01, row=0.002, token=0.001)
+TOKEN = 0.012  # seconds of a step in which one sequence decodes
+
+
+def entry(
+    at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields: object
+) -> Entry:
+    """``at`` in seconds; a prompt of one block, the same for all who are not told otherwise."""
+    return Entry(
+        timestamp=at * 1000, input_length=prompt, output_length=answer, hash_ids=[1] if blocks is None else blocks,
+        **fields,
+    )  # fmt: skip
+
+
+def run(entries: list[Entry], **options) -> SimulationReport:
+    limits, keys = options.pop("limits", Limits()), options.pop("keys", ())
+    setup = Setup(**{"context": 4096, "costs": COSTS, "check": True, "target_itl_ms": None, **options})
+    courses, replicas = simulate(entries, setup)
+    return summarize(courses, replicas, trace="test", settings={}, limits=limits, keys=keys)
+
+
+def ms(seconds: float) -> pytest.approx:
+    return pytest.approx(seconds * 1000, abs=2e-3)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_request() -> None:
+    """One step for the prompt, then one for each further token; the trace begins when its first request does."""
+    report = run([entry(at=7.0, prompt=100, answer=5)])
+    assert report.ttft_ms.mean == ms(0.01 + 100 * 0.001)
+    assert report.itl_ms.mean == report.itl_ms.p99 == report.tpot_ms.mean == ms(TOKEN)
+    assert report.e2e_ms.mean == ms(0.11 + 4 * TOKEN)
+    assert report.wall_s == pytest.approx(0.11 + 4 * TOKEN)
+    assert report.output_tokens_per_s == pytest.approx(5 / report.wall_s, abs=0.01)
+    assert (report.num_steps, report.prefill_tokens, report.output_tokens, report.prompt_tokens) == (5, 100, 5, 100)
+    assert (report.num_succeeded, report.num_failed, report.failures, report.num_cut) == (1, 0, {}, 0)
+    assert report.fairness is None
+
+
+def test_chunks() -> None:
+    """A prompt longer than a step takes several."""
+    report = run([entry(prompt=100, answer=1)], max_num_batched_tokens=40, max_num_seqs=8)
+    assert report.num_steps == 3
+    assert report.ttft_ms.mean == report.e2e_ms.mean == ms(3 * 0.01 + 100 * 0.001)
+    assert report.itl_ms is report.tpot_ms is None
+
+
+def test_a_request_in_the_middle_of_a_step_is_seen_by_the_next_one() -> None:
+    """The first step ends at 0.11 s; the second computes a token of the first and the other's prompt."""
+    report = run([entry(prompt=100, answer=2, blocks=[1]), entry(at=0.05, prompt=20, answer=1, blocks=[2])])
+    ends = 0.11 + 0.01 + 0.002 + 20 * 0.001
+    assert report.num_steps == 2
+    assert report.e2e_ms.mean == ms((ends + ends - 0.05) / 2)
+
+
+def test_time_passes_while_nobody_is_there() -> None:
+    report = run([entry(at=0.0, blocks=[1]), entry(at=100.0, blocks=[2])])
+    assert report.wall_s == pytest.approx(100.11 + 4 * TOKEN)
+    assert report.ttft_ms.mean == report.ttft_ms.p99 == ms(0.11)
+
+
+def test_goodput() -> None:
+    """Both limits count, and so do those who failed."""
+    entries = [entry(), entry(at=10, prompt=500, blocks=[2]), entry(at=20, prompt=5000, blocks=[*range(10)])]
+    report = run(entries, limits=Limits(ttft=200))
+    assert report.failures == {TOO_LONG: 1}
+    assert report.good_share == pytest.approx(1 / 3, abs=1e-4)
+    assert report.good_requests_per_s == pytest.approx(1 / report.wall_s, abs=1e-3)
+    assert run(entries, limits=Limits(ttft=600)).good_share == pytest.approx(2 / 3, abs=1e-4)
+    assert run(entries, limits=Limits(tpot=11)).good_share == 0
+
+
+def test_deadlines() -> None:
+    """The second would begin when the first has ended, and that is too late."""
+    entries = [entry(answer=100), entry(at=0.05, blocks=[2], deadline_ms=500.0)]
+    assert run(entries, max_num_seqs=1).failures == {"timeout": 1}
+    assert run(entries, max_num_seqs=2).failures == {}
+
+
+def test_priorities() -> None:
+    """Who comes last and is urgent goes before those who wait."""
+    entries = [entry(answer=50, blocks=[i], key="normal") for i in range(4)]
+    entries.append(entry(at=0.05, answer=2, blocks=[9], key="urgent", priority="interactive"))
+    keys = run(entries, policy="priority", max_num_seqs=1).keys
+    assert keys["urgent"].mean_ttft_ms < 300 < keys["normal"].mean_ttft_ms
+    assert run(entries, policy="fair", max_num_seqs=1).keys["urgent"].mean_ttft_ms < 300
+
+
+def test_the_context_cuts_answers_short() -> None:
+    report = run([entry(prompt=100, answer=50)], context=110)
+    assert (report.num_cut, report.output_tokens, report.num_failed) == (1, 10, 0)
+
+
+# --- prefixes and replicas -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_shared_prefix_is_computed_once_on_each_replica(layout: str, replicas: int) -> None:
+    """Ten requests share 1,024 tokens and have 512 of their own."""
+    entries = [entry(at=i / 100, prompt=1536, answer=1, blocks=[1, 2, 100 + i]) for i in range(10)]
+    report = run(entries, layout=layout, replicas=replicas, routing="round-robin", max_num_seqs=16)
+    assert report.prompt_tokens == 10 * 1536
+    assert report.cached_tokens == (10 - replicas) * 1024
+    assert report.prefill_tokens == 10 * 512 + replicas * 1024
+    assert report.requests_per_replica == [10 // replicas] * replicas
+
+
+def test_other_blocks_share_nothing() -> None:
+    entries = [entry(at=i, prompt=1000, answer=1, blocks=[2 * i, 2 * i + 1]) for i in range(300)]
+    assert run(entries, max_num_seqs=4, check=False).cached_tokens == 0
+
+
+@pytest.mark.parametrize("routing", ["least-loaded", "prefix", "round-robin"])
+def test_replicas_share_the_time(routing: str) -> None:
+    """As many as fit beside each other on one replica; on two each has half of them."""
+    entries = [entry(answer=20, blocks=[i]) for i in range(64)]
+    one, two, four = (run(entries, replicas=n, max_num_seqs=4, routing=routing) for n in (1, 2, 4))
+    assert two.wall_s == pytest.approx(one.wall_s / 2, rel=0.01)
+    assert four.wall_s == pytest.approx(one.wall_s / 4, rel=0.01)
+    assert four.requests_per_replica == [16] * 4
+
+
+def test_ram_keeps_what_leaves_the_cells() -> None:
+    """One place in the cells, and two prompts in turn."""
+    entries = [entry(at=i, prompt=500, answer=1, blocks=[i % 2]) for i in range(6)]
+    assert run(entries, max_num_seqs=1).cached_tokens == 0
+    assert run(entries, max_num_seqs=1, ram_cache_tokens=10_000).cached_tokens == 4 * 499
+
+
+def test_prefix_routing() -> None:
+    """Two talks of ten turns, one after the other: each stays where it began, and is moved when it is crowded there."""
+    blocks = {"a": list(range(20)), "b": list(range(100, 120))}
+    entries = [
+        entry(at=10 * turn, prompt=512 * (turn + 1), answer=1, blocks=blocks[key][: turn + 1], key=key)
+        for turn in range(10)
+        for key in "ab"
+    ]
+    options = {"context": 8192, "replicas": 4, "max_num_seqs": 4}
+    home = run(entries, **options, routing="prefix")
+    assert sorted(home.requests_per_replica) == [0, 0, 10, 10]
+    assert home.cached_tokens == 2 * sum(512 * turn for turn in range(10))
+    assert run(entries, **options, routing="round-robin").cached_tokens < home.cached_tokens
+    crowd = [entry(prompt=512, answer=50, blocks=[1]) for _ in range(40)]
+    assert min(run(crowd, **options, routing="prefix").requests_per_replica) > 5
+
+
+def test_the_least_loaded_replica() -> None:
+    """A long answer keeps its replica busy; all others find the other one."""
+    entries = [entry(answer=1000, blocks=[0]), *(entry(at=i + 1, answer=2, blocks=[i]) for i in range(9))]
+    assert sorted(run(entries, replicas=2).requests_per_replica) == [1, 9]
+
+
+# --- fairness --------------------------------------------------------------------------------------------------------
+
+
+def two_keys() -> list[Entry]:
+    """First 90 requests of one key, then 10 of another, all there from the beginning."""
+    return [entry(answer=20, blocks=[i], key="heavy" if i < 90 else "light") for i in range(100)]
+
+
+def test_fair_and_fcfs() -> None:
+    """The policy fair gives both the same; first come, first served lets the light key wait for the heavy one."""
+    fair, fcfs = (run(two_keys(), policy=policy, max_num_seqs=2) for policy in ("fair", "fcfs"))
+    assert fair.fairness.jain_index > 0.98
+    assert fcfs.fairness.jain_index < 0.7
+    assert fair.keys["light"].mean_ttft_ms < fcfs.keys["light"].mean_ttft_ms / 3
+    assert fair.keys["heavy"].mean_e2e_ms > fcfs.keys["heavy"].mean_e2e_ms
+    assert fair.wall_s == pytest.approx(fcfs.wall_s, rel=0.02)
+    for report in (fair, fcfs):
+        assert {key: of_key.served for key, of_key in report.keys.items()} == {"heavy": 90 * 140, "light": 10 * 140}
+        assert set(report.fairness.served) == {"heavy", "light"}
+
+
+def test_compared_keys() -> None:
+    """Only those named are compared; those that never wait together cannot be."""
+    entries = [*two_keys(), entry(at=1000, key="late")]
+    assert run(entries, max_num_seqs=2).fairness.jain_index is None
+    assert run(entries, max_num_seqs=2, keys=["heavy", "light"]).fairness.jain_index > 0.98
+
+
+def test_times_of_waiting() -> None:
+    replica = Replica(Setup(context=4096, costs=COSTS, max_num_seqs=1, target_itl_ms=None))
+    assert (replica.load, replica.step()) == (0, False)
+    courses, _ = simulate([entry(at=0), entry(at=0.05, blocks=[2]), entry(at=9, blocks=[3])], Setup(context=4096))
+    assert [len(backlog(courses[:n])) for n in (1, 2, 3)] == [1, 1, 2]
+    assert overlap([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
+    assert overlap([(0, 1)], [(1, 2)]) == []
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_costs_of_a_server(tmp_path: Path) -> None:
+    """What the answer to "explain" holds beside them is ignored."""
+    file = tmp_path / "costs.json"
+    rows = {"1": 0.03, "2": 0.04, "4": 0.06, "8": 0.1}
+    file.write_text(json.dumps({"row_seconds": rows, "token_seconds": 0.005, "steps": [], "cells": "..."}))
+    costs = read_costs(str(file))
+    assert (costs.step, costs.row, costs.token) == pytest.approx((0.02, 0.01, 0.005))
+    assert read_costs("0.1,0.02,0.003") == Costs(0.1, 0.02, 0.003)
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "row"),
+    [
+        ({"5": 0.08}, 0.03, 0.01),  # in the scheduler's proportion
+        ({"1": 0.01, "2": 0.03}, 0.0, 0.07 / 5),  # nothing is less than free
+        ({"1": 0.03, "2": 0.01}, 0.02, 0.0),
+    ],
+)
+def test_costs_of_odd_measurements(tmp_path: Path, rows: dict[str, float], step: float, row: float) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"row_seconds": rows, "token_seconds": 0.005}))
+    costs = read_costs(str(file))
+    assert (costs.step, costs.row) == pytest.approx((step, row))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("1,2", "cannot be read"),
+        ("a,b,c", "step,row,token"),
+        ("-1,0,0", "from 0"),
+        ("nan,0,0", "from 0"),
+        ('{"row_seconds": {"1": "x"}, "token_seconds": 1}', "row_seconds"),
+        ('{"row_seconds": {}, "token_seconds": 1}', "row_seconds"),
+        ('{"row_seconds": {"1": 1}, "token_seconds": null}', "token_seconds"),
+        ('{"token_seconds": 1}', "row_seconds"),
+    ],
+)
+def test_wrong_costs(tmp_path: Path, text: str, word: str) -> None:
+    if text.startswith("{"):
+        (tmp_path / "costs.json").write_text(text)
+        text = str(tmp_path / "costs.json")
+    with pytest.raises(StartupError, match=word):
+        read_costs(text)
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+LINE = '{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}'
+
+
+def test_a_line_of_mooncake(tmp_path: Path) -> None:
+    """Their fields alone are enough; what we do not know is ignored; the order is that of time."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f'{LINE}\n\n{LINE[:-1].replace("27482", "5")}, "turn": 3, "key": "a", "deadline_ms": 1.5}}\n')
+    first, second = read_trace(file)
+    assert (first.arrived, second.arrived) == (0.005, 27.482)
+    assert (first.key, first.deadline_ms, first.block_size, first.priority) == ("a", 1.5, 512, "normal")
+    assert second == entry(at=27.482, prompt=1000, answer=52, blocks=[46, 47])
+
+
+def test_prompts() -> None:
+    """The same blocks give the same tokens, other ones differ within the first tokens; all are bytes."""
+    prompts = {i: entry(prompt=600, blocks=[i, i + 1]).prompt() for i in (0, 1, 255, 256, 70_000, 2**62)}
+    assert {len(prompt) for prompt in prompts.values()} == {600}
+    assert all(0 <= token < 256 for prompt in prompts.values() for token in prompt)
+    assert len({tuple(prompt[:8]) for prompt in prompts.values()}) == len(prompts)
+    assert prompts[0][512:] == prompts[1][:88]
+    assert entry(prompt=1024, blocks=[0, 1]).prompt()[:600] == prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (("{", ""), "JSON"),
+        (("27482", '"now"'), "timestamp"),
+        (("27482", "-1"), "timestamp"),
+        (('"input_length": 1000, ', ""), "input_length"),
+        (("1000", "1025"), "hash_ids"),
+        (("1000", "512"), "hash_ids"),
+        (("52", "0"), "output_length"),
+        (("[46, 47]", "[46, -47]"), r"hash_ids\[1\]"),
+        (("[46, 47]", "46"), "hash_ids"),
+        (("{", '{"priority": "high", '), "priority"),
+        (("{", '{"block_size": 1, '), "block_size"),
+        (("{", '{"deadline_ms": 0, '), "deadline_ms"),
+        (("{", '{"key": 7, '), "key"),
+    ],
+)
+def test_broken_lines(tmp_path: Path, change: tuple[str, str], word: str) -> None:
+    """One line that names the file, the line and the field."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{LINE}\n{LINE.replace(*change)}\n")
+    with pytest.raises(StartupError, match=word) as raised:
+        read_trace(file)
+    assert str(raised.value).startswith(f"{file}, line 2: ")
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "bytes").write_bytes(b'{"timestamp": 1, "key": "\xff"}')
+    for name, words in (("empty", "no requests"), ("bytes", "line 1"), ("none", "cannot be read"), (".", "cannot be")):
+        with pytest.raises(StartupError, match=words):
+            read_trace(tmp_path / name)
+    with pytest.raises(StartupError, match="cannot be written"):
+        write_trace(tmp_path, [])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_synthetic_traces(tmp_path: Path, workload: str) -> None:
+    """The seed decides; a file gives back what was written; the rate is about what was asked for."""
+    entries = synthesize(workload, 500, 10.0, 3)
+    assert entries == synthesize(workload, 500, 10.0, 3) != synthesize(workload, 500, 10.0, 4)
+    write_trace(tmp_path / "trace.jsonl", entries)
+    assert read_trace(tmp_path / "trace.jsonl") == entries
+    assert len(entries) == 500
+    assert 35 < entries[-1].arrived < 120
+
+
+def test_what_synthetic_traces_share() -> None:
+    def cached(workload: str) -> float:
+        report = run(synthesize(workload, 60, 0.2, 1), context=65536, max_num_seqs=8, check=False)
+        return report.cached_tokens / report.prompt_tokens
+
+    assert cached("chat") == 0
+    assert cached("shared-prefix") > 0.4
+    assert cached("multi-turn") > 0.2
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+@pytest.mark.parametrize("speculation", ["off", "prompt_lookup"])
+def test_the_fast_backend_says_what_the_checking_one_says(layout: str, speculation: str) -> None:
+    entries = synthesize("shared-prefix", 30, 2.0, 5)
+    options = {"layout": layout, "speculation": speculation, "max_num_seqs": 4, "context": 4096}
+    options["num_cells"] = 6000 if layout == "unified" else None
+    assert run(entries, **options, check=True) == run(entries, **options, check=False)
+
+
+def test_the_same_seed_gives_the_same_results() -> None:
+    entries = synthesize("multi-turn", 40, 5.0, 1)
+    first, again, other = (run(entries, replicas=4, context=65536, check=False, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+class Shortest:
+    """A policy from outside: short prompts first."""
+
+    def __init__(self, weights) -> None:
+        pass
+
+    def group(self, seq):
+        return seq.num_prompt_tokens
+
+    def rank(self, group):
+        return group
+
+    def arrived(self, group) -> None:
+        pass
+
+    def served(self, seq, num_prompt_tokens, num_output_tokens) -> None:
+        pass
+
+
+def test_a_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_policies", sys.modules[__name__])
+    entries = [entry(prompt=500 - 10 * i, answer=10, blocks=[i]) for i in range(20)]
+    shortest = run(entries, policy="my_policies:Shortest", max_num_seqs=1)
+    assert shortest.ttft_ms.mean < run(entries, policy="fcfs", max_num_seqs=1).ttft_ms.mean
+    with pytest.raises(StartupError, match="my_policies:Longest"):
+        run(entries, policy="my_policies:Longest")
+
+
+def test_a_stuck_scheduler_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.engine.engine.Engine.step", lambda _: [])
+    report = run([entry(), entry(at=1)])
+    assert report.failures == {STUCK: 2}
+    assert report.ttft_ms is None
+
+
+@pytest.fixture
+def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code: int | str | None = 0
+        try:
+            command_line.main([*map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+        output = capsys.readouterr()
+        return int(code or 0), output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def trace(cllm, tmp_path: Path) -> Path:
+    """Two keys, 40 requests, made by the command line."""
+    file = tmp_path / "trace.jsonl"
+    code, out, err = cllm("simulate", "synth", file, "--workload", "two-keys", "--requests", 40, "--rate", 20)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{file}: 40 requests in ")
+    return file
+
+
+def test_json(cllm, trace: Path) -> None:
+    """One object and nothing else, the same each time."""
+    options = ("--max-num-seqs", 2, "--replicas", 2, "--policy", "fcfs", "--ttft", 1000, "--json")
+    code, out, err = cllm("simulate", trace, *options)
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["trace"], report["num_succeeded"], len(report["requests_per_replica"])) == (str(trace), 40, 2)
+    assert report["settings"]["policy"] == "fcfs"
+    assert report["settings"]["costs"] == {"step": 0.012, "row": 0.012, "token": 0.0066}
+    assert report["settings"]["ttft"] == 1000
+    assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}
+    assert set(report["keys"]) == set(report["fairness"]["served"]) == {"heavy", "light"}
+    assert cllm("simulate", trace, *options)[1] == out
+    assert cllm("simulate", trace, *options, "--routing", "round-robin")[1] != out
+
+
+def test_table(cllm, trace: Path) -> None:
+    code, out, err = cllm("simulate", trace, "--costs", "0.1,0,0", "--max-num-seqs", 2, "--tpot", 90)
+    assert code == 0
+    assert "40 of 40 requests succeeded" in out
+    words = (
+        "TTFT",
+        "ITL",
+        "TPOT",
+        "E2E",
+        "p95",
+        "output tokens/s",
+        "heavy",
+        "light",
+        "Jain index",
+        "0.00 of them good",
+    )
+    assert all(word in out for word in words)
+    assert "simulated" in err
+
+
+def test_what_does_not_fit_is_exit_code_1(cllm, trace: Path) -> None:
+    code, out, _ = cllm("simulate", trace, "--context", 100, "--key", "light")
+    assert code == 1
+    assert f"failed: {TOO_LONG}" in out
+    assert "cut short by the context" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--policy", "none"),
+        ("--replicas", "0"),
+        ("--routing", "none"),
+        ("--costs", "1,2"),
+        ("--key", "nobody"),
+        ("--num-cells", "10000"),
+        ("--layout", "unified", "--num-cells", "10"),
+        ("--max-num-batched-tokens", "8"),
+        ("--ttft", "0"),
+    ],
+)
+def test_wrong_arguments(cllm, trace: Path, arguments: tuple[str, ...]) -> None:
+    code, out, err = cllm("simulate", trace, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
+def test_wrong_files(cllm, tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 1}\n')
+    code, out, err = cllm("simulate", tmp_path / "trace.jsonl")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "trace.jsonl, line 1: " in err
+    assert "input_length" in err
+    assert cllm("simulate", tmp_path / "none.jsonl")[0] == 2
+    assert cllm("simulate", "synth", tmp_path, "--workload", "chat")[0] == 2
+    assert cllm("simulate", "synth", tmp_path / "x", "--workload", "none")[0] == 2
+
+
+def test_help(cllm) -> None:
+    _, out, _ = cllm("simulate", "--help")
+    assert all(word in out for word in ("synth", "--policy", "--replicas", "--routing", "--costs", "--key", "--json"))
+    _, out, _ = cllm("simulate", "synth", "--help")
+    assert all(workload in out for workload in WORKLOADS)

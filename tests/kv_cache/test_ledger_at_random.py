@@ -1,0 +1,338 @@
+"""What the ledger believes is what its operations make of the cells, in whatever order things happen."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cllm.backends.fake import FakeBackend
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.kv_cache.layouts import Layout
+from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger, Match
+from cllm.kv_cache.tiers import Place, Snapshot, Tiers
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+ACTIONS = ["admit"] * 5 + ["compute", "release", "checkpoint", "tidy", "save_one_idle", "written"]
+COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Does at random what a scheduler and a disk thread may do, and carries out each operation on a fake backend.
+
+    As in the scheduler, a turn collects operations and rows, and then they are carried out: the operations in order,
+    then the rows. After each turn the cells and the snapshots of the backend must be what the ledger believes, token
+    by token and cell by cell. The backend raises an error if an operation cannot be carried out.
+    """
+
+    layout = Layout()
+    max_num_seqs = 3
+    cells_per_seq = 120
+    num_cells = 360
+    max_idle = 300
+    ram_bytes = 200
+    disk_bytes = 300
+
+    def __init__(self) -> None:
+        super().__init__()
+        tiers = Tiers(self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10)
+        self.ledger = Ledger(
+            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers, max_idle=self.max_idle
+        )
+        self.backend = FakeBackend(
+            context_length=self.cells_per_seq,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_seqs * self.cells_per_seq,
+            num_cells=self.num_cells if self.layout.shares else None,
+            num_spare_ids=self.layout.num_spare_ids,
+            can_trim=self.layout.trims,
+        )
+        self.operations: list[Operation] = []
+        self.rows: dict[int, Row] = {}
+        self.running: dict[int, Sequence] = {}
+        self.admitted: dict[int, list[int]] = {}  # what the tree knows of those who run
+        self.known: list[list[int]] = []  # what later prompts may begin like
+        self.unwritten: set[int] = set()
+        self.files: dict[int, list[int]] = {}
+
+    # --- a turn
+
+    @rule(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=8))
+    def turn(self, data: st.DataObject, actions: list[str]) -> None:
+        for action in actions:
+            getattr(self, action)(data)
+            self.ledger.check()
+        if self.rows and data.draw(st.integers(0, 9)) == 9:
+            self.fail(data)
+        else:
+            self.succeed(data)
+
+    def admit(self, data: st.DataObject) -> None:
+        prompt = self.draw_prompt(data)
+        match = self.ledger.match(prompt)
+        self.judge(prompt, match)
+        seq = Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024)
+        if not self.ledger.seq_ids.num_free:
+            with pytest.raises(IndexError):
+                self.ledger.lease(seq, match)
+            return
+        if isinstance(match.source, Snapshot) and match.source.place is not Place.RAM:
+            self.fetch(match.source)
+            return
+        before = str(self.ledger)
+        leased = self.ledger.lease(seq, match)
+        if leased is None:
+            assert isinstance(match.source, Snapshot)
+            assert len(match.source.tokens) > self.ledger.num_available
+            assert str(self.ledger) == before
+            return
+        seq.seq_id, seq.num_computed_tokens, operations = leased
+        assert seq.num_computed_tokens == match.num_tokens
+        assert seq.seq_id not in self.running
+        self.operations += operations
+        self.running[seq.seq_id] = seq
+        self.admitted[seq.seq_id] = prompt
+        self.remember(prompt)
+        self.compute_tokens(seq, min(seq.num_lacking_tokens, data.draw(COUNTS)), [])
+
+    def draw_prompt(self, data: st.DataObject) -> list[int]:
+        """Often begins like another, as a whole or in part; of any length that leaves a cell."""
+        begin: list[int] = []
+        if self.known and data.draw(st.integers(0, 3)):
+            begin = data.draw(st.sampled_from(self.known))[: self.cells_per_seq - 2]
+            begin = begin[: data.draw(st.one_of(st.just(len(begin)), st.integers(1, len(begin))))]
+        count = min(data.draw(COUNTS), self.cells_per_seq - 1 - len(begin))
+        return begin + [data.draw(st.integers(1, 3))] * count
+
+    def remember(self, tokens: list[int]) -> None:
+        """Later prompts may begin like ``tokens``."""
+        self.known = [*self.known[-7:], tokens]
+
+    def judge(self, prompt: list[int], match: Match) -> None:
+        """What is offered is there, it is nearly the most there is, and what is promised will be there."""
+        wanted = prompt[:-1]
+        offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
+        offers += [list(holding.path) for holding in self.ledger._idle.values()]
+        if self.layout.trims:
+            offers += [self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()]
+            longest = max((common(offer, wanted) for offer in offers), default=0)
+        else:
+            longest = max((len(offer) for offer in offers if offer == wanted[: len(offer)]), default=0)
+        source = match.source
+        if source is None:
+            assert match.num_tokens == 0
+        else:
+            seq = source.seq if isinstance(source, Holding) else None
+            there = source.tokens if isinstance(source, Snapshot) else source.path
+            there = list(there) if seq is None else seq.tokens[: seq.num_computed_tokens]
+            assert there[: match.num_tokens] == wanted[: match.num_tokens]
+            assert match.num_tokens >= MIN_SHARED_TOKENS
+        worth = longest - 4 - longest // 16
+        assert match.num_tokens >= (worth if worth >= MIN_SHARED_TOKENS else 0)
+        leader = match.leader
+        assert (match.num_promised > 0) == (leader is not None)
+        if leader is not None:
+            assert self.running[leader.seq_id] is leader
+            assert leader.num_computed_tokens < match.num_promised >= match.num_tokens + MIN_SHARED_TOKENS
+            assert self.admitted[leader.seq_id][: match.num_promised] == wanted[: match.num_promised]
+
+    def idle_rows(self) -> list[int]:
+        return sorted(self.running.keys() - self.rows.keys())
+
+    def compute(self, data: st.DataObject) -> None:
+        for seq_id in self.idle_rows():
+            seq = self.running[seq_id]
+            can_guess = self.layout.trims and seq.num_lacking_tokens == 1
+            draft = data.draw(st.lists(st.integers(1, 3), max_size=3)) if can_guess else []
+            self.compute_tokens(seq, min(seq.num_lacking_tokens, data.draw(COUNTS)), draft)
+
+    def compute_tokens(self, seq: Sequence, count: int, draft: list[int]) -> None:
+        if seq.num_computed_tokens + count + len(draft) > self.cells_per_seq:
+            return
+        held = self.ledger.cells.num_held
+        operations = self.ledger.make_room(count + len(draft))
+        assert (operations is None) == (held + count + len(draft) > self.num_cells)
+        if operations is not None:
+            self.operations += operations
+            self.ledger.hold(seq.seq_id, count + len(draft))
+            num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
+            self.rows[seq.seq_id] = Row(seq, seq.num_computed_tokens, count, num_samples, tuple(draft))
+
+    def release(self, data: st.DataObject) -> None:
+        if self.idle_rows():
+            self.give_back(self.running[data.draw(st.sampled_from(self.idle_rows()))], soon=data.draw(st.booleans()))
+
+    def give_back(self, seq: Sequence, *, soon: bool = False) -> None:
+        tokens = seq.tokens[: seq.num_computed_tokens]
+        self.ledger.release(seq.seq_id, tokens, soon=soon)
+        del self.running[seq.seq_id]
+        if tokens:
+            self.remember(tokens)
+
+    def checkpoint(self, data: st.DataObject) -> None:
+        if self.idle_rows() and not self.layout.trims:
+            seq = self.running[data.draw(st.sampled_from(self.idle_rows()))]
+            self.operations += self.ledger.checkpoint(seq)
+
+    def tidy(self, data: st.DataObject) -> None:
+        self.operations += self.ledger.tidy()
+        assert self.ledger.cells.num_idle <= self.max_idle
+
+    def succeed(self, data: st.DataObject) -> None:
+        rows, operations = self.carry_out(len(self.operations), len(self.rows))
+        self.unwritten |= {op.snapshot for op in operations if isinstance(op, Save)}
+        taken_back = False
+        for row in rows:
+            seq = row.seq
+            right = data.draw(st.integers(0, len(row.draft))) if row.draft else 0
+            keep = seq.num_computed_tokens = row.start + row.num_tokens + right
+            seq.tokens += row.draft[:right]
+            if row.num_samples:
+                seq.tokens.append(data.draw(st.integers(1, 3)))
+            taken_back = taken_back or right < len(row.draft)
+            if seq.num_tokens >= self.cells_per_seq or data.draw(st.booleans()):
+                self.operations += [Trim(seq.seq_id, keep)] if row.draft else []
+                self.give_back(seq)
+            elif right < len(row.draft):
+                self.operations += self.ledger.rewind(seq.seq_id, keep)
+        if not taken_back:
+            self.agree()
+
+    def carry_out(self, num_operations: int, num_rows: int) -> tuple[list[Row], list[Operation]]:
+        """Let the backend do the first of what was collected; returns all of it."""
+        rows, operations = [self.rows[i] for i in sorted(self.rows)], self.operations
+        self.rows, self.operations = {}, []
+        self.backend.forward(Batch(rows[:num_rows], operations[:num_operations]))
+        return rows, operations
+
+    def fail(self, data: st.DataObject) -> None:
+        """A step that breaks off somewhere: whatever it touched is given up."""
+        num_operations = data.draw(st.integers(0, len(self.operations)))
+        whole = num_operations == len(self.operations)
+        num_rows = data.draw(st.integers(0, len(self.rows))) if whole else 0
+        rows, operations = self.carry_out(num_operations, num_rows)
+        touched = {row.seq.seq_id for row in rows}
+        for operation in operations:
+            match operation:
+                case Trim(seq_id) | Copy(_, seq_id) | Load(_, seq_id):
+                    touched.add(seq_id)
+                case Save(_, key):
+                    self.operations += self.ledger.drop(key)
+                case Drop():
+                    self.operations.append(operation)
+        for seq in [seq for seq in self.running.values() if seq.seq_id in touched]:
+            seq.num_computed_tokens = 0
+            self.give_back(seq)
+        self.operations += self.ledger.distrust(touched)
+
+    # --- the disk
+
+    def snapshots(self) -> list[Snapshot]:
+        tiers = self.ledger.tiers
+        return list({**tiers.ram, **tiers.files}.values())
+
+    def fetch(self, snapshot: Snapshot) -> None:
+        if snapshot.place is Place.DISK:
+            leaving = self.ledger.read(snapshot)
+            if leaving is None:
+                assert self.ledger.drop(snapshot.key) == []
+                self.files.pop(snapshot.key)
+            else:
+                self.operations += leaving
+
+    @precondition(lambda self: any(snapshot.place is Place.READING for snapshot in self.snapshots()))
+    @rule(data=st.data(), succeeded=st.booleans())
+    def was_read(self, data: st.DataObject, succeeded: bool) -> None:
+        self.carry_out(len(self.operations), 0)
+        reading = [snapshot for snapshot in self.snapshots() if snapshot.place is Place.READING]
+        snapshot = data.draw(st.sampled_from(reading))
+        if succeeded:
+            self.backend.adopt(snapshot.key, msgspec.msgpack.encode(snapshot.tokens.tolist()))
+            snapshot.place = Place.RAM
+        else:
+            assert self.ledger.drop(snapshot.key) == []
+            self.files.pop(snapshot.key, None)
+
+    def written(self, data: st.DataObject) -> None:
+        if not self.unwritten:
+            return
+        key = data.draw(st.sampled_from(sorted(self.unwritten)))
+        self.unwritten.remove(key)
+        snapshot = self.ledger.tiers.find(key)
+        self.files[key] = [] if snapshot is None else snapshot.tokens.tolist()
+        for old in self.ledger.written(key):
+            del self.files[old]
+        assert sum(10 + len(tokens) for tokens in self.files.values()) <= self.disk_bytes
+
+    def save_one_idle(self, data: st.DataObject) -> None:
+        self.operations += self.ledger.save_one_idle()
+
+    @precondition(lambda self: len(self.files) < 2)
+    @rule(data=st.data())
+    def found_on_disk(self, data: st.DataObject) -> None:
+        tokens = self.draw_prompt(data)
+        if 10 + len(tokens) + self.ledger.tiers.num_disk_bytes <= self.disk_bytes:
+            self.files[self.ledger.found_on_disk(np.array(tokens, np.int32)).key] = tokens
+            self.remember(tokens)
+
+    # --- the laws
+
+    @invariant()
+    def laws_hold(self) -> None:
+        self.ledger.check()
+        assert self.files == {key: old.tokens.tolist() for key, old in self.ledger.tiers.files.items()}
+
+    def agree(self) -> None:
+        """What the ledger believes is what the operations have made of the backend."""
+        cells = {seq_id: held for seq_id, held in self.backend._cells.items() if held}
+        believed = {seq_id: list(holding.path) for seq_id, holding in self.ledger._idle.items()}
+        believed |= {
+            i: seq.tokens[: seq.num_computed_tokens] for i, seq in self.running.items() if seq.num_computed_tokens
+        }
+        assert {seq_id: [cell.token for cell in held] for seq_id, held in cells.items()} == believed
+        assert self.ledger.cells.num_used == len({id(cell) for held in cells.values() for cell in held})
+        held = {id(cell) for seq_id in self.running for cell in cells.get(seq_id, ())}
+        assert self.ledger.cells.num_held == len(held)
+        in_ram = {old.key: old.tokens.tolist() for old in self.snapshots() if old.place is Place.RAM}
+        assert {key: msgspec.msgpack.decode(data) for key, data in self.backend._snapshots.items()} == in_ram
+
+    def teardown(self) -> None:
+        self.carry_out(len(self.operations), 0)
+        self.agree()
+
+
+class UnifiedMachine(LedgerMachine):
+    """All sequences draw on one pool that is too small for them, and share cells; idle ones have seq_ids to spare."""
+
+    layout = Layout(shares=True, dense=False, num_spare_ids=2)
+    num_cells = 220
+    max_idle = 180
+
+
+class UnifiedStateMachine(LedgerMachine):
+    """Sequences share cells, but none can be trimmed."""
+
+    layout = Layout(shares=True, dense=False, trims=False)
+    num_cells = 220
+    max_idle = 180
+
+
+class StateMachine(LedgerMachine):
+    """Each has cells of its own, and none can be trimmed."""
+
+    layout = Layout(trims=False)
+
+
+TestPartitioned = LedgerMachine.TestCase
+TestUnified = UnifiedMachine.TestCase
+TestUnifiedState = UnifiedStateMachine.TestCase
+TestState = StateMachine.TestCase

@@ -1,0 +1,177 @@
+"""Who is ahead of a newcomer, for how long, and who is refused."""
+
+import pytest
+
+from cllm.core.output import Stats
+from cllm.core.params import SamplingParams
+from cllm.core.request import Priority, Request
+from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
+
+CAPACITY = 4
+BATCH, NORMAL, INTERACTIVE = Priority.BATCH, Priority.NORMAL, Priority.INTERACTIVE
+
+
+def ask(key="", priority=NORMAL, n=1, length=10):
+    return Request("r", [1] * length, SamplingParams(n=n), key, priority)
+
+
+def backlog_of(*, policy="fair", weights=None, seconds_each=0.0, **limits):
+    backlog = Backlog(QueueLimits(**limits), policy, weights or {})
+    if seconds_each:
+        backlog.observe(Stats(num_waiting=10, waiting_seconds=10 * seconds_each))
+    return backlog
+
+
+def submit(backlog, count, **what):
+    """Submit up to ``count`` requests; how many were let in."""
+    for i in range(count):
+        try:
+            backlog.admit([ask(**what)], CAPACITY)
+        except QueueFull:
+            return i
+        backlog.submitted(ask(**what))
+    return count
+
+
+def refusal(backlog, *requests):
+    with pytest.raises(QueueFull) as caught:
+        backlog.admit([*requests], CAPACITY)
+    return caught.value
+
+
+def test_the_place_is_the_number_of_those_that_find_none():
+    """Whoever finds a free place is at 0, the next one at 1."""
+    backlog, places = backlog_of(), []
+    for _ in range(7):
+        places.append(backlog.place(ask(), CAPACITY).position)
+        backlog.submitted(ask())
+    assert places == [0, 0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_begun", [0, 2, 4])
+def test_exactly_as_many_wait_as_may(num_begun):
+    """Whether or not those that run have had their first token; each end lets one in."""
+    backlog = backlog_of(requests=10)
+    running = [ask() for _ in range(num_begun)]
+    for request in running:
+        backlog.submitted(request)
+        backlog.begun(request)
+    assert submit(backlog, 100) == CAPACITY + 10 - num_begun
+    backlog.ended(ask())
+    if not num_begun:
+        backlog.begun(ask())
+    assert submit(backlog, 100) == 1
+
+
+def test_without_a_queue_only_what_runs_at_once_is_taken():
+    """A bound of 0 is not "nothing"; and one request of many sequences begins if one of them can."""
+    assert submit(backlog_of(requests=0), 100) == CAPACITY
+    backlog = backlog_of(requests=0)
+    assert submit(backlog, 9, n=128) == 1
+    assert submit(backlog, 9) == 0
+
+
+def test_prompt_tokens_that_wait_are_bounded():
+    """Those of prompts that are being computed do not count."""
+    backlog = backlog_of(tokens=100, seconds_each=2.0)
+    assert submit(backlog, 100, length=30) == CAPACITY + 3
+    backlog.admit([ask(length=10)], CAPACITY)
+    error = refusal(backlog, ask(length=40))
+    assert (error.bound, "130 prompt tokens would wait, 100 may" in str(error)) == ("tokens", True)
+    assert error.retry_after == pytest.approx(30 / 90 * 4 * 2.0)
+
+
+def test_estimated_seconds_are_bounded():
+    """The engine says what one of those who wait takes; until it has said so, nobody is refused."""
+    assert submit(backlog_of(seconds=5.0), 50) == 50
+    backlog = backlog_of(seconds=5.0, seconds_each=1.0)
+    assert submit(backlog, 100) == CAPACITY + 5
+    error = refusal(backlog, ask())
+    assert (error.bound, error.retry_after) == ("seconds", pytest.approx(1.0))
+
+
+def test_retry_after_is_the_time_until_there_is_room():
+    """One request must be served for one, ten for ten; never more than are there."""
+    backlog = backlog_of(requests=20, seconds_each=3.0)
+    submit(backlog, 100)
+    assert refusal(backlog, ask()).retry_after == pytest.approx(3.0)
+    assert refusal(backlog, *[ask()] * 10).retry_after == pytest.approx(30.0)
+    assert refusal(backlog, *[ask()] * 100).retry_after == pytest.approx(63.0)
+
+
+def test_without_a_queue_the_estimate_is_measured_here():
+    """Four places, each held for eight seconds: one is free every two."""
+    backlog = backlog_of(requests=0)
+    submit(backlog, CAPACITY)
+    backlog.ran(8.0)
+    assert refusal(backlog, ask()).retry_after == pytest.approx(2.0)
+
+
+def test_the_first_token_of_a_long_prompt_takes_longer():
+    """By what it took those who had not to wait."""
+    backlog = backlog_of()
+    backlog.ran_at_once(0.5, 100)
+    assert backlog.place(ask(length=10), CAPACITY) == Place(0, 0.5)
+    assert backlog.place(ask(length=400), CAPACITY) == Place(0, 2.0)
+
+
+def test_lower_classes_are_not_in_the_way():
+    """A queue full of batch requests refuses batch requests alone; and the higher ones are ahead of them."""
+    backlog = backlog_of(requests=10)
+    assert submit(backlog, 100, priority=BATCH) == CAPACITY + 10
+    assert backlog.place(ask(), CAPACITY).position == 0
+    assert submit(backlog, 100) == CAPACITY + 10
+    assert submit(backlog, 100, priority=INTERACTIVE) == CAPACITY + 10
+    assert backlog.place(ask(priority=INTERACTIVE), CAPACITY).position == 11
+    assert backlog.place(ask(priority=BATCH), CAPACITY).position == 3 * 10 + 2 * CAPACITY + 1
+
+
+def test_another_key_is_not_in_the_way():
+    """Who sends a few is served between those of who sends many."""
+    backlog = backlog_of(requests=10)
+    submit(backlog, 100, key="many")
+    assert submit(backlog, 3, key="few") == 3
+    assert backlog.place(ask(key="few"), CAPACITY).position <= 7
+    assert submit(backlog, 1, key="many") == 0
+
+
+def test_all_keys_together_stay_bounded():
+    """Names cost nothing; those who take a new one each time get no longer queue."""
+    backlog = backlog_of(requests=10)
+    assert sum(submit(backlog, 1, key=f"name {i}") for i in range(1000)) == CAPACITY + 10
+
+
+def test_a_weight_counts():
+    """A key of weight 3 has three served before one of another key."""
+    backlog = backlog_of(weights={"heavy": 3.0})
+    submit(backlog, CAPACITY)
+    for _ in range(CAPACITY):
+        backlog.begun(ask())
+    submit(backlog, 9, key="heavy")
+    assert backlog.place(ask(key="light"), CAPACITY).position == 4
+    assert backlog.place(ask(key="heavy"), CAPACITY).position == 10
+
+
+@pytest.mark.parametrize(("policy", "position"), [("fcfs", 11), ("a.module:Class", 11), ("priority", 6), ("fair", 2)])
+def test_what_is_ahead_depends_on_the_policy(policy, position):
+    """Of a policy that nobody here knows everything is."""
+    backlog = backlog_of(policy=policy)
+    submit(backlog, CAPACITY, priority=INTERACTIVE)
+    for _ in range(CAPACITY):
+        backlog.begun(ask(priority=INTERACTIVE))
+    submit(backlog, 5, key="other")
+    submit(backlog, 5, priority=BATCH)
+    assert backlog.place(ask(), CAPACITY).position == position
+
+
+def test_what_has_ended_leaves_nothing():
+    """Aborted before or after its first token, or with the engine."""
+    backlog = backlog_of()
+    for request in (ask(n=3), ask("a"), ask("b", BATCH)):
+        backlog.submitted(request)
+        backlog.begun(request)
+        backlog.ended(request, request.params.n)
+    assert [*backlog._pending.values(), *backlog._num_seqs.values()] == [{}, {}, {}, 0, 0, 0]
+    submit(backlog, 9)
+    backlog.clear()
+    assert backlog.place(ask(), CAPACITY).position == 0

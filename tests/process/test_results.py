@@ -1,0 +1,71 @@
+"""The cache of results: what is the same, and what is kept."""
+
+import pytest
+
+from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import Priority, Request
+from cllm.process.results import OVERHEAD, ResultCache, digest
+
+
+def ask(prompt=(1, 2), name="r", key="", **params):
+    return Request(name, [*prompt], SamplingParams(**params), key)
+
+
+def outputs(count, name="r"):
+    return [TokenOutput(name, i % 2, 40 + i, "length" if i >= count - 2 else "", i != 3, 7) for i in range(count)]
+
+
+def test_chance_has_no_digest():
+    """Only the best token, or a seed, gives the same answer twice."""
+    assert digest(ask()) is None
+    assert None not in (digest(ask(temperature=0)), digest(ask(top_k=1)), digest(ask(seed=0)))
+
+
+def test_a_digest_is_of_the_prompt_and_all_parameters():
+    """And of nothing else."""
+    same = Request("other", [1, 2], SamplingParams(seed=1), "user-x", Priority.BATCH, 5.0)
+    assert digest(same) == digest(ask(seed=1))
+    different = [ask(seed=1), ask((1, 3), seed=1), ask((12,), seed=1), ask(seed=2), ask(seed=1, n=2)]
+    different += [ask(seed=1, stop=("a",)), ask(seed=1, stop=("b",)), ask(seed=1, logit_bias={1: 2.0})]
+    assert len(set(map(digest, different))) == len(different)
+    assert digest(ask(seed=1, logit_bias={1: 2.0, 3: 4.0})) == digest(ask(seed=1, logit_bias={3: 4.0, 1: 2.0}))
+
+
+def test_a_result_comes_back_under_another_name():
+    """Every token of every choice; what was cached then is not what is cached now."""
+    cache = ResultCache(4, 10_000)
+    cache.keep(b"x", outputs(6))
+    expected = [TokenOutput("s", one.index, one.token, one.finish, one.is_text) for one in outputs(6)]
+    assert cache.recall(b"x", "s") == expected
+    with pytest.raises(KeyError):
+        cache.recall(b"y", "s")
+
+
+def test_the_least_recently_used_leaves_first():
+    """By their number."""
+    cache = ResultCache(2, 10_000)
+    for key in (b"a", b"b"):
+        cache.keep(key, outputs(3))
+    cache.recall(b"a", "r")
+    cache.keep(b"c", outputs(3))
+    assert [key for key in (b"a", b"b", b"c") if key in cache] == [b"a", b"c"]
+
+
+def test_memory_is_bounded_and_counted_right():
+    """A result that is larger than all there is leaves nothing behind, and one that is kept twice counts once."""
+    cache = ResultCache(1000, 5000)
+    for i in range(100):
+        cache.keep(b"%d" % (i % 30), outputs(i))
+        assert cache.num_bytes <= 5000
+        assert cache.num_bytes == sum(OVERHEAD + len(result) for result in cache._results.values())
+    assert len(cache) > 2
+    cache.keep(b"huge", outputs(5000))
+    assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_a_cache_of_nothing_keeps_nothing():
+    """That is the default."""
+    cache = ResultCache()
+    cache.keep(b"a", outputs(3))
+    assert (cache.is_on, len(cache), cache.num_bytes) == (False, 0, 0)

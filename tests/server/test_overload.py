@@ -1,0 +1,381 @@
+"""More than can be served: who waits knows for how long, who is refused knows it at once; on the fake backend."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import time
+
+import aiohttp
+import httpx2
+import openai
+import pytest
+
+from cllm.backends.fake import FakeVocabulary
+from cllm.core.output import Stats
+from cllm.core.params import SamplingParams
+from cllm.engine.build import EngineParams
+from cllm.observe.metrics import Metrics
+from cllm.process.backlog import QueueFull, QueueLimits
+from cllm.process.client import EngineClient
+from cllm.server.app import create_app
+from cllm.server.defaults import SamplingDefaults
+from cllm.service import Generation, Service, Terms
+
+CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
+ENDLESS = {"max_tokens": 900, "ignore_eos": True, "stream": True}
+MESSAGES = [{"role": "user", "content": "hi"}]
+REFUSAL_SECONDS = 0.05
+
+
+class Asker:
+    """Asks, and closes whatever answers were left open."""
+
+    def __init__(self, session):
+        self.session = session
+        self._answers = []
+
+    async def __call__(self, prompt="a", path="/v1/completions", headers=None, **body):
+        """The head of the answer; a stream's comes at once."""
+        answer = await self.session.post(path, json={"prompt": prompt, "temperature": 0, **body}, headers=headers)
+        self._answers.append(answer)
+        return answer
+
+    async def get(self, path):
+        async with self.session.get(path) as answer:
+            return await answer.json()
+
+    def close(self):
+        for answer in self._answers:
+            answer.close()
+
+
+def run(server, test):
+    """Run ``test(ask)``; afterwards nothing is left in the server."""
+
+    async def main():
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(server.url, connector=connector) as session:
+            with contextlib.closing(Asker(session)) as ask:
+                await asyncio.wait_for(test(ask), 60)
+
+    asyncio.run(main())
+    assert server.wait_until_idle()["num_seq_ids_in_use"] == 0
+
+
+@contextlib.asynccontextmanager
+async def crowd(ask, count, name="crowd", **body):
+    """So many endless streams, all of them accepted; their prompts have not even beginnings in common."""
+    answers = [await ask(f"{chr(65 + i)} {name}", **{**ENDLESS, **body}) for i in range(count)]
+    try:
+        assert [answer.status for answer in answers] == [200] * count
+        while (await ask.get("/model/info"))["stats"]["num_running"] < CAPACITY:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        yield answers
+    finally:
+        for answer in answers:
+            answer.close()
+
+
+def position(answer):
+    return int(answer.headers["x-cllm-queue-position"])
+
+
+def counted_on(prompt, count):
+    """What the fake backend says."""
+    return "".join(chr(ord(prompt[-1]) + 1 + i) for i in range(count))
+
+
+def test_a_burst_is_refused_exactly_beyond_the_bound(narrow_server):
+    """Of 300 at once, as many are taken as run and may wait; all others are told so, and counted."""
+    before = narrow_server.metric("requests_refused_total", 'reason="requests"')
+
+    async def burst(ask):
+        answers = await asyncio.gather(*(ask(f"burst {i}", **ENDLESS) for i in range(300)))
+        taken = [answer for answer in answers if answer.status == 200]
+        assert sorted(map(position, taken)) == [0] * CAPACITY + list(range(1, MAX_WAITING + 1))
+        refused = [answer for answer in answers if answer.status == 429]
+        assert len(taken) + len(refused) == 300
+        assert min(int(answer.headers["retry-after"]) for answer in refused) >= 1
+
+    run(narrow_server, burst)
+    assert narrow_server.metric("requests_refused_total", 'reason="requests"') - before == 300 - CAPACITY - MAX_WAITING
+
+
+def test_who_is_taken_in_a_burst_is_answered(narrow_server):
+    """Each with its own text."""
+
+    async def one(ask, prompt):
+        async with await ask(prompt, max_tokens=10) as answer:
+            content = await answer.json()
+            if answer.status == 200:
+                assert content["choices"][0]["text"] == counted_on(prompt, 10)
+            else:
+                assert (answer.status, content["error"]["code"]) == (429, "queue_full")
+            return answer.status
+
+    async def burst(ask):
+        statuses = await asyncio.gather(*(one(ask, f"x{i:03}") for i in range(300)))
+        assert statuses.count(200) >= CAPACITY + MAX_WAITING
+
+    run(narrow_server, burst)
+
+
+def test_a_refusal_is_quick_and_disturbs_nobody(narrow_server):
+    """400 refusals, eight at a time, take milliseconds each, and tokens keep coming meanwhile."""
+
+    async def test(ask):
+        async with crowd(ask, CAPACITY + MAX_WAITING) as (stream, *_):
+            arrivals, seconds = [], []
+
+            async def read():
+                while await stream.content.readany():
+                    arrivals.append(time.perf_counter())
+
+            async def knock(i):
+                for j in range(50):
+                    begun = time.perf_counter()
+                    async with await ask(f"knock {i} {j}") as answer:
+                        await answer.read()
+                    seconds.append(time.perf_counter() - begun)
+                    assert answer.status == 429
+
+            reading = asyncio.create_task(read())
+            begun = time.perf_counter()
+            await asyncio.gather(*map(knock, range(8)))
+            ended = time.perf_counter()
+            reading.cancel()
+            assert statistics.quantiles(seconds, n=20)[-1] < REFUSAL_SECONDS
+            during = [begun, *(at for at in arrivals if begun < at < ended), ended]
+            assert max(after - before for before, after in itertools.pairwise(during)) < 0.25
+
+    run(narrow_server, test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream):
+    """Every dialect, streaming or not, has the same error with the time to wait."""
+
+    async def test(ask):
+        async with crowd(ask, CAPACITY + MAX_WAITING):
+            answer = await ask(path=path, stream=stream, messages=MESSAGES)
+            assert answer.status == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            error = (await answer.json())["error"]
+            assert (error["type"], error["param"], error["code"]) == ("requests", None, "queue_full")
+            assert "9 requests would wait, 8 may" in error["message"]
+
+    run(narrow_server, test)
+
+
+def test_the_openai_client_comes_again(narrow_server):
+    """Told to try later, it does; without retries it raises its own error."""
+
+    async def test(ask):
+        async with openai.AsyncOpenAI(base_url=f"{narrow_server.url}/v1", api_key="none", max_retries=0) as client:
+            question = {"model": "fake", "messages": MESSAGES, "max_tokens": 2}
+            async with crowd(ask, CAPACITY + MAX_WAITING, max_tokens=60, headers={"authorization": "Bearer none"}):
+                with pytest.raises(openai.RateLimitError) as caught:
+                    await client.chat.completions.create(**question)
+                assert (caught.value.code, caught.value.type) == ("queue_full", "requests")
+                answer = await client.with_options(max_retries=5).chat.completions.create(**question)
+                assert answer.usage.completion_tokens == 2
+
+    run(narrow_server, test)
+
+
+def test_every_answer_says_where_it_stood(narrow_server):
+    """Streamed or not, in both dialects: at once, or behind so many."""
+
+    async def test(ask):
+        for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"):
+            async with await ask(path=path, messages=MESSAGES, max_tokens=2) as answer:
+                await answer.read()
+                assert (answer.status, position(answer)) == (200, 0)
+                assert int(answer.headers["x-cllm-estimated-ttft-ms"]) >= 0
+        async with crowd(ask, CAPACITY + 3) as answers:
+            assert list(map(position, answers)) == [0] * CAPACITY + [1, 2, 3]
+            waiting = asyncio.create_task(ask(max_tokens=2))
+            while narrow_server.stats()["num_waiting"] < 4:  # noqa: ASYNC110  # another process's state
+                await asyncio.sleep(0.01)
+        assert position(await waiting) == 4
+
+    run(narrow_server, test)
+
+
+def test_the_estimate_is_about_right(narrow_server):
+    """Once a queue has been seen: the last of eight that wait begins when it was said to."""
+
+    async def first_token(ask, prompt):
+        begun = time.perf_counter()
+        async with await ask(prompt, max_tokens=60, ignore_eos=True, stream=True) as answer:
+            await answer.content.readline()
+            seconds = time.perf_counter() - begun
+            await answer.read()
+        return position(answer), int(answer.headers["x-cllm-estimated-ttft-ms"]) / 1000, seconds
+
+    async def test(ask):
+        for name in ("warm", "seen"):
+            asked = (first_token(ask, f"{name} {i}") for i in range(CAPACITY + MAX_WAITING))
+            last = max(await asyncio.gather(*asked))
+        assert last[0] == MAX_WAITING
+        assert last[2] / 2.5 < last[1] < last[2] * 2.5, last
+
+    run(narrow_server, test)
+
+
+def test_a_queue_of_lower_class_is_not_in_the_way(narrow_server):
+    """Batch requests wait for the others, and refuse nobody but their like."""
+
+    async def test(ask):
+        async with crowd(ask, CAPACITY + MAX_WAITING, priority="batch"):
+            refused = await ask(priority="batch")
+            assert refused.status == 429
+            for priority in (None, "interactive"):
+                async with await ask(f"I am {priority}", max_tokens=5, priority=priority) as answer:
+                    assert (answer.status, position(answer)) == (200, 0)
+                    assert (await answer.json())["usage"]["completion_tokens"] == 5
+
+    run(narrow_server, test)
+
+
+def test_the_queue_of_another_account_is_not_in_the_way(narrow_server):
+    """An account is a token, or else the user's name; who has filled the queue refuses himself."""
+
+    async def test(ask):
+        async with crowd(ask, CAPACITY + MAX_WAITING, user="many"):
+            names = {"user": "many"}, {"user": "few"}, {"headers": {"authorization": "Bearer x"}, "user": "many"}, {}
+            for name, status in zip(names, (429, 200, 200, 200), strict=True):
+                async with await ask(str(name), **ENDLESS, **name) as answer:
+                    assert answer.status == status
+                    answer.close()
+            explained = await ask.get("/scheduler?steps=1")
+            assert {waiter["key"] for waiter in explained["waiting"]} <= {"user-many", "user-few", "", KEY_OF_X}
+        async with crowd(ask, CAPACITY + MAX_WAITING, headers={"authorization": "bearer x"}):
+            explained = await ask.get("/scheduler?steps=1")
+            assert {waiter["key"] for waiter in explained["waiting"]} == {KEY_OF_X}
+
+    run(narrow_server, test)
+
+
+KEY_OF_X = "key-2d711642b726b044"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        ({"queue_timeout_ms": 150}, "queue_timeout"),
+        ({"deadline_ms": 150}, "deadline_exceeded"),
+        ({"queue_timeout_ms": 150, "deadline_ms": 60_000}, "queue_timeout"),
+        ({"queue_timeout_ms": 60_000, "deadline_ms": 150}, "deadline_exceeded"),
+    ],
+)
+def test_who_waits_too_long_is_told_which_limit_it_was(narrow_server, path, limit, code):
+    """504 as an answer, an error event in a stream."""
+
+    async def test(ask):
+        async with crowd(ask, CAPACITY):
+            answer, stream = await asyncio.gather(*(ask("late", path, stream=s, **limit) for s in (False, True)))
+            assert answer.status == 504
+            error = (await answer.json())["error"]
+            assert (error["type"], error["code"]) == ("timeout", code)
+            ((field, value),) = [item for item in limit.items() if item[0].startswith(code[:5])]
+            assert field in error["message"]
+            assert str(value) in error["message"]
+            events = [line for line in (await stream.text()).split("\n\n") if "error" in line]
+            assert json.loads(events[0].removeprefix("data: "))["error"] == error
+
+    run(narrow_server, test)
+
+
+def test_a_deadline_ends_what_runs(narrow_server):
+    """After some tokens; a queue timeout does not, once it runs."""
+
+    async def test(ask):
+        answer = await ask(deadline_ms=300, **ENDLESS)
+        *events, error, done, _ = (await answer.text()).split("\n\n")
+        assert len(events) > 10
+        assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (
+            "deadline_exceeded",
+            "data: [DONE]",
+        )
+        async with await ask(max_tokens=80, ignore_eos=True, queue_timeout_ms=50) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 80
+
+    run(narrow_server, test)
+
+
+# ------------------------------------------------------------------------------------------- within this process
+
+
+def with_service(test, **limits):
+    """Run ``test(service, client)`` over an engine that computes one at a time."""
+
+    async def main():
+        engine = EngineClient(EngineParams(backend="fake", max_num_seqs=1), limits=QueueLimits(**limits))
+        service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
+        app = create_app(service, SamplingDefaults(), 1_000_000)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
+            await engine.start()
+            try:
+                await asyncio.wait_for(test(service, client), 20)
+            finally:
+                await engine.close()
+
+    asyncio.run(main())
+
+
+def test_who_cannot_be_served_now_is_told_to_come_again():
+    """503 with the time, before anything is streamed, in every dialect, and counted by the reason."""
+
+    async def refuse(client, reason):
+        for path in ("/v1/completions", "/generate", "/generate_stream"):
+            answer = await client.post(path, json={"prompt": "a", "stream": True})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+        page = (await client.get("/metrics")).text
+        assert f'cllm:requests_refused_total{{model_name="fake",reason="{reason}"}} 3.0' in page
+
+    async def test(service, client):
+        service.draining = True
+        await refuse(client, "draining")
+        service.draining, service.engine.ready = False, False
+        await refuse(client, "not_ready")
+        service.engine.ready = True
+
+    with_service(test)
+
+
+def test_a_long_prompt_is_refused_without_being_tokenized():
+    """Which would take longer than a refusal may; a short one is looked at, for it might share a result."""
+
+    async def test(service, _):
+        busy = service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True)))
+        with busy:
+            service.vocabulary = None
+            service._longest_piece = 1000
+            with pytest.raises(QueueFull):
+                await service.encode("a" * 20_000, terms=Terms())
+            with pytest.raises(QueueFull):
+                await service.encode_chat([{"role": "user", "content": "a" * 20_000}], [], Terms())
+
+    with_service(test, requests=0)
+
+
+@pytest.mark.parametrize(("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")])
+def test_tokens_and_seconds_are_bounded_too(limits, kind):
+    """OpenAI's error type says which of them it was, tokens or not."""
+
+    async def test(service, client):
+        with contextlib.ExitStack() as stack:
+            for i in range(2):
+                generation = Generation(str(i), [[i] * 6], SamplingParams(ignore_eos=True))
+                stack.enter_context(service.submit(generation))
+            service.engine._flights.backlog.observe(Stats(num_waiting=1, waiting_seconds=3.0))
+            answer = await client.post("/v1/completions", json={"prompt": [7] * 6})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (429, kind)
+
+    with_service(test, **limits)
