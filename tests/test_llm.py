@@ -1,8 +1,15 @@
 """The engine in the caller's own process."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm import llm as llm_module
+from cllm.engine.build import EngineParams, build_backend
 from cllm.errors import BadRequest, StartupError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -64,6 +71,40 @@ def test_options_are_those_of_the_settings():
         LLM(kv_layout="other")
     with pytest.raises(StartupError, match="no file"):
         LLM("missing.gguf")
+
+
+def test_ctrl_c_during_the_load(monkeypatch):
+    """It is raised at once, though the load is C code whose callbacks lose what they raise, and the load is told."""
+    told = threading.Event()
+
+    def build(params, progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            while True:
+                progress(0.5)
+                time.sleep(0.01)
+        except InterruptedError:
+            told.set()
+            raise
+
+    monkeypatch.setattr(llm_module, "build_backend", build)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(backend_name="fake")
+    assert told.is_set()
+
+
+@pytest.mark.llama
+def test_what_progress_raises_ends_the_load(builtin_path):
+    """And comes out of it."""
+    shares = []
+
+    def progress(share):
+        shares.append(share)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        build_backend(EngineParams(path=str(builtin_path), context_length=64, max_num_seqs=1), progress)
+    assert len(shares) == 1
 
 
 @pytest.mark.llama
