@@ -38,7 +38,7 @@ def main() -> None:
     server = subprocess.Popen([*cllm, "serve", "--port", str(PORT)], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
-        show("make serve &", server.stderr.readline())
+        show("make serve &", next(line for line in server.stderr if line.startswith("cLLM serves")))
         time.sleep(0.5)
         url = f"http://127.0.0.1:{PORT}"
         chat = [*cllm, "chat", "--url", url, "--temperature", "0"]
