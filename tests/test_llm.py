@@ -1,9 +1,11 @@
 """The engine in the caller's own process."""
 
 import os
+import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +145,12 @@ def test_a_long_history_is_answered_and_reused(known_questions):
             messages.append({"role": "assistant", "content": done.text})
             if len(messages) > 2:
                 assert done.prompt_tokens - done.cached_tokens < 60
+
+
+@pytest.mark.llama
+def test_the_example_of_the_readme(builtin_path, capsys):
+    """It runs as it is printed, and what it prints makes sense."""
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block)
+    exec(example, {})
+    assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"

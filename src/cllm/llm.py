@@ -3,8 +3,7 @@
 from cllm import LLM, SamplingParams
 
 llm = LLM()
-for completion in llm.generate(["Spell: garden", "2 + 2 = ?"], SamplingParams(temperature=0, max_tokens=20)):
-    print(completion.text)
+print(llm.chat([{"role": "user", "content": "What is 27 plus 45?"}], SamplingParams(temperature=0)).text)
 """
 
 from __future__ import annotations
