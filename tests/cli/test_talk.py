@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake import Costs, FakeBackend
 
 FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")
@@ -109,6 +109,7 @@ def test_a_text_that_is_continued_has_an_end(cllm, monkeypatch):
     """256 tokens, if nothing else is asked for; an answer ends by itself."""
     assert "256 tokens" in " ".join(cllm("generate", "--help").out.split())
     monkeypatch.setattr(FakeBackend, "_next", lambda *_: 97)
+    monkeypatch.setattr(Costs, "of", lambda *_: 0)
     assert cllm("generate", "a", *FAKE).out == "a" * 256 + "\n"
     assert cllm("generate", "a", *FAKE, "--max-tokens", "300").out == "a" * 300 + "\n"
     assert len(cllm("generate", "a", *FAKE, "--chat").out) > 900
