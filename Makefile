@@ -5,6 +5,10 @@ RUN   := tools/setup.sh uv run
 CHECK := tools/setup.sh --no-llama uv run
 ARGS  ?=
 
+# What make bench measures with and against.
+MODEL := models/qwen3-0.6b.gguf
+PEER  := .tools/peers/build/bin/llama-batched-bench
+
 .PHONY: help serve test check lint format bench docs
 .DEFAULT_GOAL := help
 
@@ -29,7 +33,9 @@ format: ## rewrite the sources in the house format
 	@$(CHECK) ruff format
 	@$(CHECK) ruff check --fix
 
-bench: ## measure what the engine adds to llama.cpp
+bench: ## measure what the engine adds to llama.cpp; makes what it needs for that
+	@[ -e $(MODEL) ] || { mkdir -p models && $(RUN) cllm bench make-model --shape qwen3-0.6b --quant q4_k_m $(MODEL); }
+	@[ -e $(PEER) ] || $(RUN) python benchmarks/build_peers.py
 	@exec $(RUN) python benchmarks/engine_overhead.py $(ARGS)
 
 docs: ## derive the pages under docs/ that are made from the code

@@ -11,6 +11,7 @@ SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv builds llama-cp
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import tarfile
 import tomllib
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "llama-cpp-python"
@@ -58,12 +59,26 @@ def main() -> None:
             [cmake, "-S", str(source), "-B", str(build), *filter(None, arguments)],
             [cmake, "--build", str(build), "--parallel", str(os.cpu_count()), "--target", *PROGRAMS],
         ):
-            print(f"$ {shlex.join(command)}", file=output, flush=True)
-            done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
-            if done.returncode:
+            if run(command, environment, output):
                 sys.exit(f"failed; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-20:]))
     for program in PROGRAMS:
         print(build / "bin" / program)
+
+
+def run(command: list[str], environment: dict[str, str], log: TextIO) -> int:
+    """The exit status; what the command says goes to the log, how far it is to stdout, every ten percent."""
+    print(f"$ {shlex.join(command)}", file=log, flush=True)
+    shown = 0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", file=log, flush=True)
+            percent = re.match(r"\[ *(\d+)%\]", line)
+            if percent and int(percent[1]) >= shown + 10:
+                shown = int(percent[1])
+                print(f"  {shown} %", flush=True)
+    return process.returncode
 
 
 def put_source(target: Path) -> None:

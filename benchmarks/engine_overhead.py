@@ -1,6 +1,6 @@
 """What the engine adds to llama.cpp: its decoding speed as a ratio to llama-batched-bench, in the same run.
 
-    uv run python benchmarks/engine_overhead.py --model 0.6b.gguf --peer .tools/peers/build/bin/llama-batched-bench
+    make bench ARGS="--model 0.6b.gguf --sizes 1 8"
 
 Both decode N sequences with the same model, threads, context and KV layout, alternating, one process beside the other
 at rest. llama-batched-bench neither samples nor reads logits; the engine schedules, samples greedily and checks for the
@@ -82,9 +82,9 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.95)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    for needed, how in ((options.model, "cllm bench make-model"), (options.peer, "benchmarks/build_peers.py")):
+    for needed in (options.model, options.peer):
         if not needed.exists():
-            sys.exit(f"{needed} is missing: {how}")
+            sys.exit(f"{needed} is missing; make bench makes what --model and --peer are without being given")
 
     results, worst = [], 1e9
     print("sequences   engine tok/s   peer tok/s   ratio: median (min-max)")

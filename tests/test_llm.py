@@ -1,8 +1,17 @@
 """The engine in the caller's own process."""
 
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm import llm as llm_module
+from cllm.engine.build import EngineParams, build_backend
 from cllm.errors import BadRequest, StartupError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -66,6 +75,40 @@ def test_options_are_those_of_the_settings():
         LLM("missing.gguf")
 
 
+def test_ctrl_c_during_the_load(monkeypatch):
+    """It is raised at once, though the load is C code whose callbacks lose what they raise, and the load is told."""
+    told = threading.Event()
+
+    def build(params, progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            while True:
+                progress(0.5)
+                time.sleep(0.01)
+        except InterruptedError:
+            told.set()
+            raise
+
+    monkeypatch.setattr(llm_module, "build_backend", build)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(backend_name="fake")
+    assert told.is_set()
+
+
+@pytest.mark.llama
+def test_what_progress_raises_ends_the_load(builtin_path):
+    """And comes out of it."""
+    shares = []
+
+    def progress(share):
+        shares.append(share)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        build_backend(EngineParams(path=str(builtin_path), context_length=64, max_num_seqs=1), progress)
+    assert len(shares) == 1
+
+
 @pytest.mark.llama
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 def test_questions_of_every_kind_in_one_batch(known_questions, layout):
@@ -102,3 +145,12 @@ def test_a_long_history_is_answered_and_reused(known_questions):
             messages.append({"role": "assistant", "content": done.text})
             if len(messages) > 2:
                 assert done.prompt_tokens - done.cached_tokens < 60
+
+
+@pytest.mark.llama
+def test_the_example_of_the_readme(builtin_path, capsys):
+    """It runs as it is printed, and what it prints makes sense."""
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block)
+    exec(example, {})
+    assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"

@@ -54,9 +54,9 @@ ready() { uv sync $without --check --offline --quiet >/dev/null 2>&1; }
 install() {
   uv python find --no-project --quiet '>=3.11,<3.15' >/dev/null 2>&1 || no_python
   mkdir -p .tools/tmp
-  find .tools/tmp -mindepth 1 -maxdepth 1 -name 'tmp*' -mmin +60 -exec rm -rf {} + # left by interrupted compilations
+  find .tools/tmp -mindepth 1 -maxdepth 1 -type d -mmin +60 -exec rm -rf {} + # left by compilations that were killed
   log=.tools/setup.log begun=$(date +%s)
-  : >"$log" >.tools/tmp/begun
+  : >"$log"
   if [ -z "$without" ] && ! ls "$UV_PROJECT_ENVIRONMENT"/lib/python3*/site-packages/llama_cpp >/dev/null 2>&1; then
     # The compilers that are checked here are the ones that are used.
     CC=${CC:-$(first cc gcc clang)} CXX=${CXX:-$(first c++ g++ clang++)}
@@ -68,18 +68,28 @@ install() {
     export CC CXX SKBUILD_CMAKE_ARGS
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
     say "first run: fetching the Python packages and compiling llama.cpp for this machine," \
-      "about $((7 / cores + 1)) minutes on $cores cores. Later starts skip this."
+      "about $((3 / cores + 1)) to $((9 / cores + 2)) minutes on $cores cores. Later starts skip this."
   fi
+  work=$PWD/.tools/tmp/run.$$
+  mkdir -p "$work"
   report_progress &
-  trap "kill $! 2>/dev/null || :" EXIT
+  reporter=$!
+  trap 'clean_up' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
   # In the foreground, so that Ctrl-C reaches it. The compilation lies in TMPDIR, where its progress can be counted.
   status=0
-  env -u MAKEFLAGS TMPDIR="$PWD/.tools/tmp" uv sync $without </dev/null >"$log" 2>&1 || status=$?
-  kill $! 2>/dev/null || :
-  trap - EXIT
+  env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null >"$log" 2>&1 || status=$?
+  trap - EXIT INT TERM
+  clean_up
   [ ! -t 2 ] || printf '\r\033[K' >&2
   [ "$status" = 0 ] || { show_failure >&2; die "set-up failed; all of it is in $log"; }
   [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
+}
+
+clean_up() {
+  kill "$reporter" 2>/dev/null || :
+  rm -rf "$work" || : # compilers that have not heard of the end yet may still write
 }
 
 # The cause stands before the compiler's long output, what it says about it at the end.
@@ -115,7 +125,7 @@ report_progress() {
 }
 
 stage() {
-  commands=$(find .tools/tmp -name compile_commands.json -newer .tools/tmp/begun 2>/dev/null | head -n 1)
+  commands=$(find "$work" -name compile_commands.json 2>/dev/null | head -n 1)
   if [ -n "$commands" ]; then
     echo "compiling llama.cpp: $(find "${commands%/*}" -name '*.o' | wc -l | tr -d ' ') of $(grep -c '"file":' "$commands") files"
   else

@@ -1,6 +1,6 @@
 """Draw the terminal session of the README: run its commands for real and write what they print as docs/terminal.svg.
 
-uv run python tools/terminal_picture.py
+.venv/bin/python tools/terminal_picture.py
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def main() -> None:
     server = subprocess.Popen([*cllm, "serve", "--port", str(PORT)], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
-        show("make serve &", server.stderr.readline())
+        show("make serve &", next(line for line in server.stderr if line.startswith("cLLM serves")))
         time.sleep(0.5)
         url = f"http://127.0.0.1:{PORT}"
         chat = [*cllm, "chat", "--url", url, "--temperature", "0"]
         answers = subprocess.run(chat, input=QUESTIONS, capture_output=True, text=True, check=True)
         turns = zip(QUESTIONS.splitlines(), answers.stdout.splitlines(), strict=True)
-        show(f"uv run cllm chat --url {url}", "\n".join(f"> {question}\n{answer}" for question, answer in turns))
+        show(f".venv/bin/cllm chat --url {url}", "\n".join(f"> {question}\n{answer}" for question, answer in turns))
         load = ["bench", "load", url, "--workload", "questions", "--requests", "64", "--concurrency", "16"]
         report = subprocess.run([*cllm, *load], capture_output=True, text=True, check=False)
-        show("uv run cllm " + " ".join(load), report.stdout)
+        show(".venv/bin/cllm " + " ".join(load), report.stdout)
     finally:
         server.terminate()
         server.wait()

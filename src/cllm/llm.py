@@ -3,16 +3,17 @@
 from cllm import LLM, SamplingParams
 
 llm = LLM()
-for completion in llm.generate(["Spell: garden", "2 + 2 = ?"], SamplingParams(temperature=0, max_tokens=20)):
-    print(completion.text)
+print(llm.chat([{"role": "user", "content": "What is 27 plus 45?"}], SamplingParams(temperature=0)).text)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from cllm.config import OPTIONS, Settings, load_settings
 from cllm.core.params import SamplingParams
@@ -26,8 +27,13 @@ from cllm.models import catalog
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
 
+T = TypeVar("T")
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+Progress = Callable[[float], None]
+"""Called with the loaded share of the model, 0 to 1."""
+
+ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free what it has
 
 
 @dataclass(slots=True)
@@ -82,20 +88,20 @@ class LLM:
         self._load(load_settings(None, {}, flags).settings)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings, progress: Progress | None = None) -> Self:
         """Load what a whole settings tree says. Raises StartupError."""
         llm = cls.__new__(cls)
-        llm._load(settings)  # noqa: SLF001  # its own
+        llm._load(settings, progress)  # noqa: SLF001  # its own
         return llm
 
-    def _load(self, settings: Settings) -> None:
+    def _load(self, settings: Settings, progress: Progress | None = None) -> None:
         path = None
         if settings.backend.name != "fake":
             path = catalog.resolve(settings.model.path, settings.model.quantization)
         params = engine_params(settings, path)
-        self.vocabulary = build_vocabulary(params)
+        self.vocabulary = interruptible(lambda _: build_vocabulary(params))
         self._chat_template = ChatTemplate(self.vocabulary)
-        self._backend = build_backend(params)
+        self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self.info = self._backend.info
         self._engine = build_engine(self._backend, params)
         self._ids = count()
@@ -195,3 +201,34 @@ def option_key(name: str) -> str:
     if name not in keys:
         raise TypeError(f"LLM() has no option {name!r}; see docs/configuration.md")
     return keys[name]
+
+
+def interruptible(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
+    """The result of ``work`` in a thread, so that Ctrl-C comes here at once: in a callback of C code it would be lost.
+
+    ``work`` gets a function to report its progress with, which raises InterruptedError once nobody waits any more.
+    """
+    result: Future[T] = Future()
+    interrupted = threading.Event()
+
+    def report(share: float) -> None:
+        if interrupted.is_set():
+            raise InterruptedError
+        if progress is not None:
+            progress(share)
+
+    def run() -> None:
+        try:
+            result.set_result(work(report))
+        except BaseException as error:  # noqa: BLE001  # it is raised below
+            result.set_exception(error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([result], 0.2).done:
+            pass  # not for ever: a signal that came to another thread would not wake this one
+        return result.result()
+    except KeyboardInterrupt:
+        interrupted.set()
+        wait([result], ABANDONED_TIMEOUT)
+        raise

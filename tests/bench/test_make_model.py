@@ -56,6 +56,7 @@ def make(out: Path, quant: str, **options: int) -> list[tuple[str, float]]:
     return seen
 
 
+@pytest.mark.llama
 def test_quantized_model_works(tmp_path: Path) -> None:
     out = tmp_path / "tiny.gguf"
     seen = make(out, "q4_k_m", threads=1)
@@ -78,6 +79,7 @@ def test_same_seed_same_file(tmp_path: Path) -> None:
     assert first == second != third
 
 
+@pytest.mark.llama
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(stage: str, share: float) -> None:
         if stage == "quantizing":
@@ -88,6 +90,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.llama
 def test_llama_cpp_says_why_not(tmp_path: Path) -> None:
     (tmp_path / "source.gguf").write_bytes(b"nonsense")
     with pytest.raises(StartupError, match=r"could not quantize to Q8_0: .*failed to quantize"):

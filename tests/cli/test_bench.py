@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from cllm.bench.make_model import QUANTS, SHAPES
-from cllm.cli import main as command_line
-from cllm.cli.bench import server_url
+from cllm.cli.talk import server_url
 
 STREAM = b"""\
 data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}]}
@@ -59,23 +58,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code: int | str | None = 0
-        try:
-            command_line.main(arguments)
-        except SystemExit as end:
-            code = end.code
-        output = capsys.readouterr()
-        return int(code or 0), output.out, output.err
-
-    return run
 
 
 LOAD = ("--requests", "3", "--concurrency", "2", "--max-tokens", "2")

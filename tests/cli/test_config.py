@@ -20,28 +20,9 @@ DOCS_PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable and no file of the person who runs the tests."""
-    for variable in [name for name in os.environ if name.startswith("CLLM_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("COLUMNS", "200")
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No file of the person who runs the tests."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def cllm(capsys: pytest.CaptureFixture[str]):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code: int | str | None = 0
-        try:
-            command_line.main(arguments)
-        except SystemExit as end:
-            code = end.code
-        output = capsys.readouterr()
-        return int(code or 0), output.out, output.err
-
-    return run
 
 
 def shown(cllm, *arguments: str) -> dict:
@@ -134,6 +115,18 @@ def test_help_shows_what_an_option_is(cllm) -> None:
             "cllm: --server.port must be a whole number from 0 up to 65535, not 65536",
         ),
         (["config", "show", "--prot", "1"], "cllm: Unknown option: --prot. Did you mean --port?"),
+        (["config", "show", "--nope", "1"], "cllm: Unknown option: --nope."),
+        (["config", "show", "--port"], "cllm: --port needs a value."),
+        (["config", "show", "b"], 'cllm: Unexpected argument: "b". See cllm config show --help.'),
+        (["bench", "load"], "cllm: bench load needs URL. See cllm bench load --help."),
+        (
+            ["bench", "make-model", "x.gguf", "--shap", "tiny", "--quant", "f16"],
+            "cllm: bench make-model needs --shape. Did you mean --shape instead of --shap?",
+        ),
+        (
+            ["chat", "--port", "8000"],
+            "cllm: Unknown option: --port. A running server is named by --url http://127.0.0.1:8000.",
+        ),
         (["config", "show", "--config", "no.yaml"], "cllm: no.yaml: cannot be read: No such file or directory"),
         (["config", "sho"], 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs.'),
         (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),

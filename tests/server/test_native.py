@@ -104,6 +104,7 @@ def test_the_openapi_document_is_complete(fake_server):
     assert "Message" in defined
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
     """504 without streaming, an error event with it; the sequence is given back."""
     server = start_server("--backend.name", "fake", "--scheduler.request-timeout", "0.3")

@@ -1,6 +1,6 @@
 """Ask the built-in model held-out questions, greedily and in batches, and write the report.
 
-uv run python tools/train_builtin/evaluate.py [--model FILE] [--count 500]
+.venv/bin/python tools/train_builtin/evaluate.py [--model FILE] [--count 500]
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Times are seconds of ``time.perf_counter``, taken when bytes are read: events th
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -249,7 +250,7 @@ class Client:
         except TimeoutError:
             answer.fail("timeout")
         except aiohttp.ClientConnectorError as error:
-            answer.fail("cannot connect", error)
+            answer.fail("cannot connect", connect_failure(error))
         except (aiohttp.ClientError, OSError) as error:
             answer.fail("connection lost", error)
         if answer.failure:
@@ -273,6 +274,8 @@ async def _find_model(target: Target, wanted: str | None) -> str:
             session.get(f"{target.url}/v1/models", timeout=FIRST_TIMEOUT) as response,
         ):
             status, content = response.status, await response.read()
+    except aiohttp.ClientConnectorError as error:
+        _refuse(target, connect_failure(error))
     except (aiohttp.ClientError, OSError) as error:
         _refuse(target, str(error) or type(error).__name__)
     if wanted is not None:
@@ -283,6 +286,13 @@ async def _find_model(target: Target, wanted: str | None) -> str:
         return DECODE_MODELS(content).data[0].id
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
         _refuse(target, "/v1/models names no model; name it with --model")
+
+
+def connect_failure(error: aiohttp.ClientConnectorError) -> str:
+    """Why there is no connection; aiohttp speaks of TLS even where there is to be none."""
+    if isinstance(error.os_error, ConnectionError) and error.os_error.errno:
+        return f"cannot connect to {error.host}:{error.port}: {os.strerror(error.os_error.errno)}"
+    return str(error).replace(" ssl:default", "")
 
 
 def _refuse(target: Target, reason: str) -> NoReturn:

@@ -15,6 +15,7 @@ from cyclopts.validators import Number
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.make_model import make_model as write_model
 from cllm.cli.progress import loading_bar
+from cllm.cli.talk import server_url
 from cllm.errors import StartupError
 from cllm.models.gguf import size_text
 
@@ -112,12 +113,6 @@ def load(
         print_report(report, Console())
     if report.num_failed:
         sys.exit(1)
-
-
-def server_url(text: str) -> str:
-    """What a person calls the server's URL, with a scheme and without /v1."""
-    url = text if "://" in text else f"http://{text}"
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def checked_key(key: str | None) -> str | None:

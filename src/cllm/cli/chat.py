@@ -8,9 +8,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
+from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
 from cllm.cli.talk import DEFAULTS, Local, Messages, Remote, Sampling, Talker, print_stream
-from cllm.errors import CLLMError
+from cllm.config import OPTIONS
+from cllm.errors import CLLMError, StartupError
 
 HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
 
@@ -23,15 +24,20 @@ def chat(
     system: Annotated[str | None, Parameter(help="The system message.")] = None,
     sampling: Sampling = DEFAULTS,
     config: ConfigFlag = None,
-    settings: SettingFlags | None = None,
+    settings: ModelFlags | None = None,
 ) -> None:
     """Talk with a model in the terminal: with a running server, or else with a model loaded here."""
-    url = url or os.environ.get("CLLM_URL")
+    of_a_model = [OPTIONS[key].flag for key in settings or {}]
+    of_a_model += [word for word, given in ((f"the model {model}", model), ("--config", config)) if given]
+    if url and of_a_model:
+        raise StartupError(f"--url asks a running server, which has loaded its model: drop --url or {of_a_model[0]}")
+    if not of_a_model:
+        url = url or os.environ.get("CLLM_URL")
     talker: Talker
     if url:
         talker = Remote(url, sampling)
     else:
-        talker = Local(settings_from_flags(config, settings, model).settings, sampling)
+        talker = Local(settings_from_flags(config, settings, model), sampling)
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP)

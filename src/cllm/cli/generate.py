@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from cllm.cli.settings_flags import ConfigFlag, SettingFlags, settings_from_flags
+from cllm.cli.settings_flags import ConfigFlag, ModelFlags, settings_from_flags
 from cllm.cli.talk import DEFAULTS, Local, Sampling, Talker, print_stream
 from cllm.errors import StartupError
 
@@ -24,14 +24,14 @@ def generate(
     as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")] = False,
     sampling: Sampling = DEFAULTS,
     config: ConfigFlag = None,
-    settings: SettingFlags | None = None,
+    settings: ModelFlags | None = None,
 ) -> None:
     """Complete one prompt with a model in this process and print the text as it comes."""
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
     if not prompt:
         raise StartupError("there is no prompt: give one, or pipe it in")
-    talker: Talker = Local(settings_from_flags(config, settings).settings, sampling)
+    talker: Talker = Local(settings_from_flags(config, settings), sampling)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:
         text = "".join(pieces)

@@ -8,14 +8,35 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+from cyclopts import (
+    App,
+    Argument,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from cllm.errors import CLLMError
 
+SERVE = """Serve a model over HTTP.
+
+MODEL is a GGUF file or hf:owner/repo[:quantization]; without one the built-in model is served.
+"""
+CHAT = """Talk with a model in the terminal.
+
+With --url it is the model of a running server, else one that is loaded here.
+"""
+GENERATE = """Complete one prompt and print the text.
+
+The model is loaded here. With --chat it answers; without, it continues the text as it stands, by 256 tokens if
+--max-tokens does not say otherwise.
+"""
 COMMANDS = {
-    "serve": ("cllm.cli.serve:serve", "Serve a model over HTTP."),
-    "chat": ("cllm.cli.chat:chat", "Talk with a model in the terminal."),
-    "generate": ("cllm.cli.generate:generate", "Complete one prompt and print the text."),
+    "serve": ("cllm.cli.serve:serve", SERVE),
+    "chat": ("cllm.cli.chat:chat", CHAT),
+    "generate": ("cllm.cli.generate:generate", GENERATE),
     "doctor": ("cllm.cli.doctor:doctor", "Check this machine and say what cLLM will do on it."),
     "bench": ("cllm.cli.bench:app", "Measure a server under load."),
     "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),
@@ -38,17 +59,42 @@ app = App(
 )
 for name, (import_path, summary) in COMMANDS.items():
     app.command(import_path, name=name, help=summary)
-app.register_install_completion_command(help="Install completion for your shell.")
+app.command("cllm.cli.completion:install", name="--install-completion", help="Install completion for your shell.")
 
 
 def explain(error: Exception) -> str:
     """The error on one line."""
-    # cyclopts would import every command to name the nearest one.
-    if isinstance(error, UnknownCommandError) and error.app is app and error.unused_tokens:
-        near = difflib.get_close_matches(error.unused_tokens[0], COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "see cllm --help"
-        return f'"{error.unused_tokens[0]}" is not a command; {hint}'
+    match error:
+        # cyclopts would import every command to name the nearest one.
+        case UnknownCommandError(unused_tokens=[word, *_], app=within) if within is app:
+            near = difflib.get_close_matches(word, COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "see cllm --help"
+            return f'"{word}" is not a command; {hint}'
+        case UnknownOptionError():
+            return unknown_option(error)
+        case UnusedCliTokensError(unused_tokens=[word, *_]):
+            return f'Unexpected argument: "{word}". See {command(error)} --help.'
+        case MissingArgumentError(keyword=str(option)):
+            return f"{option} needs a value."
+        case MissingArgumentError(argument=Argument(name=name)):
+            similar = str(error).partition(" Did you mean ")[2]
+            hint = f"Did you mean {similar}" if similar else f"See {command(error)} --help."
+            return f"{command(error).removeprefix('cllm ')} needs {name}. {hint}"
     return " ".join(str(error).split())
+
+
+def command(error: CycloptsError) -> str:
+    return " ".join(["cllm", *(error.command_chain or [])])
+
+
+def unknown_option(error: UnknownOptionError) -> str:
+    """Names the nearest option; the dashes that all options begin with make none of them similar."""
+    word = (error.token.keyword or error.token.value).partition("=")[0]
+    if command(error) == "cllm chat" and word in ("--host", "--port"):
+        return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
+    names = {name.lstrip("-"): name for option in error.argument_collection if option.parse for name in option.names}
+    near = difflib.get_close_matches(word.lstrip("-"), names, 1)
+    return f"Unknown option: {word}." + (f" Did you mean {names[near[0]]}?" if near else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

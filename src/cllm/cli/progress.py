@@ -7,6 +7,7 @@ import time
 from typing import Protocol
 
 SILENCE = 5.0  # seconds between lines where there is no terminal
+SHORT_SILENCE = 1.0  # when another quarter is done
 
 
 class Bar(Protocol):
@@ -37,19 +38,23 @@ class TerminalBar:
 class LineBar:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._last = time.monotonic()
+        self._last, self._quarter = time.monotonic(), 0
 
     def update(self, share: float, text: str = "") -> None:
         self._text = text or self._text
-        now = time.monotonic()
-        if now - self._last >= SILENCE:
-            self._last = now
+        silence = time.monotonic() - self._last
+        if silence >= SILENCE or (silence >= SHORT_SILENCE and int(4 * share) > self._quarter):
+            self._last, self._quarter = time.monotonic(), int(4 * share)
             print(f"{self._text}: {share:.0%}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
 
 
-def loading_bar(text: str) -> Bar:
-    """A bar that fits where stderr goes."""
-    return TerminalBar(text) if sys.stderr.isatty() else LineBar(text)
+def loading_bar(text: str, *, announce: bool = False) -> Bar:
+    """A bar that fits where stderr goes; ``announce`` also prints ``text`` at once where no bar can be seen."""
+    if sys.stderr.isatty():
+        return TerminalBar(text)
+    if announce:
+        print(text, file=sys.stderr, flush=True)
+    return LineBar(text)

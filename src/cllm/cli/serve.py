@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from cllm.cli.progress import loading_bar
+from cllm.cli.remarks import remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
 from cllm.observe import log
-from cllm.server.run import address, listen, run_forever
-from cllm.service import Service
+
+if TYPE_CHECKING:
+    from cllm.service import Service
 
 
 def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None) -> None:
-    """Serve a model over HTTP: OpenAI's API and cLLM's own, until Ctrl-C.
-
-    MODEL is a path to a GGUF file or hf:owner/repo[:quantization]; without one the built-in model is served.
-    """
+    """Serve a model over HTTP: OpenAI's API and cLLM's own, until Ctrl-C."""
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     for note in loaded.notes:
@@ -29,9 +29,12 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
             path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
     name = tree.model.name or (catalog.model_name(path) if path else "fake")
     params = engine_params(tree, path)
+
+    from cllm.server.run import address, listen, run_forever  # takes a second, which no mistake above needs to wait for
+
     listener = listen(tree.server.host, tree.server.port)
     url = address(listener)
-    bar = loading_bar(f"loading {name}")
+    bar = loading_bar(f"cllm: loading {name}", announce=True)
 
     def on_ready(service: Service) -> None:
         bar.close()
@@ -42,6 +45,8 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
             f" {info.context_length} tokens each ({info.layout} KV cache, {size:.0f} MB)",
             file=sys.stderr,
         )
+        for line in remarks(loaded, info):
+            print("cllm:", line, file=sys.stderr)
         print(f'Try: curl {url}/v1/chat/completions -H "Content-Type: application/json" \\', file=sys.stderr)
         print(
             """  -d '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'""", file=sys.stderr, flush=True

@@ -3,12 +3,14 @@
 A command takes them so, and gets only what was typed::
 
     def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None): ...
+
+Commands that load a model and serve nobody take ModelFlags instead, those that say which model and how.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -27,7 +29,7 @@ SHORT_NAMES = {
     "scheduler.max_num_seqs": "--max-num-seqs",
 }
 
-ModelArgument = Annotated[str | None, Parameter(help="The model to serve, the same as --model.", show_default=False)]
+ModelArgument = Annotated[str | None, Parameter(help="The model, the same as --model.", show_default=False)]
 ConfigFlag = Annotated[
     Path | None, Parameter(name="--config", help="YAML file of settings. [default: CLLM_CONFIG]", show_default=False)
 ]
@@ -48,14 +50,25 @@ def flag(option: Option) -> Any:
     return Annotated[kind, Parameter(name=names, help=help_text, group=PANELS[section_of(option)])]
 
 
+def flags(options: Iterable[Option]) -> Any:
+    """The options as the type of an argument."""
+    # A TypedDict may have any string as a key and leaves out what was not given: just what load_settings takes.
+    given: Any = TypedDict("Flags", {option.key: flag(option) for option in options}, total=False)  # type: ignore[misc]
+    return Annotated[given, Parameter(name="*")]
+
+
+# The others are about many at once and HTTP, or have a flag of their own there, as --temperature.
+MODEL_SECTIONS = {"model", "kv", "backend", "backend.llama_cpp"}
+SERVED = {"model.name"}
+
 if TYPE_CHECKING:
     SettingFlags = dict[str, object]
+    ModelFlags = dict[str, object]
 else:
-    # A TypedDict may have any string as a key and leaves out what was not given: just what load_settings takes.
-    SettingFlags = Annotated[
-        TypedDict("SettingFlags", {key: flag(option) for key, option in OPTIONS.items()}, total=False),
-        Parameter(name="*"),
-    ]
+    SettingFlags = flags(OPTIONS.values())
+    ModelFlags = flags(
+        option for option in OPTIONS.values() if section_of(option) in MODEL_SECTIONS and option.key not in SERVED
+    )
 
 
 def settings_from_flags(config: Path | None, flags: Mapping[str, object] | None, model: str | None = None) -> Loaded:

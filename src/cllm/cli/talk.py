@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 import msgspec
 from cyclopts import Parameter
 
-from cllm.config import Settings
+from cllm.cli.progress import loading_bar
+from cllm.cli.remarks import remarks
+from cllm.config import Loaded
 from cllm.core.params import SamplingParams
 from cllm.errors import CLLMError, StartupError
 
 Messages = list[dict[str, Any]]
+
+CONTINUATION = 256  # tokens; a text that is continued need not have an end
 
 
 @Parameter(name="*")
@@ -27,6 +33,7 @@ class Sampling:
     temperature: Annotated[float | None, Parameter(help="0 always takes the most probable token.")] = None
     top_p: Annotated[float | None, Parameter(help="Share of the probability that is sampled from.")] = None
     top_k: Annotated[int | None, Parameter(help="Number of tokens that are sampled from; 0 is all.")] = None
+    min_p: Annotated[float | None, Parameter(help="Least probability, as a share of the best token's.")] = None
     seed: Annotated[int | None, Parameter(help="The same seed gives the same text.")] = None
 
     def given(self) -> dict[str, Any]:
@@ -59,23 +66,28 @@ class Talker(Protocol):
 class Local:
     """A model in this process."""
 
-    def __init__(self, settings: Settings, sampling: Sampling) -> None:
+    def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
+        """Load the model, with a bar on stderr. Raises StartupError."""
         from cllm.llm import LLM
 
+        settings = loaded.settings
         self._params = SamplingParams(**{**settings.sampling.model_dump(exclude_none=True), **sampling.given()})
-        self._llm = LLM.from_settings(settings)
+        with closing(loading_bar("loading the model")) as bar:
+            self._llm = LLM.from_settings(settings, bar.update)
+        for line in remarks(loaded, self._llm.info):
+            print("cllm:", line, file=sys.stderr)
         self.last = Answer()
 
     def ask(self, messages: Messages) -> Iterator[str]:
-        prompt = self._llm.encode_chat(messages)
-        return self._stream(prompt)
+        return self._stream(self._llm.encode_chat(messages), self._params)
 
     def complete(self, prompt: str) -> Iterator[str]:
-        return self._stream(self._llm.encode(prompt))
+        params = msgspec.structs.replace(self._params, max_tokens=self._params.max_tokens or CONTINUATION)
+        return self._stream(self._llm.encode(prompt), params)
 
-    def _stream(self, prompt: list[int]) -> Iterator[str]:
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[str]:
         self.last = Answer(prompt_tokens=len(prompt))
-        for piece in self._llm.stream(prompt, self._params):
+        for piece in self._llm.stream(prompt, params):
             self.last.completion_tokens += len(piece.tokens)
             self.last.finish_reason = piece.finish_reason
             yield piece.text
@@ -85,18 +97,20 @@ class Remote:
     """A server that speaks OpenAI's dialect."""
 
     def __init__(self, url: str, sampling: Sampling) -> None:
-        """Raises StartupError if nobody answers there."""
+        """Raises StartupError if no such server answers there."""
         import httpx2
 
         key = os.environ.get("CLLM_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx2.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=600)
+        self._client = httpx2.Client(base_url=server_url(url), headers=headers, timeout=600)
         self._sampling = sampling.given()
         self.last = Answer()
         try:
-            self._client.get("/v1/models", timeout=10).raise_for_status()
-        except httpx2.HTTPError as error:
+            status = self._client.get("/v1/models", timeout=10).status_code
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise StartupError(f"no server answers at {url}: {error}") from None
+        if status != 200:
+            raise StartupError(f"the server at {url} does not speak OpenAI's API: it answers {status} to /v1/models")
 
     def ask(self, messages: Messages) -> Iterator[str]:
         for choice in self._stream("/v1/chat/completions", {"messages": messages}):
@@ -132,6 +146,12 @@ class Remote:
                 for choice in chunk["choices"]:
                     self.last.finish_reason = choice["finish_reason"] or ""
                     yield choice
+
+
+def server_url(text: str) -> str:
+    """What a person calls the server's URL, with a scheme and without /v1."""
+    url = text if "://" in text else f"http://{text}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def error_message(data: bytes) -> str:

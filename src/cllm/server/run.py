@@ -73,6 +73,9 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.draining = True
+        if (going := len(self.server_state.tasks)) and self._drain_timeout:
+            streams = "1 stream" if going == 1 else f"{going} streams"
+            log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, streams)
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
         try:
             await super().shutdown(sockets)
@@ -92,10 +95,10 @@ async def run(
     listener: socket.socket,
     on_loading: Callable[[float], None],
     on_ready: Callable[[Service], None],
-) -> None:
+) -> bool:
     """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them.
 
-    Raises StartupError if the model cannot be loaded.
+    False if the model had not been loaded until then. Raises StartupError if it cannot be.
     """
     engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings))
     metrics = Metrics(model_name)
@@ -126,6 +129,7 @@ async def run(
         await server.serve(sockets=[listener])
         if starting.done() and not starting.cancelled() and (error := starting.exception()):
             raise error
+        return engine.info is not None
     finally:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, StartupError):
@@ -150,7 +154,7 @@ def run_forever(
     on_loading: Callable[[float], None],
     on_ready: Callable[[Service], None],
 ) -> None:
-    """``run`` in an event loop of its own: uvloop where there is one."""
+    """``run`` in an event loop of its own: uvloop where there is one. Raises KeyboardInterrupt if it came too early."""
     try:
         import uvloop
 
@@ -158,9 +162,11 @@ def run_forever(
     except ImportError:
         factory = None
     # uvicorn raises a signal again once it has shut down, which would end us before the engine has ended
-    early: list[int] = []
+    signals: list[int] = []
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda number, _: early.append(number))
+        signal.signal(signal_number, lambda number, _: signals.append(number))
     vocabulary = build_vocabulary(params)
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(run(settings, params, vocabulary, early, model_name, listener, on_loading, on_ready))
+        loaded = runner.run(run(settings, params, vocabulary, signals, model_name, listener, on_loading, on_ready))
+    if not loaded and signal.SIGINT in signals:
+        raise KeyboardInterrupt

@@ -185,14 +185,24 @@ class LlamaCppBackend:
             (False, False): lib.LLAMA_LOAD_MODE_NONE,
         }[params.use_mmap, params.use_mlock]
 
+        failed: list[BaseException] = []
+
         def report(share: float, _: ctypes.c_void_p) -> bool:
-            if progress:
-                progress(share)
-            return True
+            try:
+                if progress and not failed:
+                    progress(share)
+            except BaseException as error:  # noqa: BLE001  # it would be lost here: the load ends, then it is raised
+                failed.append(error)
+            return not failed
 
         callback = lib.llama_progress_callback(report)  # a local name keeps it alive during the load
         c_params.progress_callback = callback
-        return check_pointer(lib.llama_model_load_from_file(str(path).encode(), c_params), f"cannot load {path}")
+        model = lib.llama_model_load_from_file(str(path).encode(), c_params)
+        if failed:
+            if model:
+                lib.llama_model_free(model)
+            raise failed[0]
+        return check_pointer(model, f"cannot load {path}")
 
     def _make_context(self, layout: str) -> Any:
         params, sizes = self._params, self._sizes

@@ -21,9 +21,9 @@ from cllm.errors import StartupError
 log = logging.getLogger("cllm.llama_cpp")
 
 TESTED_VERSION = "0.3.36"
+LOG_LEVEL_INFO = 2
 LOG_LEVEL_WARNING = 3
 LOG_LEVEL_ERROR = 4
-LOG_LEVEL_CONTINUED = 5
 
 # The structs are passed by value and change between releases, so another version would corrupt memory.
 if llama_cpp.__version__ != TESTED_VERSION:
@@ -39,7 +39,8 @@ recent_errors: deque[str] = deque(maxlen=20)
 def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
     if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
         recent_errors.append(text.decode("utf-8", "replace").strip())
-    if log.isEnabledFor(logging.DEBUG):
+    # Below are hundreds of lines a model, above are ends of lines that were not shown.
+    if LOG_LEVEL_INFO <= level <= LOG_LEVEL_ERROR and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", text.decode("utf-8", "replace").rstrip())
 
 

@@ -57,9 +57,10 @@ async def root(request: Request) -> dict[str, Any]:
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    """Alive, whether or not the engine is ready."""
+    """Alive: 200 even while the engine is not ready, which is then "degraded"."""
     service: Service = request.app.state.service
-    return {"status": "healthy", "model_loaded": service.engine.ready}
+    ready = service.engine.ready
+    return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
 
 
 @router.get("/ready")

@@ -1,0 +1,29 @@
+"""What became of sizes that somebody asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cllm.backends.base import ModelInfo
+from cllm.config import Loaded
+
+NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
+
+
+def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
+    """A line for each size that was given and is not in force, or that the model cannot make good use of."""
+    num_seqs, context = loaded.settings.scheduler.max_num_seqs, loaded.settings.model.max_context_length
+    if info.max_num_seqs < num_seqs and loaded.origins[NUM_SEQS] != "default":
+        yield (
+            f"{NUM_SEQS} is {info.max_num_seqs} and not {num_seqs}, because the KV cache has room for no more sequences"
+            f" of {info.context_length} tokens: raise kv.max_memory_mb or lower {CONTEXT}"
+        )
+    if context is None:
+        return
+    if info.context_length < context:
+        yield f"{CONTEXT} is {info.context_length} and not {context}: raise kv.max_memory_mb"
+    if context > info.trained_context_length > 0:
+        yield (
+            f"{CONTEXT} is {context}, but the model was trained with {info.trained_context_length} tokens:"
+            " what it says beyond them may be nonsense"
+        )
