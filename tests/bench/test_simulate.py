@@ -9,35 +9,21 @@ from pathlib import Path
 import pytest
 
 from cllm.backends.fake import Costs
-from cllm.bench.simulate import (
-    STUCK,
-    TOO_LONG,
-    Limits,
-    Replica,
-    Setup,
-    SimulationReport,
-    backlog,
-    overlap,
-    simulate,
-    summarize,
-)
+from cllm.bench.simulate import STUCK, TOO_LONG, Limits, Setup, SimulationReport, backlog, overlap, simulate, summarize
 from cllm.bench.trace_file import WORKLOADS, Entry, read_trace, synthesize, write_trace
 from cllm.cli import main as command_line
 from cllm.cli.simulate import read_costs
 from cllm.errors import StartupError
+from cllm.scheduler.policy import FirstComeFirstServed
 
 COSTS = Costs(step=0.01, row=0.002, token=0.001)
 TOKEN = 0.012  # seconds of a step in which one sequence decodes
 
 
-def entry(
-    at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields: object
-) -> Entry:
+def entry(at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields) -> Entry:
     """``at`` in seconds; a prompt of one block, the same for all who are not told otherwise."""
-    return Entry(
-        timestamp=at * 1000, input_length=prompt, output_length=answer, hash_ids=[1] if blocks is None else blocks,
-        **fields,
-    )  # fmt: skip
+    lengths = {"input_length": prompt, "output_length": answer}
+    return Entry(timestamp=at * 1000, hash_ids=[1] if blocks is None else blocks, **lengths, **fields)
 
 
 def run(entries: list[Entry], **options) -> SimulationReport:
@@ -210,8 +196,6 @@ def test_compared_keys() -> None:
 
 
 def test_times_of_waiting() -> None:
-    replica = Replica(Setup(context=4096, costs=COSTS, max_num_seqs=1, target_itl_ms=None))
-    assert (replica.load, replica.step()) == (0, False)
     courses, _ = simulate([entry(at=0), entry(at=0.05, blocks=[2]), entry(at=9, blocks=[3])], Setup(context=4096))
     assert [len(backlog(courses[:n])) for n in (1, 2, 3)] == [1, 1, 2]
     assert overlap([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
@@ -370,23 +354,11 @@ def test_the_same_seed_gives_the_same_results() -> None:
     assert first != other
 
 
-class Shortest:
+class Shortest(FirstComeFirstServed):
     """A policy from outside: short prompts first."""
-
-    def __init__(self, weights) -> None:
-        pass
 
     def group(self, seq):
         return seq.num_prompt_tokens
-
-    def rank(self, group):
-        return group
-
-    def arrived(self, group) -> None:
-        pass
-
-    def served(self, seq, num_prompt_tokens, num_output_tokens) -> None:
-        pass
 
 
 def test_a_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,15 @@ def test_what_was_released_for_room_goes_first():
     assert ledger.make_room(60) == [Trim(1, 0)]
 
 
+def test_what_was_copied_from_stays_longer():
+    """An idle prefix that was of use is evicted after one that was not."""
+    ledger = Ledger(100, 60, 3, UNIFIED)
+    used(ledger, LONG)
+    used(ledger, [1] * 40)
+    assert lease(ledger, [*LONG[:20], 2])[2] == [Copy(0, 2, 20)]
+    assert ledger.make_room(60) == [Trim(1, 0)]
+
+
 def test_evicting_a_fork_spares_what_it_shares():
     """The cells that another has too are not freed by it, so all of it goes, and then the next."""
     ledger = Ledger(100, 80, 2, UNIFIED)
@@ -516,6 +525,22 @@ def test_from_disk_by_way_of_ram():
     assert ledger.match([*LONGER, 1]).is_on_its_way
     snapshot.place = Place.RAM
     assert lease(ledger, [*LONGER, 1])[1:] == (100, [Load(snapshot.key, 0, 100)])
+
+
+def test_a_little_more_is_not_worth_a_slower_way():
+    """Cells are preferred to RAM and RAM to disk, unless the slower place holds clearly more."""
+    ledger = ledger_with_ram()
+    ledger.found_on_disk(np.array(LONGER, np.int32))
+    assert used(ledger, [*LONGER[:97], 7, 7]) == 0
+    match = ledger.match([*LONGER, 1])
+    assert (match.num_tokens, match.source.chain.length) == (97, 99)
+    ledger.make_room(120)
+    match = ledger.match([*LONGER, 1])
+    assert (match.num_tokens, match.source.place) == (97, Place.RAM)
+    ledger.drop(match.source.key)
+    used(ledger, [*LONGER[:80], 7, 7])
+    match = ledger.match([*LONGER, 1])
+    assert (match.num_tokens, match.source.place) == (100, Place.DISK)
 
 
 def test_reading_makes_room_in_ram():

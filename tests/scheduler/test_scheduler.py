@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cllm.backends.fake import Costs
 from cllm.core.batch import Copy, Load, Save
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request
+from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
 from cllm.engine.engine import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
@@ -321,11 +321,46 @@ def test_a_prefix_in_flight_is_computed_once(fake_engine):
         engine.add(name, [*LONG, *own], max_tokens=1)
     engine.add("D", [7] * 10, max_tokens=1)
     assert engine.finish() == [
-        "A.0 0+24",
-        "A.0 24+18 sample | D.0 0+6",
-        "D.0 6+4 sample | B.0 40+1 sample | C.0 40+3 sample",
+        "A.0 0+14 | D.0 0+10 sample",
+        "A.0 14+24",
+        "A.0 38+4 sample",
+        "B.0 40+1 sample | C.0 40+3 sample",
     ]
     assert [engine.tokens(name) for name in "ABCD"] == [[3], [4], [7], [8]]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(fake_engine):
+    """Up to half of a step goes to prompts that are much shorter than what the first one lacks."""
+    engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=20)
+    engine.add("long", [1] * 100, max_tokens=1)
+    engine.step()
+    engine.add("short", [2] * 9, max_tokens=1)
+    assert engine.step() == "long.0 20+11 | short.0 0+9 sample"
+    for i in range(9):
+        engine.add(str(i), [3 + i] * 10, max_tokens=1)
+    engine.step()
+    assert engine.step().startswith("long.0 41+10"), "and half of a step stays its own"
+
+
+def test_first_come_first_served_parks_nobody(fake_engine):
+    """Without classes in the policy, nobody gives way to another class."""
+    engine = fake_engine(max_num_seqs=1, engine_policy="fcfs")
+    engine.add("A", [1], priority=Priority.BATCH, max_tokens=5)
+    engine.step()
+    engine.add("B", [2], priority=Priority.INTERACTIVE, max_tokens=5)
+    engine.finish()
+    assert engine.scheduler.num_parked == 0
+
+
+def test_a_lower_class_gives_its_cells(fake_engine):
+    """Who waits for cells, not for a seq_id, is let in by a lower class too."""
+    engine = fake_engine(context_length=100, num_cells=100, max_num_seqs=4, length=90)
+    engine.add("A", [1] * 40, priority=Priority.BATCH, max_tokens=50)
+    engine.step()
+    engine.add("B", [2] * 40, priority=Priority.INTERACTIVE, max_tokens=5)
+    assert engine.step() == "B.0 0+40 sample"
+    engine.finish()
+    assert len(engine.tokens("A")) == 50
 
 
 def test_a_leader_that_goes_leaves_its_followers_to_themselves(fake_engine):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 
+import numpy as np
+import numpy.typing as npt
+
 from cllm.core.request import Request
 
 
@@ -34,6 +37,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_array",
         "arrived",
         "expires",
         "index",
@@ -60,6 +64,7 @@ class Sequence:
         self.index = index
         self.seed = seed
         self.tokens = list(request.prompt)
+        self._array = np.zeros(0, np.int32)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
         self.num_failures = 0  # batches with it that could not be computed
@@ -81,6 +86,13 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The tokens as an array, made anew only when there are more of them."""
+        if len(self._array) != len(self.tokens):
+            self._array = np.array(self.tokens, np.int32)
+        return self._array
 
     @property
     def num_lacking_tokens(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Reading a shared token's keys and values once instead of twice saves what skipping about ten masked cells costs:
-# fitted to decoding steps on two kinds of CPU, see docs/decisions/003-auto-layout.md.
-SKIPPED_PER_SAVED = 10
+# Reading a shared token's keys and values once instead of twice saves what skipping so many masked cells costs. That
+# is 8 to 10 on CPUs with AVX-512 and about 1 on an older one: see docs/decisions/003-auto-layout.md.
+SKIPPED_PER_SAVED = 3
 MEMORY_BANDWIDTH = 10e9  # bytes a second at which keys and values are read, roughly
 COPY_BANDWIDTH = 2e9  # and saved, loaded, or cleared
 

@@ -105,11 +105,11 @@ class Ledger:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: list[int]) -> Match:
+    def match(self, tokens: list[int] | Tokens) -> Match:
         """What there is of ``tokens``, but for the last one: its logits are needed, so it is computed in any case."""
         best, source, least = 0, None, MIN_SHARED_TOKENS
         promised, leader = 0, None
-        for owner, shared in self._tree.match(np.array(tokens[:-1], np.int32)):
+        for owner, shared in self._tree.match(np.asarray(tokens, np.int32)[:-1]):
             if shared < least and shared <= promised:
                 break
             usable = self._usable(owner, shared)
@@ -193,7 +193,7 @@ class Ledger:
             if new:
                 self.cells.grow(chain, new)
         self.seq_ids.lease(seq_id)
-        holding = Holding(seq_id, chain, np.array(seq.tokens, np.int32), seq)
+        holding = Holding(seq_id, chain, seq.array, seq)
         self._leased[seq_id] = holding
         self._tree.insert(holding.path, holding)
         return seq_id, count, operations

@@ -35,6 +35,10 @@ class Policy(Protocol):
         """Somebody of ``group`` waits now; before, nobody did."""
         ...
 
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        """True if ``running`` is to be parked so that ``waiting`` can run."""
+        ...
+
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """So many tokens of ``seq``'s prompt are going to be computed, or so many of its output were sampled."""
         ...
@@ -55,6 +59,9 @@ class FirstComeFirstServed:
     def arrived(self, group: Any) -> None:
         pass
 
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        return False
+
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
         pass
 
@@ -65,8 +72,11 @@ class Priorities(FirstComeFirstServed):
     def group(self, seq: Sequence) -> Any:
         return seq.request.priority
 
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        return running.request.priority > waiting.request.priority
 
-class Fair:
+
+class Fair(Priorities):
     """Classes first; within a class the key that has been served least, by virtual token counters.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A key's counter grows by the tokens it is

@@ -114,16 +114,13 @@ class Scheduler:
         operations = [*self._owed, *self.ledger.tidy()]
         self._owed = []
         rows = self._decode(operations)
-        self._budget = budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
-        for seq in self._lacking_many(now, operations):
-            if budget <= 0:
-                self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
-                break
-            count = min(seq.num_lacking_tokens, budget, self._until_checkpoint(seq))
+        self._budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
+        self._admit_waiting(now, operations)
+        for seq, share in self._share_out(self._budget, {row.seq for row in rows}):
+            count = min(share, self._until_checkpoint(seq))
             if not self._make_room(seq, count, rows, operations):
                 break
             rows.append(self._row(seq, count))
-            budget -= count
         if not rows:
             self._owed = operations
             return None
@@ -187,36 +184,60 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _lacking_many(self, now: float, operations: list[Operation]) -> Iterator[Sequence]:
-        """The running sequences that lack more than one token, then waiting ones as they are admitted."""
-        yield from [seq for seq in self.running if seq.num_lacking_tokens > 1]
-        admitted = []
+    def _share_out(self, budget: int, busy: set[Sequence]) -> Iterator[tuple[Sequence, int]]:
+        """Who of those without a row gets how many of the prefill tokens.
+
+        In the order of class and arrival, but up to half of them first go to those whose rest is less than half as
+        long as that of the first: they need not wait for a long prompt, nor can they hold it up for ever.
+        """
+        lacking = [seq for seq in self.running if seq not in busy]
+        lacking.sort(key=lambda seq: (seq.request.priority, seq.order))
+        if not lacking:
+            return
+        first = lacking[0]
+        short = [seq for seq in lacking if 2 * seq.num_lacking_tokens < first.num_lacking_tokens]
+        left = budget - min(first.num_lacking_tokens, (budget + 1) // 2)
+        served = set()
+        for seq in short:
+            if seq.request.priority == first.request.priority and seq.num_lacking_tokens <= left:
+                left -= seq.num_lacking_tokens
+                budget -= seq.num_lacking_tokens
+                served.add(seq)
+                yield seq, seq.num_lacking_tokens
+        for seq in lacking:
+            if seq not in served:
+                if budget == 0:
+                    self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
+                    return
+                share = min(seq.num_lacking_tokens, budget)
+                budget -= share
+                yield seq, share
+
+    def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
+        """Admit who waits, in the order of the policy, until one has to go on waiting."""
         while (seq := self.waiting.head(now)) is not None:
             if not self.ledger.seq_ids.num_free:
                 self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
                 return
-            match = self.ledger.match(seq.tokens)
+            match = self.ledger.match(seq.array)
             if match.is_on_its_way:
                 if len(self.deferred) >= 2 * self.ledger.seq_ids.size:
                     self.blocked = f"{len(self.deferred)} already wait for prefixes"
                     return
                 operations += self._defer(seq, match)
                 continue
-            if self.running and self.ledger.layout.shares and not self._fits(seq, match):
+            if not self._fits(seq, match):
                 return
             leased = self.ledger.lease(seq, match)
             if leased is None:
                 self.blocked = f"no cells for the {match.num_tokens} cached tokens of {seq.name}"
                 return
             operations += self._admit(seq, *leased)
-            if self.ledger.layout.trims:
-                yield seq
-            else:  # it must be known first where followers will leave it
-                admitted.append(seq)
-        yield from admitted
 
     def _fits(self, seq: Sequence, match: Match) -> bool:
         """True if ``seq`` and those who run can be expected to find the cells they will need, all of them."""
+        if not self.running or not self.ledger.layout.shares:
+            return True
         need = self._expected_size(seq) - self.ledger.num_shared(match)
         growth = sum(self._expected_size(other) - self.ledger.num_cells_of(other.seq_id) for other in self.running)
         if need + growth <= self.ledger.num_available:
@@ -274,11 +295,13 @@ class Scheduler:
         self._call_back(self.deferred.was_read(snapshot))
 
     def _yield_to_a_higher_class(self, now: float) -> None:
-        """Park one sequence of a lower class if somebody of a higher one waits for a seq_id."""
-        if self.ledger.seq_ids.num_free or not self.waiting:
+        """Park one sequence if the policy lets it give way to who waits for its seq_id or its cells."""
+        if not self.running or (head := self.waiting.head(now)) is None:
             return
-        head, tail = self.waiting.head(now), self._tail()
-        if head is not None and head.request.priority < tail.request.priority:
+        tail = self._tail()
+        if self.waiting.policy.gives_way(tail, head) and (
+            not self.ledger.seq_ids.num_free or not self._fits(head, self.ledger.match(head.array))
+        ):
             self._park(tail)
 
     def _park(self, seq: Sequence) -> None:
