@@ -59,7 +59,18 @@ def answers(url: str) -> bool:
 
 def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Target]:
     """cLLM with ``flags`` of ``cllm serve``; without a model the built-in one."""
-    command = [sys.executable, "-m", "cllm", "serve", *([model] if model else []), "--port", "PORT", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "cllm",
+        "serve",
+        *([model] if model else []),
+        "--port",
+        "PORT",
+        "--model.name",
+        "m",
+        *flags,
+    ]
     return running(command, "/ready")
 
 

@@ -229,6 +229,15 @@ def test_idle_prefixes_move_to_spare_seq_ids():
     assert [found(ledger, [i] * 30) for i in range(3)] == [0, 20, 20]
 
 
+def test_moving_makes_nobody_younger():
+    """What was moved to a spare seq_id is evicted when it would have been evicted without."""
+    ledger = Ledger(130, 100, 2, SPARE)
+    for i in range(2):
+        used(ledger, [i] * 40)
+    assert lease(ledger, [7])[2] == [Copy(0, 2, 40), Trim(0, 0)]
+    assert ledger.make_room(60) == [Trim(2, 0)]
+
+
 # --- promises --------------------------------------------------------------------------------------------------------
 
 
@@ -513,6 +522,18 @@ def test_what_is_being_loaded_is_not_driven_out():
     ledger.release(0, [1] * 90)
     _, num_found, operations = lease(ledger, [*LONGER[:90], 1])
     assert (num_found, operations) == (90, [Trim(0, 0), Load(0, 0, 90)])
+
+
+def test_what_is_being_loaded_is_not_replaced():
+    """Not even by a longer snapshot of what has to leave the cells for it."""
+    ledger = Ledger(600, 600, 1, Layout(), Tiers(1000, 0, 1))
+    tokens = list(range(500))
+    used(ledger, tokens[:400])
+    ledger.make_room(600)
+    used(ledger, tokens)
+    operations = lease(ledger, [*tokens[:400], 7])[2]
+    assert operations == [Save(0, 1), Trim(0, 0), Load(0, 0, 400)]
+    assert list(ledger.tiers.ram) == [1, 0]
 
 
 def test_from_disk_by_way_of_ram():
