@@ -78,30 +78,30 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
     }
     ours: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
-    limits, computed = [], []
+    limits, computed, winner = [], [], ""
     for i in range(options.rounds):
         tasks = words(24, options, prompt_words=1020, shared_words=1000, seed=options.seed + i)
         own_limit, num_tokens = backend_limit(options, tasks)
         limits.append(own_limit)
         with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *options.flags) as target:
             load(target, words(1, options, seed=99 + i), 1)
-            before = metric(target, "cllm:engine_prefill_tokens")
+            before = metric(target, "cllm:prefill_tokens_computed")
             outcome = load(target, tasks, 8)
             assert not failures(outcome), failures(outcome)
             ours.append((outcome.wall, mean_ttft(outcome)))
-            computed.append((metric(target, "cllm:engine_prefill_tokens") - before) / num_tokens)
+            computed.append((metric(target, "cllm:prefill_tokens_computed") - before) / num_tokens)
+        print(f"  round {i + 1}: cLLM {ours[-1]}, limit {limits[-1]:.2f}", flush=True)
         best = None
-        for flags in peers.values() if i == 0 else [peers[winner]]:  # noqa: F821  # set in the first round
+        for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
             with llama_server(options.model, *flags) as target:
                 load(target, words(1, options, seed=99 + i), 1)
                 outcome = load(target, tasks, 8)
             assert not failures(outcome), failures(outcome)
+            print(f"    llama-server {name}: {outcome.wall:.1f} s, mean TTFT {mean_ttft(outcome):.2f} s", flush=True)
             if best is None or outcome.wall < best[0]:
-                best = (outcome.wall, mean_ttft(outcome))
-                winner = next(name for name, value in peers.items() if value == flags)
+                best, winner = (outcome.wall, mean_ttft(outcome)), name
         assert best is not None
         theirs.append(best)
-        print(f"  round {i + 1}: cLLM {ours[-1]}, limit {limits[-1]:.2f}, llama-server ({winner}) {best}", flush=True)
     report.figure("share of the backend's limit", [a / b[0] for a, b in zip(limits, ours, strict=True)], 0.9)
     report.figure("throughput / llama-server", [b[0] / a[0] for a, b in zip(ours, theirs, strict=True)], 3.0)
     report.figure(

@@ -580,6 +580,15 @@ def test_reading_makes_room_in_ram():
     assert len(ledger.tiers) == 0
 
 
+def test_a_file_from_an_engine_with_a_longer_context():
+    """No seq_id has the cells to load it, so it is no match, not even for its first tokens."""
+    ledger = ledger_with_ram()
+    ledger.found_on_disk(np.arange(120, dtype=np.int32))
+    assert found(ledger, list(range(100))) == 99
+    ledger.found_on_disk(np.arange(500, 621, dtype=np.int32))
+    assert found(ledger, list(range(500, 600))) == 0
+
+
 def test_the_life_of_a_file():
     """Written, it outlives RAM; when the files are too many, the oldest goes, and is not found any more."""
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 150, 1))

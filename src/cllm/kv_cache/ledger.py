@@ -125,6 +125,8 @@ class Ledger:
     def _usable(self, owner: Holding | Snapshot, shared: int) -> int:
         """How many of ``shared`` tokens can be had from ``owner`` now."""
         if isinstance(owner, Snapshot):
+            if len(owner.tokens) > self.cells_per_seq:  # a file of an engine with a longer context
+                return 0
             return shared if self.layout.trims or shared == len(owner.tokens) else 0
         if self.layout.trims:
             return min(shared, owner.num_computed)
