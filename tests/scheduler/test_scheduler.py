@@ -14,7 +14,8 @@ from cllm.core.sequence import Sequence, Status
 from cllm.engine.engine import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.policy import make_policy
-from cllm.scheduler.scheduler import MIN_PREFILL_TOKENS, Scheduler, SchedulerParams
+from cllm.scheduler.scheduler import Scheduler, SchedulerParams
+from cllm.scheduler.step_cost import MIN_CHUNK
 
 LONG = list(range(100, 140))
 
@@ -97,13 +98,13 @@ def test_prompts_get_what_keeps_the_latency_target(fake_engine):
 
 
 def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
-    """If the decoding rows alone take longer than the target, prompts still get MIN_PREFILL_TOKENS."""
+    """If the decoding rows alone take longer than the target, prompts still get MIN_CHUNK tokens."""
     engine = fake_engine(max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5)
     engine.add("A", [1] * 30, ignore_eos=True, max_tokens=100)
     for _ in range(3):
         engine.step()
     engine.add("B", [2] * 50, max_tokens=1)
-    assert engine.step() == f"A.0 32+1 sample | B.0 0+{MIN_PREFILL_TOKENS}"
+    assert engine.step() == f"A.0 32+1 sample | B.0 0+{MIN_CHUNK}"
 
 
 def test_a_step_full_of_decoding_rows(fake_engine):

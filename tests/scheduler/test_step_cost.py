@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.step_cost import MIN_CHUNK, StepCost
 
 
 def test_nothing_is_known_at_first():
@@ -19,7 +19,19 @@ def test_the_budget_is_what_the_target_leaves():
     cost.observe(4, 0, 0.050)
     cost.observe(4, 100, 0.150)
     assert cost.num_prefill_tokens(4, 0.2) == 150
-    assert cost.num_prefill_tokens(4, 0.01) < 0
+    assert cost.num_prefill_tokens(4, 0.01) == MIN_CHUNK
+
+
+def test_a_pass_and_its_tokens_are_told_apart():
+    """From chunks of several sizes; and a chunk is never so small that its pass costs more than its tokens."""
+    cost = StepCost()
+    cost.observe(4, 0, 0.050)
+    for tokens in [10, 40, 80, 20] * 10:
+        cost.observe(4, tokens, 0.050 + 0.060 + 0.001 * tokens)
+    assert cost.per_token == pytest.approx(0.001, rel=0.1)
+    assert cost.per_chunk == pytest.approx(0.060, rel=0.1)
+    assert cost.num_prefill_tokens(4, 0.21) == pytest.approx(100, rel=0.1)
+    assert cost.num_prefill_tokens(4, 0.11) == pytest.approx(60, rel=0.1)
 
 
 def test_rows_never_seen_are_estimated_from_the_nearest():

@@ -5,7 +5,7 @@ A policy of your own is a class like these, named as ``package.module:Class`` in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -113,6 +113,32 @@ class Fair(Priorities):
                 self._max_counters = max(MAX_COUNTERS, 2 * len(kept))
         cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
+
+
+def share_out(lacking: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
+    """Who of those that lack tokens gets how many of ``budget``; 0 where it has run out.
+
+    In the order of class and arrival, but up to half of them first go to those whose rest is less than half as long as
+    that of the first: they need not wait for a long prompt, nor can they hold it up for ever.
+    """
+    lacking = sorted(lacking, key=lambda seq: (seq.request.priority, seq.order))
+    if not lacking:
+        return
+    first = lacking[0]
+    left = budget - min(first.num_lacking_tokens, (budget + 1) // 2)
+    short = set()
+    for seq in lacking[1:]:
+        lacks = seq.num_lacking_tokens
+        if seq.request.priority == first.request.priority and 2 * lacks < first.num_lacking_tokens and lacks <= left:
+            left -= lacks
+            budget -= lacks
+            short.add(seq)
+            yield seq, lacks
+    for seq in lacking:
+        if seq not in short:
+            share = min(seq.num_lacking_tokens, budget)
+            budget -= share
+            yield seq, share
 
 
 POLICIES = {"fair": Fair, "priority": Priorities, "fcfs": FirstComeFirstServed}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 
 import msgspec
 
@@ -23,13 +22,12 @@ from cllm.core.sequence import FinishReason, Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
 from cllm.scheduler.deferred import Deferred
-from cllm.scheduler.policy import Policy
+from cllm.scheduler.policy import Policy, share_out
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost, mean
 from cllm.scheduler.trace import MAX_STEPS, Step, stats_of
 from cllm.scheduler.waiting import Waiting
 
-MIN_PREFILL_TOKENS = 16  # a step gives prompts at least that, or a full house would keep them out for ever
 MIN_GROWTH = 8  # tokens that a sequence is expected to get still, however many it got
 MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
 FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
@@ -116,7 +114,11 @@ class Scheduler:
         rows = self._decode(operations)
         self._budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
         self._admit_waiting(now, operations)
-        for seq, share in self._share_out(self._budget, {row.seq for row in rows}):
+        busy = {row.seq for row in rows}
+        for seq, share in share_out([seq for seq in self.running if seq not in busy], self._budget):
+            if share == 0:
+                self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
+                break
             count = min(share, self._until_checkpoint(seq))
             if not self._make_room(seq, count, rows, operations):
                 break
@@ -153,7 +155,7 @@ class Scheduler:
         if not num_rows or self.params.target_itl is None:
             return space
         within = self.cost.num_prefill_tokens(num_rows, self.params.target_itl)
-        return space if within is None else min(space, max(MIN_PREFILL_TOKENS, within))
+        return space if within is None else min(space, within)
 
     def _make_room(self, seq: Sequence, count: int, rows: list[Row], operations: list[Operation]) -> bool:
         """Free cells for ``count`` tokens of a prompt, parking those behind it that are not in the batch yet."""
@@ -183,35 +185,6 @@ class Scheduler:
         return [at for at in (*awaited, seq.num_prompt_tokens - 1) if at > seq.num_computed_tokens]
 
     # --- admission ---------------------------------------------------------------------------------------------------
-
-    def _share_out(self, budget: int, busy: set[Sequence]) -> Iterator[tuple[Sequence, int]]:
-        """Who of those without a row gets how many of the prefill tokens.
-
-        In the order of class and arrival, but up to half of them first go to those whose rest is less than half as
-        long as that of the first: they need not wait for a long prompt, nor can they hold it up for ever.
-        """
-        lacking = [seq for seq in self.running if seq not in busy]
-        lacking.sort(key=lambda seq: (seq.request.priority, seq.order))
-        if not lacking:
-            return
-        first = lacking[0]
-        short = [seq for seq in lacking if 2 * seq.num_lacking_tokens < first.num_lacking_tokens]
-        left = budget - min(first.num_lacking_tokens, (budget + 1) // 2)
-        served = set()
-        for seq in short:
-            if seq.request.priority == first.request.priority and seq.num_lacking_tokens <= left:
-                left -= seq.num_lacking_tokens
-                budget -= seq.num_lacking_tokens
-                served.add(seq)
-                yield seq, seq.num_lacking_tokens
-        for seq in lacking:
-            if seq not in served:
-                if budget == 0:
-                    self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
-                    return
-                share = min(seq.num_lacking_tokens, budget)
-                budget -= share
-                yield seq, share
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit who waits, in the order of the policy, until one has to go on waiting."""
