@@ -307,17 +307,19 @@ def test_a_copy_outlives_its_source(backend, caller, goes, stays):
 
 def test_operations_are_carried_out_in_order(backend, caller):
     """Each finds what those before have left, and the rows find what the last has left."""
-    left = [TEXTS[0][:3], TEXTS[0][:2], TEXTS[1], TEXTS[0][:7]]
+    left = [TEXTS[0][:7], TEXTS[1][:2], TEXTS[1], TEXTS[1][:5]]
     expected = [alone(backend, [*tokens, 9]) for tokens in left]
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.copy(0, 3, 7)
-    caller.copy(0, 2, 5)
-    caller.trim(0, 3)
-    caller.trim(2, 2)
+    caller.copy(1, 2, 4)
+    caller.trim(0, 0)
+    caller.copy(3, 0, 7)
+    caller.trim(3, 0)
     caller.save(1, 0)
     caller.trim(1, 0)
     caller.copy(2, 1, 2)
     caller.load(0, 2, TEXTS[1])
+    caller.copy(2, 3, 5)
     assert [caller.seq(i).tokens for i in range(NUM_SEQS)] == left
     assert_same(caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected))
 
@@ -500,10 +502,10 @@ def test_bytes_that_are_no_snapshot(backend, caller, damage):
 def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
     """The cells are empty afterwards; what was saved, under whatever seq_id, is loaded into either layout."""
     backend = make_backend(kind)
-    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], TEXTS[0][:4])]
+    expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], [], TEXTS[0][:4])]
     for layout in ("partitioned", "unified", "partitioned"):
         caller = Caller(backend)
-        caller.forward(caller.row(0, TEXTS[1]), caller.row(3, TEXTS[0]))
+        caller.forward(caller.row(0, TEXTS[1]), caller.row(2, TEXTS[2]), caller.row(3, TEXTS[0]))
         caller.save(0, 0)
         caller.save(3, 1)
         caller.forward()
@@ -516,7 +518,7 @@ def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
         caller.load(0, 0, TEXTS[1])
         caller.load(1, 1, TEXTS[0])
         caller.load(1, 3, TEXTS[0][:4])
-        assert_same(caller.forward(*[caller.row(i, [9]) for i in (0, 1, 3)]), np.stack(expected))
+        assert_same(caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected))
     backend.close()
 
 

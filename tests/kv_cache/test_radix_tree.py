@@ -46,6 +46,14 @@ def test_a_match_may_end_inside_of_an_edge():
     assert [list(tree.match(array([*range(n), 777]))) for n in (1, 50, 99)] == [[("a", 1)], [("a", 50)], [("a", 99)]]
 
 
+def test_distinct_tokens():
+    """What several paths begin with counts once, as far as one of them is counted."""
+    tree = tree_of(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
+    assert tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0}) == tree.num_distinct({"b": 2, "c": 3, "a": 5}) == 6
+    assert tree.num_distinct({"a": 1, "c": 1}) == tree.num_distinct({"b": 1}) == 1
+    assert tree.num_distinct({}) == 0
+
+
 def test_what_leaves_is_not_found():
     """And leaves nothing behind: no owner, no node."""
     tree = tree_of(a=[1, 2, 3], b=[1, 2, 4])

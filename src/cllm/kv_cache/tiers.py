@@ -121,7 +121,7 @@ class Tiers:
         self.num_disk_bytes += snapshot.num_bytes
         leaving = []
         for oldest in self.files.values():
-            if self.num_disk_bytes <= self.disk_bytes or oldest is snapshot:
+            if self.num_disk_bytes <= self.disk_bytes:
                 break
             self.num_disk_bytes -= oldest.num_bytes
             leaving.append(oldest)
