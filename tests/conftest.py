@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tiny_models import write_tiny_model
 
 from cllm import LLM
 from cllm.backends.base import Logits
@@ -40,6 +41,20 @@ def builtin_path() -> Path:
     if not BUILTIN.exists():
         pytest.skip(f"the built-in model is not there: {BUILTIN.name}")
     return BUILTIN
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny_model(kind)``: a file of a model whose memory is not plain attention, see tiny_models.py."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def make(kind: str) -> Path:
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            write_tiny_model(kind, path)
+        return path
+
+    return make
 
 
 @pytest.fixture(scope="session")

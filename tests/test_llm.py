@@ -135,6 +135,28 @@ def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
 
 
 @pytest.mark.llama
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3"])
+def test_models_that_are_not_plain_attention(tiny_model, kind):
+    """What four prompts share is computed once, then it is found again, and the answers are those of each alone."""
+    path, params = str(tiny_model(kind)), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    settings = {"model_max_context_length": 384, "scheduler_max_num_seqs": 4}
+    shared = [(7 * i) % 250 for i in range(150)]
+    prompts = [[*shared, *range(10 * i, 10 * i + 5 + i)] for i in range(4)]
+    with LLM(path, **settings, kv_ram_cache_mb=0) as llm:
+        alone = [llm.generate([prompt], params)[0].outputs[0].tokens for prompt in prompts]
+    assert len({tuple(tokens) for tokens in alone}) > 1
+    with LLM(path, **settings) as llm:
+        together = llm.generate(prompts, params)
+        assert [done.outputs[0].tokens for done in together] == alone
+        assert sorted(done.cached_tokens for done in together) == [0, 150, 150, 150]
+        talk = [*prompts[1], *alone[1], 33, 34, 35]
+        assert llm.generate([talk], params)[0].cached_tokens >= len(prompts[1]) + 5
+        again = llm.generate(prompts, params)
+        assert [done.outputs[0].tokens for done in again] == alone
+        assert all(done.cached_tokens >= 150 for done in again)
+
+
+@pytest.mark.llama
 def test_a_long_history_is_answered_and_reused(known_questions):
     """Twelve turns; each turn computes only what is new."""
     messages = []

@@ -118,6 +118,11 @@ class Scheduler(Section):
         le=604800,
         description="Seconds a request may take, waiting included; null is without limit.",
     )
+    trace_file: Text | None = Field(
+        default=None,
+        description="File to which every request is added when it has ended, for cllm simulate: times, lengths and "
+        "what prompts share, without a word of them; null records nothing.",
+    )
 
 
 class KV(Section):

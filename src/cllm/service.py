@@ -16,6 +16,7 @@ from cllm.core.request import Priority, Request, check_prompt
 from cllm.core.sequence import FinishReason
 from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
+from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import Place, QueueFull
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
@@ -90,8 +91,11 @@ class Service:
         metrics: Metrics,
         model_name: str,
         request_timeout: float | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """``request_timeout``: seconds that a request may take from submission to its last token."""
+        """``request_timeout``: seconds that a request may take from submission to its last token; ``recorder`` is told
+        of every request when it has ended.
+        """
         self.engine = engine
         self.vocabulary = vocabulary
         self.metrics = metrics
@@ -100,6 +104,7 @@ class Service:
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
         self._request_timeout = request_timeout
+        self._recorder = recorder
         self._longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     @property
@@ -186,7 +191,8 @@ class Service:
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         generation.usage.cached_tokens = stream.num_reused_tokens
         self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
-        return Answer(generation, stream, self.engine, self.metrics, self.vocabulary.pieces, self._request_timeout)
+        pieces = self.vocabulary.pieces
+        return Answer(generation, stream, self.engine, self.metrics, pieces, self._request_timeout, self._recorder)
 
 
 class Answer:
@@ -203,12 +209,18 @@ class Answer:
         metrics: Metrics,
         pieces: list[bytes],
         timeout: float | None,
+        recorder: Recorder | None,
     ) -> None:
         self.generation = generation
         self._stream = stream
         self._engine = engine
         self._metrics = metrics
-        self._pieces = pieces
+        self._recorder = recorder
+        self._choices = {
+            (request.request_id, j): Choice(i * generation.params.n + j, pieces, generation.params.stop)
+            for i, request in enumerate(stream.requests)
+            for j in range(generation.params.n)
+        }
         self._begun = time.monotonic()
         self._outcome = "abort"
         self._closed = False
@@ -241,6 +253,10 @@ class Answer:
         self._engine.close_stream(self._stream)
         seconds, usage = time.monotonic() - self._begun, self.generation.usage
         self._metrics.ended(self._outcome, seconds)
+        if self._recorder is not None:
+            for request in self._stream.requests:
+                choices = [self._choices[request.request_id, j] for j in range(request.params.n)]
+                self._recorder.record(request, seconds, [choice.num_tokens for choice in choices])
         log.debug(
             "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
             self.generation.request_id,
@@ -265,12 +281,7 @@ class Answer:
             raise
 
     async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
-        params, usage = self.generation.params, self.generation.usage
-        choices = {
-            (request.request_id, j): Choice(i * params.n + j, self._pieces, params.stop)
-            for i, request in enumerate(self._stream.requests)
-            for j in range(params.n)
-        }
+        usage, choices = self.generation.usage, self._choices
         going = len(choices)
         last = self._begun
         while going:

@@ -10,10 +10,11 @@ import pytest
 
 from cllm.backends.fake import Costs
 from cllm.bench.simulate import STUCK, TOO_LONG, Limits, Setup, SimulationReport, backlog, overlap, simulate, summarize
-from cllm.bench.trace_file import WORKLOADS, Entry, read_trace, synthesize, write_trace
+from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
 from cllm.cli.simulate import read_costs
 from cllm.errors import StartupError
+from cllm.observe.trace_file import Entry, read_trace, write_trace
 from cllm.scheduler.policy import FirstComeFirstServed
 
 COSTS = Costs(step=0.01, row=0.002, token=0.001)
@@ -251,67 +252,7 @@ def test_wrong_costs(tmp_path: Path, text: str, word: str) -> None:
         read_costs(text)
 
 
-# --- traces ----------------------------------------------------------------------------------------------------------
-
-LINE = '{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}'
-
-
-def test_a_line_of_mooncake(tmp_path: Path) -> None:
-    """Their fields alone are enough; what we do not know is ignored; the order is that of time."""
-    file = tmp_path / "trace.jsonl"
-    file.write_text(f'{LINE}\n\n{LINE[:-1].replace("27482", "5")}, "turn": 3, "key": "a", "deadline_ms": 1.5}}\n')
-    first, second = read_trace(file)
-    assert (first.arrived, second.arrived) == (0.005, 27.482)
-    assert (first.key, first.deadline_ms, first.block_size, first.priority) == ("a", 1.5, 512, "normal")
-    assert second == entry(at=27.482, prompt=1000, answer=52, blocks=[46, 47])
-
-
-def test_prompts() -> None:
-    """The same blocks give the same tokens, other ones differ within the first tokens; all are bytes."""
-    prompts = {i: entry(prompt=600, blocks=[i, i + 1]).prompt() for i in (0, 1, 255, 256, 70_000, 2**62)}
-    assert {len(prompt) for prompt in prompts.values()} == {600}
-    assert all(0 <= token < 256 for prompt in prompts.values() for token in prompt)
-    assert len({tuple(prompt[:8]) for prompt in prompts.values()}) == len(prompts)
-    assert prompts[0][512:] == prompts[1][:88]
-    assert entry(prompt=1024, blocks=[0, 1]).prompt()[:600] == prompts[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (("{", ""), "JSON"),
-        (("27482", '"now"'), "timestamp"),
-        (("27482", "-1"), "timestamp"),
-        (('"input_length": 1000, ', ""), "input_length"),
-        (("1000", "1025"), "hash_ids"),
-        (("1000", "512"), "hash_ids"),
-        (("52", "0"), "output_length"),
-        (("[46, 47]", "[46, -47]"), r"hash_ids\[1\]"),
-        (("[46, 47]", "46"), "hash_ids"),
-        (("{", '{"priority": "high", '), "priority"),
-        (("{", '{"block_size": 1, '), "block_size"),
-        (("{", '{"deadline_ms": 0, '), "deadline_ms"),
-        (("{", '{"key": 7, '), "key"),
-    ],
-)
-def test_broken_lines(tmp_path: Path, change: tuple[str, str], word: str) -> None:
-    """One line that names the file, the line and the field."""
-    file = tmp_path / "trace.jsonl"
-    file.write_text(f"{LINE}\n{LINE.replace(*change)}\n")
-    with pytest.raises(StartupError, match=word) as raised:
-        read_trace(file)
-    assert str(raised.value).startswith(f"{file}, line 2: ")
-    assert len(str(raised.value).splitlines()) == 1
-
-
-def test_broken_files(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("\n")
-    (tmp_path / "bytes").write_bytes(b'{"timestamp": 1, "key": "\xff"}')
-    for name, words in (("empty", "no requests"), ("bytes", "line 1"), ("none", "cannot be read"), (".", "cannot be")):
-        with pytest.raises(StartupError, match=words):
-            read_trace(tmp_path / name)
-    with pytest.raises(StartupError, match="cannot be written"):
-        write_trace(tmp_path, [])
+# --- synthetic traces -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -13,33 +13,18 @@ Rates are successful requests and their tokens over the wall time, ramps at both
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from cllm.bench.distribution import Distribution
 from cllm.bench.load import Answer, Outcome, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 BUSY = 0.8  # share of a core from which the client rather than the server may be what was measured
-
-
-class Distribution(msgspec.Struct, frozen=True):
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> Distribution | None:
-        """In milliseconds; None if there are no values."""
-        values = np.fromiter(seconds, np.float64) * 1e3
-        if not len(values):
-            return None
-        return cls(*(round(float(value), 3) for value in (values.mean(), *np.percentile(values, (50, 95, 99)))))
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,7 @@ import numpy as np
 
 from cllm.backends.base import Logits
 from cllm.backends.fake import VOCABULARY_SIZE, Costs, FakeBackend
-from cllm.bench.report import Distribution
-from cllm.bench.trace_file import Entry
+from cllm.bench.distribution import Distribution
 from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
@@ -29,6 +28,7 @@ from cllm.core.request import Request
 from cllm.engine.build import EngineParams, build_engine
 from cllm.engine.engine import Add
 from cllm.errors import StartupError
+from cllm.observe.trace_file import Entry
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
 SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)  # 0.6 billion weights on two cores

@@ -15,10 +15,11 @@ from cyclopts.validators import Number
 
 from cllm.backends.fake import Costs
 from cllm.bench.simulate import SMALL_MODEL, Limits, Setup, SimulationReport, simulate, summarize
-from cllm.bench.trace_file import WORKLOADS, read_trace, synthesize, write_trace
+from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli.progress import loading_bar
 from cllm.config import Settings
 from cllm.errors import StartupError
+from cllm.observe.trace_file import read_trace, write_trace
 from cllm.scheduler.step_cost import ROW_OFFSET
 
 if TYPE_CHECKING:

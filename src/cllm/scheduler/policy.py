@@ -5,8 +5,10 @@ A policy of your own is a class like these, named as ``package.module:Class`` in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from cllm.core.request import Priority
@@ -149,9 +151,12 @@ def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
     if name in POLICIES:
         return cast("Policy", POLICIES[name](weights))
     module, _, class_name = name.partition(":")
+    sys.path.append(str(Path.cwd()))  # where one's own module usually lies; a console script does not look there
     try:
         return cast("Policy", getattr(import_module(module), class_name)(weights))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise StartupError(
             f"scheduler.policy must be {', '.join(POLICIES)} or package.module:Class, not {name} ({error})"
         ) from None
+    finally:
+        sys.path.pop()

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -18,6 +19,7 @@ from cllm.config import Settings
 from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import Metrics
+from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueLimits
 from cllm.process.client import EngineClient
 from cllm.process.results import ResultCache
@@ -102,7 +104,8 @@ async def run(
     """
     engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings))
     metrics = Metrics(model_name)
-    service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout)
+    recorder = make_recorder(settings)
+    service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
     sampling = SamplingDefaults(**settings.sampling.model_dump())
     app = create_app(service, sampling, int(settings.server.max_body_mb * 1_000_000))
     config = uvicorn.Config(
@@ -135,11 +138,19 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError, StartupError):
             await starting
         await engine.close()
+        if recorder is not None:
+            recorder.close()
 
 
 def queue_limits(settings: Settings) -> QueueLimits:
     scheduler = settings.scheduler
     return QueueLimits(scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds)
+
+
+def make_recorder(settings: Settings) -> Recorder | None:
+    """Raises StartupError."""
+    path = settings.scheduler.trace_file
+    return None if path is None else Recorder(Path(path).expanduser())
 
 
 def result_cache(settings: Settings) -> ResultCache:

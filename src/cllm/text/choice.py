@@ -11,18 +11,20 @@ from cllm.text.stop_strings import StopStrings
 class Choice:
     """Detokenizes, and ends at a stop string.
 
-    ``finish`` is "" while it goes on, then the reason.
+    ``finish`` is "" while it goes on, then the reason; ``num_tokens`` have been fed.
     """
 
     def __init__(self, index: int, pieces: list[bytes], stops: tuple[str, ...]) -> None:
         """``pieces``: the bytes of each token id."""
         self.index = index
         self.finish = ""
+        self.num_tokens = 0
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStrings(stops)
 
     def feed(self, output: TokenOutput) -> tuple[str, str]:
         """The text that ``output`` adds, and ``finish``; once that is set, feed nothing more."""
+        self.num_tokens += 1
         text = self._detokenizer.feed(output.token) if output.is_text else ""
         if output.finish:
             text += self._detokenizer.flush()

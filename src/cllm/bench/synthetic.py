@@ -1,104 +1,14 @@
-"""Traces: who asked for how much and when, without the words.
-
-The format is Mooncake's (Qin et al., FAST 2025), one JSON object a line: ``timestamp`` in milliseconds,
-``input_length`` and ``output_length`` in tokens, ``hash_ids``, the ids of the blocks of 512 tokens that the prompt
-consists of; the same id means the same tokens. The fields after those are ours and may be missing; others are ignored.
-"""
+"""Traces that nobody recorded: chats, shared prompts, long ones."""
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Callable, Iterator
 from itertools import count, islice
-from pathlib import Path
-from typing import Annotated, Literal
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from cllm.core.params import LARGEST
-from cllm.core.request import Priority
-from cllm.errors import StartupError
-
-ID_BYTES = 8  # a block begins with its id, so that different blocks differ at once
-
-NotNegative = Annotated[float, Meta(ge=0)]
-Length = Annotated[int, Meta(ge=1, le=LARGEST)]
-BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One request of a trace. Lengths in tokens, times in milliseconds, deadline_ms from the arrival."""
-
-    timestamp: NotNegative
-    input_length: Length
-    output_length: Length
-    hash_ids: list[BlockId]
-    key: str = ""
-    priority: Literal["interactive", "normal", "batch"] = "normal"
-    block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
-    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= len(self.hash_ids) * self.block_size - self.input_length < self.block_size:
-            raise ValueError(
-                f"hash_ids: {len(self.hash_ids)} blocks of {self.block_size} tokens, "
-                f"but input_length is {self.input_length}"
-            )
-
-    @property
-    def arrived(self) -> float:
-        """In seconds."""
-        return self.timestamp / 1000
-
-    @property
-    def service_class(self) -> Priority:
-        return Priority[self.priority.upper()]
-
-    def prompt(self) -> list[int]:
-        """Tokens that are bytes: the same for the same blocks, and different ones from the first token or so on."""
-        return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
-
-
-def block(block_id: int, size: int) -> bytes:
-    name = block_id.to_bytes(ID_BYTES, "little")
-    return name + hashlib.shake_128(name).digest(size - ID_BYTES)
-
-
-def read_trace(path: Path) -> list[Entry]:
-    """All requests in the order of their timestamps.
-
-    Raises StartupError with one line that names the file, the line and the field.
-    """
-    decode = msgspec.json.Decoder(Entry).decode
-    entries = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entries.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StartupError(f"{path}, line {number}: {str(error).replace('$.', '')}") from None
-    if not entries:
-        raise StartupError(f"{path} holds no requests")
-    return sorted(entries, key=lambda entry: entry.timestamp)
-
-
-def write_trace(path: Path, entries: list[Entry]) -> None:
-    """Raises StartupError if that cannot be done."""
-    try:
-        path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
-    except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
-
-
-# --- synthetic traces ------------------------------------------------------------------------------------------------
+from cllm.observe.trace_file import Entry
 
 BLOCK_SIZE = 16  # so that short prompts can share; every length is a whole number of blocks
 NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT = 8, 1024

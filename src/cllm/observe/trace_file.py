@@ -1,0 +1,154 @@
+"""Traces: who asked for how much and when, without the words. Servers record them, simulations replay them.
+
+The format is Mooncake's (Qin et al., FAST 2025), one JSON object a line: ``timestamp`` in milliseconds,
+``input_length`` and ``output_length`` in tokens, ``hash_ids``, the ids of the blocks of 512 tokens that the prompt
+consists of; the same id means the same tokens. The fields after those are ours and may be missing; others are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from cllm.core.params import LARGEST
+from cllm.core.request import Priority, Request
+from cllm.errors import StartupError
+
+ID_BYTES = 8  # a block begins with its id, so that different blocks differ at once
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Length = Annotated[int, Meta(ge=1, le=LARGEST)]
+BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One request of a trace. Lengths in tokens, times in milliseconds, deadline_ms from the arrival."""
+
+    timestamp: NotNegative
+    input_length: Length
+    output_length: Length
+    hash_ids: list[BlockId]
+    key: str = ""
+    priority: Literal["interactive", "normal", "batch"] = "normal"
+    block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
+    deadline_ms: Annotated[float, Meta(gt=0)] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= len(self.hash_ids) * self.block_size - self.input_length < self.block_size:
+            raise ValueError(
+                f"hash_ids: {len(self.hash_ids)} blocks of {self.block_size} tokens, "
+                f"but input_length is {self.input_length}"
+            )
+
+    @property
+    def arrived(self) -> float:
+        """In seconds."""
+        return self.timestamp / 1000
+
+    @property
+    def service_class(self) -> Priority:
+        return Priority[self.priority.upper()]
+
+    def prompt(self) -> list[int]:
+        """Tokens that are bytes: the same for the same blocks, and different ones from the first token or so on."""
+        return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
+
+
+def block(block_id: int, size: int) -> bytes:
+    name = block_id.to_bytes(ID_BYTES, "little")
+    return name + hashlib.shake_128(name).digest(size - ID_BYTES)
+
+
+def read_trace(path: Path) -> list[Entry]:
+    """All requests in the order of their timestamps.
+
+    Raises StartupError with one line that names the file, the line and the field.
+    """
+    decode = msgspec.json.Decoder(Entry).decode
+    entries = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entries.append(decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StartupError(f"{path}, line {number}: {str(error).replace('$.', '')}") from None
+    if not entries:
+        raise StartupError(f"{path} holds no requests")
+    return sorted(entries, key=lambda entry: entry.timestamp)
+
+
+def write_trace(path: Path, entries: list[Entry]) -> None:
+    """Raises StartupError if that cannot be done."""
+    try:
+        path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+
+
+# --- recording -------------------------------------------------------------------------------------------------------
+
+RECORDED_BLOCK = 16  # tokens; as few as are worth sharing
+
+log = logging.getLogger("cllm.trace")
+
+
+class Recorder:
+    """Appends the requests that have ended to a trace, with the lengths of the answers that they got.
+
+    The id of a block is a keyed hash of all tokens up to its end, with a key that nobody keeps: whoever reads the
+    trace sees what was shared, but cannot tell what was said.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises StartupError if ``path`` cannot be written."""
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise StartupError(f"the trace {path} cannot be written: {error.strerror}") from None
+        self._path = path
+        self._secret = secrets.token_bytes(32)
+
+    def record(self, request: Request, seconds_ago: float, output_lengths: Iterable[int]) -> None:
+        """``request`` came so long ago and got answers of these lengths, in tokens; empty ones are left out."""
+        entry = Entry(
+            timestamp=round((time.time() - seconds_ago) * 1000, 3),
+            input_length=len(request.prompt),
+            output_length=1,
+            hash_ids=self._hash_ids(request.prompt),
+            key=request.key,
+            priority=request.priority.name.lower(),  # type: ignore[arg-type]
+            block_size=RECORDED_BLOCK,
+            deadline_ms=request.deadline and request.deadline * 1000,
+        )
+        entries = [msgspec.structs.replace(entry, output_length=length) for length in output_lengths if length]
+        try:
+            self._file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+        except OSError as error:
+            log.warning("the trace %s cannot be written: %s", self._path, error.strerror)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _hash_ids(self, prompt: list[int]) -> list[int]:
+        """Of each block, the last one maybe not full."""
+        data = np.array(prompt, np.int32).tobytes()
+        size = RECORDED_BLOCK * np.dtype(np.int32).itemsize
+        ids, before = [], b""
+        for start in range(0, len(data), size):
+            before = hashlib.blake2b(before + data[start : start + size], digest_size=8, key=self._secret).digest()
+            ids.append(int.from_bytes(before, "little") >> 1)
+        return ids

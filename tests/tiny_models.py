@@ -1,0 +1,119 @@
+"""Tiny models with random weights of the kinds whose memory is not plain attention: what they say is noise.
+
+Their weights are large enough that every token of the past changes the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from cllm.bench.make_model import CONTROL, vocabulary
+
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 64, 4, 512, 512
+HEADS, FEED_FORWARD, WINDOW = 4, 128, 32
+INNER, STATE, CONV, TIME_STEP = 2 * WIDTH, 8, 4, 8  # of a state-space layer
+
+Tensors = Iterator[tuple[str, np.ndarray]]
+
+
+class Weights:
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(1)
+
+    def matrix(self, rows: int, columns: int) -> np.ndarray:
+        return self._random.normal(0, columns**-0.5, (rows, columns)).astype(np.float32)
+
+    def attention(self, prefix: str) -> Tensors:
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            yield f"{prefix}.{name}.weight", self.matrix(WIDTH, WIDTH)
+
+    def feed_forward(self, prefix: str) -> Tensors:
+        yield f"{prefix}.ffn_norm.weight", np.ones(WIDTH, np.float32)
+        yield f"{prefix}.ffn_gate.weight", self.matrix(FEED_FORWARD, WIDTH)
+        yield f"{prefix}.ffn_up.weight", self.matrix(FEED_FORWARD, WIDTH)
+        yield f"{prefix}.ffn_down.weight", self.matrix(WIDTH, FEED_FORWARD)
+
+    def mamba(self, prefix: str) -> Tensors:
+        yield f"{prefix}.ssm_in.weight", self.matrix(2 * INNER, WIDTH)
+        yield f"{prefix}.ssm_conv1d.weight", self.matrix(INNER, CONV)
+        yield f"{prefix}.ssm_conv1d.bias", np.zeros(INNER, np.float32)
+        yield f"{prefix}.ssm_x.weight", self.matrix(TIME_STEP + 2 * STATE, INNER)
+        yield f"{prefix}.ssm_dt.weight", self.matrix(INNER, TIME_STEP)
+        yield f"{prefix}.ssm_dt.bias", np.zeros(INNER, np.float32)
+        yield f"{prefix}.ssm_a", -np.tile(np.arange(1, STATE + 1, dtype=np.float32) / 50, (INNER, 1))  # forgets slowly
+        yield f"{prefix}.ssm_d", np.ones(INNER, np.float32)
+        yield f"{prefix}.ssm_out.weight", self.matrix(WIDTH, INNER)
+
+    def short_convolution(self, prefix: str) -> Tensors:
+        yield f"{prefix}.shortconv.conv.weight", self.matrix(WIDTH, CONV)
+        yield f"{prefix}.shortconv.in_proj.weight", self.matrix(3 * WIDTH, WIDTH)
+        yield f"{prefix}.shortconv.out_proj.weight", self.matrix(WIDTH, WIDTH)
+
+    def of(self, kind: str) -> Tensors:
+        yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
+        yield "output.weight", self.matrix(VOCABULARY, WIDTH)
+        yield "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight", np.ones(WIDTH, np.float32)
+        for layer in range(LAYERS):
+            prefix = f"blk.{layer}"
+            yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
+            if kind == "mamba":
+                yield from self.mamba(prefix)
+                continue
+            if kind == "lfm2" and layer % 2 == 0:
+                yield from self.short_convolution(prefix)
+            else:
+                yield from self.attention(prefix)
+                yield f"{prefix}.attn_q_norm.weight", np.ones(WIDTH // HEADS, np.float32)
+                yield f"{prefix}.attn_k_norm.weight", np.ones(WIDTH // HEADS, np.float32)
+            if kind == "gemma3":
+                yield f"{prefix}.post_attention_norm.weight", np.ones(WIDTH, np.float32)
+                yield f"{prefix}.post_ffw_norm.weight", np.ones(WIDTH, np.float32)
+            yield from self.feed_forward(prefix)
+
+
+def write_tiny_model(kind: str, path: Path) -> None:
+    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent) or gemma3 (a sliding window)."""
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_name(f"tiny {kind}")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_feed_forward_length(0 if kind == "mamba" else FEED_FORWARD)
+    writer.add_head_count(0 if kind == "mamba" else HEADS)
+    if kind == "mamba":
+        writer.add_ssm_conv_kernel(CONV)
+        writer.add_ssm_inner_size(INNER)
+        writer.add_ssm_state_size(STATE)
+        writer.add_ssm_time_step_rank(TIME_STEP)
+    else:
+        writer.add_key_length(WIDTH // HEADS)
+        writer.add_value_length(WIDTH // HEADS)
+        writer.add_rope_freq_base(1e4)
+    if kind == "lfm2":
+        writer.add_head_count_kv([HEADS * (layer % 2) for layer in range(LAYERS)])
+        writer.add_shortconv_l_cache(CONV)
+    if kind == "gemma3":
+        writer.add_head_count_kv(HEADS)
+        writer.add_sliding_window(WINDOW)
+
+    tokens, merges = vocabulary(VOCABULARY)
+    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - len(CONTROL)) + [gguf.TokenType.CONTROL] * len(CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    for name, values in Weights().of(kind):
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
