@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from cllm.bench.load import Outcome, Target, run_load
 from cllm.bench.workload import Task
 
@@ -27,7 +29,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[object], health: str) -> Iterator[Target]:
+def running(command: Sequence[object], health: str, *, keep_alive: bool = True) -> Iterator[Target]:
     """Start ``command``, whose "PORT" is replaced, wait until ``health`` answers 200, and end it with SIGTERM."""
     port = free_port()
     words = [str(word).replace("PORT", str(port)) for word in command]
@@ -39,7 +41,7 @@ def running(command: Sequence[object], health: str) -> Iterator[Target]:
             if process.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"{' '.join(words)} does not start")
             time.sleep(0.05)
-        yield Target(url)
+        yield Target(url, timeout=1800.0, keep_alive=keep_alive)
     finally:
         process.terminate()
         try:
@@ -75,12 +77,13 @@ def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManage
 
 
 def llama_server(model: Path, *flags: object) -> contextlib.AbstractContextManager[Target]:
-    return running([LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", *flags], "/health")
+    """llama-server with ``flags``; a connection for each request, because it loses some that are kept."""
+    return running([LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", *flags], "/health", keep_alive=False)
 
 
 def load(target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None) -> Outcome:
     """Send ``tasks``, so many at a time; nothing is warmed up here."""
-    target = Target(target.url, api_key, 1800.0)
+    target = msgspec.structs.replace(target, api_key=api_key)
     return run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
 
 

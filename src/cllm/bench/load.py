@@ -42,11 +42,15 @@ DETAIL = 200  # characters that are kept of what a server says
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server. ``url`` is without /v1; ``timeout`` in seconds for each request, from sending to the last byte."""
+    """The server. ``url`` is without /v1; ``timeout`` in seconds for each request, from sending to the last byte.
+
+    Without ``keep_alive`` each request has a connection of its own.
+    """
 
     url: str
     api_key: str | None = None
     timeout: float = 600.0
+    keep_alive: bool = True
 
 
 class Delta(msgspec.Struct):
@@ -306,7 +310,7 @@ async def _session(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
         headers["Authorization"] = f"Bearer {target.api_key}"
     async with aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=not target.keep_alive),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(target.timeout, sock_connect=CONNECT_TIMEOUT),
     ) as session:

@@ -67,6 +67,9 @@ def load(
         Parameter(validator=NotNegative, help="Requests before the clock starts. [default: as --concurrency]"),
     ] = None,
     timeout: Annotated[float, Parameter(validator=Number(gt=0), help="Seconds for each request.")] = 600.0,
+    keep_alive: Annotated[
+        bool, Parameter(help="Send the next request over the same connection; some servers lose it then.")
+    ] = True,
     seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0,
     model: Annotated[
         str | None, Parameter(help="The model to ask for. [default: the first of /v1/models]", show_default=False)
@@ -78,13 +81,13 @@ def load(
 ) -> None:
     """Send requests to any server that speaks OpenAI's chat completions, and report latencies and throughput.
 
-    Answers are streamed over connections that are kept. Exit code 1 if any request failed.
+    Answers are streamed. Exit code 1 if any request failed.
     """
     from cllm.bench.load import Target, find_model, run_load
     from cllm.bench.report import print_report, summarize
     from cllm.bench.workload import question_tasks, word_tasks
 
-    target = Target(server_url(url), checked_key(api_key), timeout)
+    target = Target(server_url(url), checked_key(api_key), timeout, keep_alive)
     model = find_model(target, model)
     warmup = concurrency if warmup is None else warmup
     max_tokens = max_tokens or MAX_TOKENS[workload]
@@ -103,7 +106,13 @@ def load(
             warmup=warmup,
             progress=lambda ended: bar.update(ended / len(tasks), f"{ended} of {len(tasks)} requests"),
         )
-    settings = {"workload": workload, "concurrency": concurrency, "warmup": warmup, **settings}
+    settings = {
+        "workload": workload,
+        "concurrency": concurrency,
+        "warmup": warmup,
+        "keep_alive": keep_alive,
+        **settings,
+    }
     report = summarize(outcome, url=target.url, model=model, settings=settings)
     if json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
