@@ -15,7 +15,6 @@ from cllm.engine.engine import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
-from cllm.scheduler.step_cost import MIN_CHUNK
 
 LONG = list(range(100, 140))
 
@@ -89,22 +88,22 @@ def test_prompts_get_what_keeps_the_latency_target(fake_engine):
     begun, chunks = engine.now, []
     while "B.0" not in engine.ends():
         chunks.append(engine.step())
-        assert engine.now - begun <= 0.1, chunks
+        assert engine.now - begun <= 0.1 + costs.token, chunks
         begun = engine.now
-    assert len(chunks) <= 8, "what fits is given"
+    assert len(chunks) <= 10, "what fits is given"
     engine.abort("A")
     engine.add("C", [3] * 400, max_tokens=1)
     assert engine.finish() == ["C.0 0+200", "C.0 200+200 sample"], "nobody decodes: full chunks"
 
 
 def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
-    """If the decoding rows alone take longer than the target, prompts still get MIN_CHUNK tokens."""
+    """If the decoding rows alone take longer than the target, prompts still get a tile of tokens."""
     engine = fake_engine(max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5)
     engine.add("A", [1] * 30, ignore_eos=True, max_tokens=100)
     for _ in range(3):
         engine.step()
     engine.add("B", [2] * 50, max_tokens=1)
-    assert engine.step() == f"A.0 32+1 sample | B.0 0+{MIN_CHUNK}"
+    assert engine.step() == f"A.0 32+1 sample | B.0 0+{engine.backend.info.tile + 1}"
 
 
 def test_a_step_full_of_decoding_rows(fake_engine):

@@ -118,7 +118,7 @@ def test_no_guesses_while_others_wait(fake_engine):
 
 def test_wrong_guesses_end():
     """A sequence whose guesses are wrong is trusted with fewer, and soon with none."""
-    cost = StepCost()
+    cost = StepCost(16)
     for rows in range(1, 8):
         cost.observe(rows, 0, 0.010 + 0.002 * rows)
     seq = sequence([1, 2, 1, 2, 1, 2])

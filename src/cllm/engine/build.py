@@ -111,7 +111,9 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
     ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
     scheduler = Scheduler(
         ledger,
-        SchedulerParams(max_num_batched_tokens=info.max_num_batched_tokens, target_itl=params.target_itl),
+        SchedulerParams(
+            max_num_batched_tokens=info.max_num_batched_tokens, tile=info.tile, target_itl=params.target_itl
+        ),
         info.end_tokens,
         make_policy(params.policy, params.weights),
         build_speculation(params, info),

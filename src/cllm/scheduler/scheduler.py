@@ -34,11 +34,12 @@ FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """max_num_batched_tokens: of one step. target_itl: seconds from token to token that others' prompts may cause;
-    None gives prompts whatever fits.
+    """max_num_batched_tokens: of one step. tile: see ModelInfo. target_itl: seconds from token to token that others'
+    prompts may cause; None gives prompts whatever fits.
     """
 
     max_num_batched_tokens: int = 512
+    tile: int = 16
     target_itl: float | None = 1.0
 
 
@@ -62,7 +63,7 @@ class Scheduler:
         self.waiting = Waiting(policy)
         self.running: list[Sequence] = []
         self.deferred = Deferred()
-        self.cost = StepCost()
+        self.cost = StepCost(params.tile)
         self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
         self.reads: list[Snapshot] = []  # to be read from disk; whoever reads them empties the list
         self._speculation = speculation
@@ -154,8 +155,14 @@ class Scheduler:
         space = self.params.max_num_batched_tokens - num_tokens
         if not num_rows or self.params.target_itl is None:
             return space
-        within = self.cost.num_prefill_tokens(num_rows, self.params.target_itl)
-        return space if within is None else min(space, within)
+        num_tiles = self.cost.num_tiles(num_rows, self.params.target_itl)
+        if num_tiles is None:
+            return space
+        # So that tiles are full: rows of one pool are computed with the prompts; else a prompt's first token is with
+        # the rows, and the others are apart.
+        tile = self.cost.tile
+        budget = num_tiles * tile - (num_tokens % tile if self.ledger.layout.shares else -1)
+        return min(space, budget if budget >= tile // 2 else budget + tile)
 
     def _make_room(self, seq: Sequence, count: int, rows: list[Row], operations: list[Operation]) -> bool:
         """Free cells for ``count`` tokens of a prompt, parking those behind it that are not in the batch yet."""

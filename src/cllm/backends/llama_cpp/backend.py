@@ -28,6 +28,7 @@ MAX_SEQ_IDS = 256  # of libllama; in the unified layout those from n_seq_max on 
 SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
 MIN_SAMPLES = 16  # room for guesses where few sequences run
 PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
+TILE = 64  # rows of queries in its attention kernel for prompts; fewer take one that is twice as slow
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 
@@ -134,6 +135,7 @@ class LlamaCppBackend:
             model_bytes=int(lib.llama_model_size(self._model)),
             kv_bytes_per_token=params.kv_bytes_per_token,
             system=system_info(),
+            tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._num_ids - sizes.max_num_seqs,
             can_change_layout=sizes.can_change and probed.can_trim and self._portable,
