@@ -135,6 +135,24 @@ def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
 
 
 @pytest.mark.llama
+def test_a_change_of_layout_changes_no_answer(known_questions):
+    """All eight steps everybody moves into the other layout, and goes on there."""
+    questions = known_questions(12, 11, ["counting", "stories", "copying"])
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
+        layouts = []
+
+        def always(_sharing, _num_steps, *, unified) -> bool:
+            layouts.append(unified)
+            return True
+
+        llm._engine._chooser.wants_change = always
+        prompts = [llm.encode_chat(question.messages) for question in questions]
+        completions = llm.generate(prompts, SamplingParams(temperature=0))
+        assert [done.text for done in completions] == [question.answer for question in questions]
+        assert layouts[:4] == [True, False, True, False]
+
+
+@pytest.mark.llama
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3"])
 def test_models_that_are_not_plain_attention(tiny_model, kind):
     """What four prompts share is computed once, then it is found again, and the answers are those of each alone."""

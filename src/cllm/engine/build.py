@@ -119,7 +119,9 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
         build_speculation(params, info),
     )
     disk = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint) if params.disk_cache else None
-    chooser = LayoutChooser(info.num_cells, info.kv_bytes_per_token) if info.can_change_layout else None
+    chooser = None
+    if info.can_change_layout:
+        chooser = LayoutChooser(info.num_cells, info.kv_bytes_per_token, params.target_itl)
     return Engine(backend, scheduler, Sampler(), clock, disk, chooser, check=params.check)
 
 

@@ -114,6 +114,8 @@ class Engine:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
+            if self._chooser is not None and not self.scheduler.has_work():
+                self._choose_layout(self._chooser, num_steps=0)
             for command in inbox.drain(block=not self.scheduler.has_work() and not self._save_one_idle()):
                 match command:
                     case Close():
@@ -163,15 +165,18 @@ class Engine:
             raise
         outputs = self.scheduler.update(batch, tokens, self.clock())
         if self._chooser is not None and self.scheduler.num_steps % CHOOSE_EVERY == 0:
-            self._choose_layout(self._chooser)
+            self._choose_layout(self._chooser, CHOOSE_EVERY)
         if self._check:
             self.scheduler.check()
         return outputs
 
-    def _choose_layout(self, chooser: LayoutChooser) -> None:
-        """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one."""
+    def _choose_layout(self, chooser: LayoutChooser, num_steps: int) -> None:
+        """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one.
+
+        ``num_steps`` have been made since the last call.
+        """
         unified = self.backend.info.layout == "unified"
-        if not chooser.wants_change(self.scheduler.ledger.sharing(), CHOOSE_EVERY, unified=unified):
+        if not chooser.wants_change(self.scheduler.ledger.sharing(), num_steps, unified=unified):
             return
         chooser.seconds_lost = 0.0
         begun = self.clock()

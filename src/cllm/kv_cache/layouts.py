@@ -40,11 +40,13 @@ class LayoutChooser:
     In the unified layout a shared token is read once for all, but every sequence skips the cells of all the others.
     The time lost in the present layout is added up, and when it has reached what a change costs, the change is made:
     so, whatever comes, at most twice as much is lost as by one who knows the future (the ski rental rule, Karlin et
-    al. 1988).
+    al. 1988). But a change that would keep running sequences waiting for too long is put off until nobody runs.
     """
 
-    def __init__(self, num_cells: int, bytes_per_token: int) -> None:
+    def __init__(self, num_cells: int, bytes_per_token: int, max_stall: float | None) -> None:
+        """``max_stall``: seconds that running sequences may be kept waiting; None is without limit."""
         self._bytes_per_token = bytes_per_token
+        self._max_stall = max_stall
         self._clearing = num_cells * bytes_per_token / COPY_BANDWIDTH
         self.seconds_lost = 0.0
 
@@ -55,6 +57,8 @@ class LayoutChooser:
         skipped = (sharing.num_seqs - 1) * used
         gain = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # of the other layout, in tokens
         seconds = gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
-        self.seconds_lost = max(0.0, self.seconds_lost + seconds)
         moving = 2 * sharing.num_distinct * self._bytes_per_token / COPY_BANDWIDTH
-        return self.seconds_lost > self._clearing + moving
+        change = self._clearing + moving
+        self.seconds_lost = min(max(0.0, self.seconds_lost + seconds), 2 * change)  # what is long past is forgotten
+        stalls = sharing.num_seqs > 0 and self._max_stall is not None and change > self._max_stall
+        return self.seconds_lost > change and not stalls

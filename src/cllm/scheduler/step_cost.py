@@ -31,8 +31,8 @@ class StepCost:
             self.per_rows[num_rows] = mean(self.per_rows.get(num_rows, expected or None), seconds)
         else:
             num_tiles = -(-num_tokens // self.tile)
-            believed = min(1.0, num_tokens / self.tile)  # a part of a tile may also cost less than all of it
-            self.per_tile = mean(self.per_tile, max(0.0, seconds - expected) / num_tiles, SHARE * believed)
+            share = 1 - (1 - SHARE) ** (num_tokens / self.tile)  # as if each tile had been seen on its own
+            self.per_tile = mean(self.per_tile, max(0.0, seconds - expected) / num_tiles, share)
 
     def decode(self, num_rows: int) -> float:
         """Expected seconds of a step with nothing but decoding rows; 0 if none was ever seen."""
