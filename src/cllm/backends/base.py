@@ -19,10 +19,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     context_length: the most tokens one sequence may hold. num_cells: tokens the KV cache holds in all.
     layout: "unified" (all sequences draw on one pool and can share cells) or "partitioned" (each has its own).
     can_trim: whether a sequence can give back some of its cells; recurrent state is kept or lost as a whole.
-    tile: tokens of a prompt that are computed as one; a part of a tile costs nearly as much as all of it.
-    num_spare_ids: seq_ids from max_num_seqs on that can hold tokens but not be computed. kv_bytes_per_token (0 if
-    unknown) and model_bytes are sizes in bytes; a saved state of n tokens takes state_bytes +
-    n * state_bytes_per_token. fingerprint: of the model and of all that its saved states depend on.
+    layout_seconds: what it takes to lay out the cells anew, empty. tile: tokens of a prompt that are computed as one; a
+    part of a tile costs nearly as much as all of it. num_spare_ids: seq_ids from max_num_seqs on that can hold tokens
+    but not be computed. kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes; a saved state of n tokens
+    takes state_bytes + n * state_bytes_per_token. fingerprint: of the model and of all that its saved states depend on.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     can_trim: bool = True
     num_spare_ids: int = 0
     can_change_layout: bool = False
+    layout_seconds: float = 0.0
     model_bytes: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0

@@ -121,7 +121,7 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
     disk = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint) if params.disk_cache else None
     chooser = None
     if info.can_change_layout:
-        chooser = LayoutChooser(info.num_cells, info.kv_bytes_per_token, params.target_itl)
+        chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
     return Engine(backend, scheduler, Sampler(), clock, disk, chooser, check=params.check)
 
 

@@ -16,7 +16,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import FinishReason, Sequence
 from cllm.engine.disk import DiskCache, Written
 from cllm.errors import EngineError
-from cllm.kv_cache.layouts import Layout, LayoutChooser
+from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.scheduler import Scheduler
@@ -106,6 +106,7 @@ class Engine:
         self._disk = disk
         self._chooser = chooser
         self._check = check
+        self._num_steps_since = 0  # the layout was looked at
         if disk is not None:
             for path, tokens in disk.find():
                 disk.name(scheduler.ledger.found_on_disk(tokens).key, path)
@@ -115,7 +116,7 @@ class Engine:
         while True:
             outputs: list[TokenOutput] = []
             if self._chooser is not None and not self.scheduler.has_work():
-                self._choose_layout(self._chooser, num_steps=0)
+                self._choose_layout(self._chooser)
             for command in inbox.drain(block=not self.scheduler.has_work() and not self._save_one_idle()):
                 match command:
                     case Close():
@@ -164,19 +165,27 @@ class Engine:
             self.scheduler.fail(batch)
             raise
         outputs = self.scheduler.update(batch, tokens, self.clock())
-        if self._chooser is not None and self.scheduler.num_steps % CHOOSE_EVERY == 0:
-            self._choose_layout(self._chooser, CHOOSE_EVERY)
+        if self._chooser is not None:
+            self._num_steps_since += 1
+            if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
+                self._choose_layout(self._chooser)
         if self._check:
             self.scheduler.check()
         return outputs
 
-    def _choose_layout(self, chooser: LayoutChooser, num_steps: int) -> None:
+    def _choose_layout(self, chooser: LayoutChooser) -> None:
         """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one.
 
-        ``num_steps`` have been made since the last call.
+        What is deferred is going to run soon, and to share what it waits for: the best time to change is before.
         """
-        unified = self.backend.info.layout == "unified"
-        if not chooser.wants_change(self.scheduler.ledger.sharing(), num_steps, unified=unified):
+        scheduler, unified = self.scheduler, self.backend.info.layout == "unified"
+        chooser.observe(scheduler.ledger.sharing(), self._num_steps_since, unified=unified)
+        self._num_steps_since = 0
+        expected = scheduler.ledger.sharing(), 0.0
+        if scheduler.deferred:
+            expected = self._expected_sharing(), scheduler.expected_output
+        decoding = any(seq.num_lacking_tokens == 1 for seq in scheduler.running)
+        if not chooser.wants_change(*expected, unified=unified, decoding=decoding):
             return
         chooser.seconds_lost = 0.0
         begun = self.clock()
@@ -188,6 +197,17 @@ class Engine:
         info = self.backend.info
         self.scheduler.ledger = self.scheduler.ledger.with_layout(info.num_cells, layout_of(info))
         log.info("the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun)
+
+    def _expected_sharing(self) -> Sharing:
+        """What the running sequences will hold together when those behind them have joined."""
+        ledger = self.scheduler.ledger
+        num_seqs, num_tokens, num_distinct, num_idle = ledger.sharing()
+        for leader, awaited in self.scheduler.deferred.led():
+            missing = max(awaited) - ledger.num_cells_of(leader.seq_id)
+            num_seqs += len(awaited)
+            num_tokens += missing + sum(awaited)
+            num_distinct += missing
+        return Sharing(num_seqs, num_tokens, num_distinct, num_idle)
 
     # --- disk --------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 # is 8 to 10 on CPUs with AVX-512 and about 1 on an older one: see docs/decisions/003-auto-layout.md.
 SKIPPED_PER_SAVED = 3
 MEMORY_BANDWIDTH = 10e9  # bytes a second at which keys and values are read, roughly
-COPY_BANDWIDTH = 2e9  # and saved, loaded, or cleared
+COPY_BANDWIDTH = 2e9  # and saved or loaded
 
 
 class Layout(NamedTuple):
@@ -40,25 +40,40 @@ class LayoutChooser:
     In the unified layout a shared token is read once for all, but every sequence skips the cells of all the others.
     The time lost in the present layout is added up, and when it has reached what a change costs, the change is made:
     so, whatever comes, at most twice as much is lost as by one who knows the future (the ski rental rule, Karlin et
-    al. 1988). But a change that would keep running sequences waiting for too long is put off until nobody runs.
+    al. 1988). But a change that would keep who decodes waiting for too long is put off until nobody does.
     """
 
-    def __init__(self, num_cells: int, bytes_per_token: int, max_stall: float | None) -> None:
-        """``max_stall``: seconds that running sequences may be kept waiting; None is without limit."""
+    def __init__(self, layout_seconds: float, bytes_per_token: int, max_stall: float | None) -> None:
+        """``layout_seconds``: what it takes to lay out empty cells. ``max_stall``: seconds that one who decodes may be
+        kept waiting; None is without limit.
+        """
         self._bytes_per_token = bytes_per_token
         self._max_stall = max_stall
-        self._clearing = num_cells * bytes_per_token / COPY_BANDWIDTH
+        self._layout_seconds = layout_seconds
         self.seconds_lost = 0.0
 
-    def wants_change(self, sharing: Sharing, num_steps: int, *, unified: bool) -> bool:
-        """True if the layout is to be changed now, ``num_steps`` after the last call."""
+    def observe(self, sharing: Sharing, num_steps: int, *, unified: bool) -> None:
+        """So many steps were made with sequences that share so much."""
+        lost = self.seconds_lost + self._loss(sharing, num_steps, unified=unified)
+        self.seconds_lost = min(max(0.0, lost), 2 * self._change(sharing))  # what is long past is forgotten
+
+    def wants_change(self, sharing: Sharing, num_steps: float, *, unified: bool, decoding: bool) -> bool:
+        """True if the layout is to be changed now, before so many steps with such sequences, known to be coming.
+
+        ``decoding``: somebody would be kept waiting.
+        """
+        change = self._change(sharing)
+        if self.seconds_lost + self._loss(sharing, num_steps, unified=unified) <= change:
+            return False
+        return not decoding or self._max_stall is None or change <= self._max_stall
+
+    def _loss(self, sharing: Sharing, num_steps: float, *, unified: bool) -> float:
+        """Seconds that steps take longer than in the other layout; less than 0 if this one is better."""
         saved = sharing.num_tokens - sharing.num_distinct
         used = sharing.num_distinct + (sharing.num_idle if unified else 0)
         skipped = (sharing.num_seqs - 1) * used
-        gain = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # of the other layout, in tokens
-        seconds = gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
-        moving = 2 * sharing.num_distinct * self._bytes_per_token / COPY_BANDWIDTH
-        change = self._clearing + moving
-        self.seconds_lost = min(max(0.0, self.seconds_lost + seconds), 2 * change)  # what is long past is forgotten
-        stalls = sharing.num_seqs > 0 and self._max_stall is not None and change > self._max_stall
-        return self.seconds_lost > change and not stalls
+        gain = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # in tokens
+        return gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
+
+    def _change(self, sharing: Sharing) -> float:
+        return self._layout_seconds + 2 * sharing.num_distinct * self._bytes_per_token / COPY_BANDWIDTH

@@ -38,6 +38,12 @@ class Deferred:
         """The numbers of computed tokens at which somebody leaves ``leader``."""
         return [count for count, _ in self._followers.get(leader, ())]
 
+    def led(self) -> Iterator[tuple[Sequence, list[int]]]:
+        """Each leader, and the number of tokens that each of those behind it waits for."""
+        for leader, followers in self._followers.items():
+            if awaited := [count for count, seq in followers if seq in self.reasons]:
+                yield leader, awaited
+
     def progressed(self, leader: Sequence) -> list[Sequence]:
         """``leader`` has computed more."""
         followers = self._followers.get(leader)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
 MIN_SAMPLES = 16  # room for guesses where few sequences run
 PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
 TILE = 64  # rows of queries in its attention kernel for prompts; fewer take one that is twice as slow
+USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 
@@ -73,9 +75,9 @@ class Fit(NamedTuple):
 def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
     """Share kv_memory among sequences: first the context that was asked for (or the usual), then as many as fit.
 
-    ``plain``: the model remembers by attention alone. auto begins unified and may change, but: recurrent state is
-    partitioned; on a GPU partitioned is faster by far; and where memory does not hold a whole context for each
-    sequence, only a pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
+    ``plain``: the model remembers by attention alone. auto begins partitioned and may change if it is, and not on a
+    GPU, where partitioned is faster by far; but where memory does not hold a whole context for each sequence, only a
+    pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
@@ -86,14 +88,14 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
             f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or raise kv.max_memory_mb"
         )
     layout = params.layout
+    wanted = params.max_num_seqs * context
+    follows_load = layout == "auto" and plain and not params.on_gpu
     if layout == "auto":
-        layout = "partitioned" if not plain or params.on_gpu else "unified"
+        layout = "unified" if follows_load and wanted > affordable else "partitioned"
     if layout == "unified":
-        wanted = params.max_num_seqs * context
-        can_change = params.layout == "auto" and wanted <= affordable and params.max_num_seqs > 1
-        return Fit(context, params.max_num_seqs, min(affordable, wanted), layout, can_change)
+        return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
     num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(context, num_seqs, num_seqs * context, layout)
+    return Fit(context, num_seqs, num_seqs * context, layout, can_change=follows_load and num_seqs > 1)
 
 
 def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
@@ -117,7 +119,11 @@ class LlamaCppBackend:
         self._portable = plain and lib.llama_model_n_swa(self._model) == 0
         self._snapshots: dict[int, Bytes] = {}
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
+        begun = time.perf_counter()
         self._open_context(sizes.layout)
+        # Memory that was never used may come slowly; what the next layout gets has been used.
+        size = sizes.num_cells * params.kv_bytes_per_token
+        layout_seconds = min(time.perf_counter() - begun, size / USUAL_BANDWIDTH)
         probed = self._probe()
         self.info = ModelInfo(
             name=self._metadata("general.name") or path.stem,
@@ -139,6 +145,7 @@ class LlamaCppBackend:
             can_trim=probed.can_trim,
             num_spare_ids=self._num_ids - sizes.max_num_seqs,
             can_change_layout=sizes.can_change and probed.can_trim and self._portable,
+            layout_seconds=layout_seconds,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
             fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {'' if self._portable else sizes}",
