@@ -20,7 +20,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Logits, ModelInfo
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Save, Trim
+from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
 
@@ -29,7 +29,8 @@ MAX_SEQ_IDS = 256  # of libllama; in the unified layout those from n_seq_max on 
 SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
 MIN_SAMPLES = 16  # room for guesses where few sequences run
 PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
-TILE = 64  # rows of queries in its attention kernel for prompts; fewer take one that is twice as slow
+TILE = 64  # queries in its attention kernel for prompts; fewer take one that is twice as slow for each
+PADDED, PADDED_CONTEXT = 48, 512  # tokens, and tokens before them, from which filling a tile up costs less than that
 USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
@@ -116,6 +117,7 @@ class LlamaCppBackend:
         plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
         sizes = fit(params, trained, plain=plain)
         self._path, self._params, self._sizes, self._plain = path, params, sizes, plain
+        self._pads = plain and not params.on_gpu
         self._portable = plain and lib.llama_model_n_swa(self._model) == 0
         self._snapshots: dict[int, Bytes] = {}
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
@@ -217,7 +219,7 @@ class LlamaCppBackend:
         params, sizes = self._params, self._sizes
         threads = params.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
-        c_params.n_ctx = sizes.num_cells
+        c_params.n_ctx = sizes.num_cells + (TILE if layout == "unified" else 0)  # for a tile that is filled up
         c_params.n_batch = params.max_num_batched_tokens
         c_params.n_ubatch = min(PHYSICAL_BATCH, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
@@ -269,7 +271,10 @@ class LlamaCppBackend:
         if not batch.rows:
             return np.zeros((0, self.info.vocabulary_size), np.float32)
         self._fill(batch)
+        padded = self._pad(batch) if self._pads else None
         code = lib.llama_decode(self._context, self._batch)
+        if padded is not None:
+            self._trim(padded.seq.seq_id, padded.start + padded.size)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
         pointer = lib.llama_get_logits(self._context)
@@ -301,6 +306,30 @@ class LlamaCppBackend:
         if num_samples > self.info.max_num_samples:
             raise EngineError(f"a batch of more than {self.info.max_num_samples} samples")
         self._batch.n_tokens = at
+
+    def _pad(self, batch: Batch) -> Row | None:
+        """Fill a tile that is nearly full with tokens that nobody needs, behind one row, which is returned.
+
+        They come after all that is needed, so they change nothing, and are to be trimmed.
+        """
+        row = max(batch.rows, key=lambda row: row.size)
+        count = self._batch.n_tokens
+        if self.info.layout == "partitioned":  # the first token of each is computed first, then what is left of each
+            if sum(row.size > 1 for row in batch.rows) > 1:
+                return None
+            count = row.size - (len(batch.rows) > 1)
+        at, end = self._batch.n_tokens, row.start + row.size
+        missing = TILE - count
+        if not (PADDED <= count < TILE and row.start >= PADDED_CONTEXT):
+            return None
+        if at + missing > len(self._token) or end + missing > self.info.context_length:
+            return None
+        self._token[at : at + missing] = 0
+        self._position[at : at + missing] = range(end, end + missing)
+        self._id_address[at : at + missing] = self._first_id + 4 * row.seq.seq_id
+        self._wants_logits[at : at + missing] = 0
+        self._batch.n_tokens = at + missing
+        return row
 
     def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
         """Carry out one operation; ``copied`` is the state of the seq_id that the one before copied, if it did."""

@@ -1,0 +1,90 @@
+"""What only llama.cpp does: tiles that are filled up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cllm.backends.llama_cpp.backend import PADDED, PADDED_CONTEXT, TILE, LlamaCppBackend, LlamaCppParams
+from cllm.core.batch import Batch, Row, Trim
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+
+pytestmark = pytest.mark.llama
+
+CONTEXT = 640
+START = PADDED_CONTEXT + 8
+TOLERANCE = 0.1  # of the standard deviation of the logits
+
+
+@pytest.fixture(scope="module", params=["unified", "partitioned"])
+def backend(request, builtin_path: Path):
+    params = LlamaCppParams(
+        context_length=CONTEXT, max_num_seqs=3, max_num_batched_tokens=256, n_threads=1, layout=request.param
+    )
+    made = LlamaCppBackend(builtin_path, params)
+    yield made
+    made.close()
+
+
+def sequence(seq_id: int, num_tokens: int) -> Sequence:
+    tokens = random.Random(seq_id).choices(range(50, 200), k=num_tokens)
+    seq = Sequence(Request("A", tokens, SamplingParams()), 0, 0, CONTEXT)
+    seq.seq_id = seq_id
+    return seq
+
+
+def decoded_sizes(backend: LlamaCppBackend, monkeypatch) -> list[int]:
+    """The number of tokens of each batch from now on, as libllama gets it."""
+    from cllm.backends.llama_cpp import backend as module
+
+    sizes, decode = [], module.lib.llama_decode
+
+    def spy(context, batch):
+        sizes.append(batch.n_tokens)
+        return decode(context, batch)
+
+    monkeypatch.setattr(module.lib, "llama_decode", spy)
+    return sizes
+
+
+def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
+    """Behind ``size`` tokens of a long sequence, beside another one's token, and then behind one more of each."""
+    long, short = sequence(0, CONTEXT), sequence(1, 100)
+    backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
+    for start in range(0, START, 256):
+        backend.forward(Batch([Row(long, start, min(256, START - start), 0)], []))
+    first = backend.forward(Batch([Row(long, START, size, 1), Row(short, 20, 1, 1)], [])).copy()
+    second = backend.forward(Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], [])).copy()
+    return np.concatenate([first, second])
+
+
+@pytest.mark.parametrize("size", [PADDED + 1, TILE - 2])
+def test_a_tile_that_is_filled_up_changes_nothing(backend, monkeypatch, size):
+    monkeypatch.setattr(backend, "_pads", False)
+    expected = logits_of(backend, size)
+    monkeypatch.setattr(backend, "_pads", True)
+    sizes = decoded_sizes(backend, monkeypatch)
+    logits = logits_of(backend, size)
+    assert np.abs(logits - expected).max() < TOLERANCE * expected.std()
+    apart = 2 if backend.info.layout == "partitioned" else 0  # the first token of each
+    assert sizes[-2:] == [TILE + apart, 2]
+
+
+def test_what_is_not_filled_up(backend, monkeypatch):
+    """Too few tokens, or too few before them, or no room behind them: to the last token of the context."""
+    sizes = decoded_sizes(backend, monkeypatch)
+    logits_of(backend, PADDED - 8)
+    logits_of(backend, TILE + 2)
+    assert [size for size in sizes if size not in (2, 20, 256, START - 512)] == [PADDED - 7, TILE + 3]
+    long = sequence(0, CONTEXT)
+    for start in range(0, CONTEXT - 50, 256):
+        backend.forward(Batch([Row(long, start, min(256, CONTEXT - 50 - start), 0)], [Trim(0, start)]))
+    del sizes[:]
+    logits = backend.forward(Batch([Row(long, CONTEXT - 50, 50, 1)], []))
+    assert sizes == [50]
+    assert np.isfinite(logits).all()
