@@ -88,3 +88,20 @@ def test_what_is_not_filled_up(backend, monkeypatch):
     logits = backend.forward(Batch([Row(long, CONTEXT - 50, 50, 1)], []))
     assert sizes == [50]
     assert np.isfinite(logits).all()
+
+
+def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
+    """The batch itself fits, so it is computed."""
+    params = LlamaCppParams(
+        context_length=768, max_num_seqs=2, layout="unified", n_threads=1, kv_memory=768, kv_bytes_per_token=1
+    )
+    backend = LlamaCppBackend(builtin_path, params)
+    assert backend.info.num_cells == 768
+    long, short = sequence(0, 700), sequence(1, 200)
+    backend.forward(Batch([Row(long, 0, 512, 0)], []))
+    backend.forward(Batch([Row(short, 0, 200, 0)], []))
+    sizes = decoded_sizes(backend, monkeypatch)
+    logits = backend.forward(Batch([Row(long, 512, 56, 1)], []))
+    assert sizes == [TILE, 56]
+    assert np.isfinite(logits).all()
+    backend.close()

@@ -31,6 +31,7 @@ MIN_SAMPLES = 16  # room for guesses where few sequences run
 PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
 TILE = 64  # queries in its attention kernel for prompts; fewer take one that is twice as slow for each
 PADDED, PADDED_CONTEXT = 48, 512  # tokens, and tokens before them, from which filling a tile up costs less than that
+NO_CELLS = 1  # what llama_decode returns when a batch does not fit, and has changed nothing
 USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
@@ -219,7 +220,7 @@ class LlamaCppBackend:
         params, sizes = self._params, self._sizes
         threads = params.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
-        c_params.n_ctx = sizes.num_cells + (TILE if layout == "unified" else 0)  # for a tile that is filled up
+        c_params.n_ctx = sizes.num_cells
         c_params.n_batch = params.max_num_batched_tokens
         c_params.n_ubatch = min(PHYSICAL_BATCH, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
@@ -271,8 +272,12 @@ class LlamaCppBackend:
         if not batch.rows:
             return np.zeros((0, self.info.vocabulary_size), np.float32)
         self._fill(batch)
+        num_tokens = self._batch.n_tokens
         padded = self._pad(batch) if self._pads else None
         code = lib.llama_decode(self._context, self._batch)
+        if code == NO_CELLS and padded is not None:
+            self._batch.n_tokens, padded = num_tokens, None
+            code = lib.llama_decode(self._context, self._batch)
         if padded is not None:
             self._trim(padded.seq.seq_id, padded.start + padded.size)
         if code != 0:
