@@ -79,7 +79,7 @@ def test_a_damaged_file_is_computed_again(tmp_path, wound):
     damaged = {
         "cut": whole[:-10],
         "flipped": whole[:-10] + bytes([whole[-10] ^ 1]) + whole[-9:],
-        "another version": whole.replace(b"KV 1", b"KV 0", 1),
+        "another version": whole.replace(b"KV 2", b"KV 1", 1),
         "empty": b"",
     }
     path.write_bytes(damaged[wound])

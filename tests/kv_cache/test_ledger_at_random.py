@@ -256,7 +256,10 @@ class LedgerMachine(RuleBasedStateMachine):
         reading = [snapshot for snapshot in self.snapshots() if snapshot.place is Place.READING]
         snapshot = data.draw(st.sampled_from(reading))
         if succeeded:
-            self.backend.adopt(snapshot.key, msgspec.msgpack.encode(snapshot.tokens.tolist()))
+            saved = msgspec.msgpack.encode(snapshot.tokens.tolist())
+            blank = self.backend.blank(len(saved))
+            blank.data[:] = saved
+            self.backend.adopt(snapshot.key, blank)
             snapshot.place = Place.RAM
         else:
             assert self.ledger.drop(snapshot.key) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -50,6 +50,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     system: str = ""
 
 
+class Blank(NamedTuple):
+    """``data`` is filled by whoever asked for it; ``state`` is the backend's own business."""
+
+    data: memoryview
+    state: Any
+
+
 class Backend(Protocol):
     """Holds a model and its KV cells. One thread calls it.
 
@@ -75,8 +82,12 @@ class Backend(Protocol):
         """The bytes of what Save kept under ``key``; they do not change. Raises KeyError."""
         ...
 
-    def adopt(self, key: int, data: bytes) -> None:
-        """Take bytes that ``snapshot`` gave, maybe in another process with the same fingerprint, as ``key``."""
+    def blank(self, num_bytes: int) -> Blank:
+        """Memory to be filled with bytes that ``snapshot`` gave, maybe in another process with the same fingerprint."""
+        ...
+
+    def adopt(self, key: int, filled: Blank) -> None:
+        """Take what a blank was filled with as the snapshot ``key``."""
         ...
 
     def change_layout(self, layout: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cllm.backends.base import Logits, ModelInfo
+from cllm.backends.base import Blank, Logits, ModelInfo
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Save, Trim
 from cllm.errors import EngineError
 
@@ -200,8 +200,12 @@ class FakeBackend:
         num_spare_ids = self._num_spare_ids if layout == "unified" else 0
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 
-    def adopt(self, key: int, data: bytes) -> None:
-        self._snapshots[key] = data
+    def blank(self, num_bytes: int) -> Blank:
+        data = bytearray(num_bytes)
+        return Blank(memoryview(data), data)
+
+    def adopt(self, key: int, filled: Blank) -> None:
+        self._snapshots[key] = bytes(filled.state)
 
     def close(self) -> None:
         self._cells.clear()

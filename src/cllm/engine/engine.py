@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.backends.base import Backend, ModelInfo
+from cllm.backends.base import Backend, Blank, ModelInfo
 from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.output import Stats, TokenOutput
 from cllm.core.request import Request
@@ -106,10 +106,11 @@ class Engine:
         self._disk = disk
         self._chooser = chooser
         self._check = check
+        self._blanks: dict[int, Blank] = {}  # that are being filled from the disk
         self._num_steps_since = 0  # the layout was looked at
         if disk is not None:
-            for path, tokens in disk.find():
-                disk.name(scheduler.ledger.found_on_disk(tokens).key, path)
+            for file, tokens in disk.find():
+                disk.name(scheduler.ledger.found_on_disk(tokens).key, file)
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
@@ -216,16 +217,19 @@ class Engine:
         ledger = self.scheduler.ledger
         reads, self.scheduler.reads = self.scheduler.reads, []
         for snapshot in reads:
-            disk.read(snapshot.key)
+            blank = self._blanks[snapshot.key] = self.backend.blank(disk.size(snapshot.key))
+            disk.read(snapshot.key, blank.data)
         for result in disk.results(wait):
-            found = ledger.tiers.find(result.key)
             if isinstance(result, Written):
                 for old in ledger.written(result.key):
                     disk.delete(old)
-            elif found is not None:
-                if result.data is not None:
-                    self.backend.adopt(result.key, result.data)
-                self.scheduler.was_read(found, succeeded=result.data is not None)
+                continue
+            filled = self._blanks.pop(result.key)
+            found = ledger.tiers.find(result.key)
+            if found is not None:
+                if result.succeeded:
+                    self.backend.adopt(result.key, filled)
+                self.scheduler.was_read(found, succeeded=result.succeeded)
 
     def _write(self, disk: DiskCache, operations: Collection[Operation]) -> None:
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}

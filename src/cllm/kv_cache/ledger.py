@@ -147,7 +147,11 @@ class Ledger:
             return 4 + usable // (64 if owner.place is Place.RAM else 16)
         if self.layout.shares or (owner.seq is None and owner.chain.length == usable):
             return 0
-        return usable // 32
+        return self._copy_cost(usable)
+
+    def _copy_cost(self, num_tokens: int) -> int:
+        """Of a copy between seq_ids that cannot share cells, likewise."""
+        return num_tokens // 32
 
     def num_shared(self, match: Match) -> int:
         """Cells that a sequence with this match does not need, because it shares them with a running one."""
@@ -168,7 +172,7 @@ class Ledger:
         seq_id = self._choose_seq_id(source, count)
         operations: list[Operation] = []
         if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
-            operations += self._shrink(source, count)
+            operations += self._shrink(source, count, save=not self._is_trifle(source, count))
             chain = source.chain
             self._tree.remove(source)
             del self._idle[seq_id]
@@ -201,9 +205,9 @@ class Ledger:
         return seq_id, count, operations
 
     def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
-        """The one that holds the prefix, if nothing else is lost with it; else the least useful."""
+        """The one that holds the prefix, if next to nothing else is lost with it; else the least useful."""
         free = self.seq_ids.free
-        if isinstance(source, Holding) and source.seq_id in free and source.chain.length == count:
+        if isinstance(source, Holding) and source.seq_id in free and self._is_trifle(source, count):
             return source.seq_id
         age = {seq_id: i for i, seq_id in enumerate(self._idle)}
 
@@ -212,6 +216,10 @@ class Ledger:
             return -neighbours if self.layout.dense else 0, age.get(seq_id, -1), seq_id
 
         return min(free, key=rank)
+
+    def _is_trifle(self, holding: Holding, count: int) -> bool:
+        """True if what an idle prefix holds beyond ``count`` tokens costs less to compute again than to keep."""
+        return holding.chain.length - count <= (0 if self.layout.shares else self._copy_cost(count))
 
     def _worth_moving(self, holding: Holding, count: int) -> bool:
         """True if more of an idle prefix than the ``count`` tokens now wanted can stay, under a spare seq_id."""
@@ -252,11 +260,11 @@ class Ledger:
             operations += self._shrink(holding, keep)
         return operations
 
-    def _shrink(self, holding: Holding, keep: int) -> list[Operation]:
+    def _shrink(self, holding: Holding, keep: int, *, save: bool = True) -> list[Operation]:
         """Keep the first ``keep`` cells of an idle prefix, after saving it if that is worth it."""
         if keep == holding.chain.length:
             return []
-        operations = self._save(holding.seq_id, holding, holding.path)
+        operations = self._save(holding.seq_id, holding, holding.path) if save else []
         self._tree.remove(holding)
         self.cells.cut(holding.chain, keep)
         if keep:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.base import Logits, ModelInfo
+from cllm.backends.base import Blank, Logits, ModelInfo
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
@@ -395,8 +395,12 @@ class LlamaCppBackend:
     def snapshot(self, key: int) -> memoryview:
         return self._states.saved_part(self._snapshots[key])
 
-    def adopt(self, key: int, data: bytes) -> None:
-        self._snapshots[key] = self._states.adopt(data)
+    def blank(self, num_bytes: int) -> Blank:
+        state = self._states.blank(num_bytes)
+        return Blank(self._states.saved_part(state), state)
+
+    def adopt(self, key: int, filled: Blank) -> None:
+        self._snapshots[key] = filled.state
 
     def _check_seq_id(self, seq_id: int, limit: int) -> None:
         if not 0 <= seq_id < limit:

@@ -67,11 +67,10 @@ class States:
         """What is worth a file: the part that never changes."""
         return state[HEAD : len(state) - self._tail].data if self._portable else state.data
 
-    def adopt(self, data: bytes) -> Bytes:
-        """A state from what ``saved_part`` gave."""
-        head = HEAD if self._portable else 0
-        state = np.zeros(head + len(data) + self._tail, np.uint8)
-        state[head : head + len(data)] = np.frombuffer(data, np.uint8)
+    def blank(self, num_bytes: int) -> Bytes:
+        """A state whose ``saved_part`` has so many bytes, and is still to be filled."""
+        state = np.empty((HEAD if self._portable else 0) + num_bytes + self._tail, np.uint8)
+        state[len(state) - self._tail :] = 0
         return state
 
 
