@@ -387,12 +387,10 @@ def copy_tasks(count: int, seed: int) -> list[Task]:
 
 def restart(options: argparse.Namespace, report: Report) -> None:
     """A prompt of about 2,000 tokens, cold, and after a restart with what the disk kept."""
-    ratios, ram = [], []
-    backend = build_backend(
-        EngineParams(path=str(options.model), context_length=1024, max_num_seqs=2, kv_memory=1 << 40)
-    )
-    for _ in range(options.rounds):
-        ram.append(restored(backend, 1000))
+    ratios = []
+    params = EngineParams(path=str(options.model), context_length=1024, max_num_seqs=2, kv_memory=1 << 40)
+    backend = build_backend(params)
+    ram = [restored(backend, 1000) for _ in range(options.rounds)]
     backend.close()
     for i in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
