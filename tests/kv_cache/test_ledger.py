@@ -126,6 +126,17 @@ def test_an_exact_continuation_takes_the_seq_id_over():
         assert (seq.seq_id, num_found, operations) == (0, len(LONG), [])
 
 
+def test_a_few_tokens_are_not_worth_a_copy():
+    """Where cells are not shared, the end of an idle prefix is given up rather than all the rest copied, or saved."""
+    answered, question = [*LONGER, 1, 2, 3], [*LONGER, 7, 8]
+    ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
+    used(ledger, answered)
+    assert lease(ledger, question)[2] == [Trim(0, len(LONGER))]
+    ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
+    used(ledger, [*answered, 4])
+    assert lease(ledger, question)[2] == [Copy(0, 1, len(LONGER))], "a thirty-second part costs as much as the copy"
+
+
 def test_the_last_token_of_a_prompt_is_computed_again():
     """A prompt that lies in the cache as a whole leaves one token to compute, since its logits are needed."""
     ledger = Ledger(64, 64, 1)

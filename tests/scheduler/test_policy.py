@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -159,6 +162,25 @@ def test_a_policy_of_ones_own():
 class Own(FirstComeFirstServed):
     def __init__(self, weights) -> None:
         self.weights = weights
+
+
+def test_the_policy_of_the_docs(tmp_path, monkeypatch):
+    """A module in the current folder is found, also where Python would not look there."""
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
+    (example,) = (
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        if "ShortestFirst" in block
+    )
+    (tmp_path / "mine.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    before = list(sys.path)
+    waiting = Waiting(make_policy("mine:ShortestFirst", {}))
+    assert sys.path == before
+    for size in (500, 20, 100, 18):
+        waiting.push(sequence(size=size))
+    assert [seq.num_prompt_tokens for seq in order(waiting)] == [20, 18, 100, 500]
 
 
 @pytest.mark.parametrize("name", ["unfair", "no.such.module:Class", f"{__name__}:Nobody", ":"])

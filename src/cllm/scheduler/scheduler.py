@@ -195,6 +195,7 @@ class Scheduler:
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit who waits, in the order of the policy, until one has to go on waiting."""
+        growth = self._expected_growth(*self.running) if self.waiting else 0
         while (seq := self.waiting.head(now)) is not None:
             if not self.ledger.seq_ids.num_free:
                 self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
@@ -206,26 +207,30 @@ class Scheduler:
                     return
                 operations += self._defer(seq, match)
                 continue
-            if not self._fits(seq, match):
+            if not self._fits(seq, match, growth):
                 return
             leased = self.ledger.lease(seq, match)
             if leased is None:
                 self.blocked = f"no cells for the {match.num_tokens} cached tokens of {seq.name}"
                 return
             operations += self._admit(seq, *leased)
+            growth += self._expected_growth(seq)
 
-    def _fits(self, seq: Sequence, match: Match) -> bool:
-        """True if ``seq`` and those who run can be expected to find the cells they will need, all of them."""
+    def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
+        """True if ``seq`` can be expected to find the cells it will need, beside the ``growth`` of those who run."""
         if not self.running or not self.ledger.layout.shares:
             return True
         need = self._expected_size(seq) - self.ledger.num_shared(match)
-        growth = sum(self._expected_size(other) - self.ledger.num_cells_of(other.seq_id) for other in self.running)
         if need + growth <= self.ledger.num_available:
             return True
         self.blocked = (
             f"no cells: {seq.name} needs {need}, those who run {growth} more, {self.ledger.num_available} are to be had"
         )
         return False
+
+    def _expected_growth(self, *seqs: Sequence) -> int:
+        """Cells that running sequences will probably need still."""
+        return sum(self._expected_size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
 
     def _expected_size(self, seq: Sequence) -> int:
         """Tokens ``seq`` will probably end with: as many of output as others got, unless it is bound to get fewer."""
@@ -280,7 +285,8 @@ class Scheduler:
             return
         tail = self._tail()
         if self.waiting.policy.gives_way(tail, head) and (
-            not self.ledger.seq_ids.num_free or not self._fits(head, self.ledger.match(head.array))
+            not self.ledger.seq_ids.num_free
+            or not self._fits(head, self.ledger.match(head.array), self._expected_growth(*self.running))
         ):
             self._park(tail)
 
