@@ -247,6 +247,10 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
             f"c.yaml:1: scheduler.weights must be a mapping of names, each to {WEIGHT}, not a list",
         ),
         ("scheduler:\n  weights:\n    a: 1\n    b: 0", f"c.yaml:4: scheduler.weights: b must be {WEIGHT}, not 0"),
+        (
+            "scheduler:\n  priorities: {a: high}",
+            'c.yaml:2: scheduler.priorities: a must be interactive, normal or batch, not "high"',
+        ),
         ("scheduler:\n  weights: {a: 1001}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not 1001"),
         ("scheduler:\n  weights: {a: .inf}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not Infinity"),
         ("scheduler:\n  weights: {a: x}", f'c.yaml:2: scheduler.weights: a must be {WEIGHT}, not "x"'),

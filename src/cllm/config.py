@@ -24,6 +24,7 @@ ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
 Name = Annotated[str, Field(min_length=1, max_length=300, pattern=ONE_LINE)]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
+PriorityName = Literal["interactive", "normal", "batch"]
 
 
 class Section(BaseModel):
@@ -90,6 +91,11 @@ class Scheduler(Section):
         default={},
         description="Shares of keys against the others, whose share is 1, e.g. {user-alice: 2}; a key is user- and the "
         "user of the body, or key- and the first 16 hex digits of the token's SHA-256. JSON in a variable or a flag.",
+    )
+    priorities: dict[Name, PriorityName] = Field(
+        default={},
+        description="Classes of keys, e.g. {user-nightly: batch}: their requests are of that class, or of a lower one "
+        "that they name. JSON in a variable or a flag.",
     )
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         default="prompt_lookup",
@@ -314,8 +320,9 @@ def option_of(key: str, field: FieldInfo) -> Option:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is dict:
-        number, bounds = get_args(get_args(kind)[1])
-        entries = describe(number, bounds.metadata)
+        entry = get_args(kind)[1]
+        number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
+        entries = describe(number, bounds.metadata if bounds else [])
         expects = f"a mapping of names, each to {entries}"
         return Option(key, str, nullable, field.get_default(), field.description or "", expects, entries)
     expects = describe(kind, field.metadata) + (" or null" if nullable else "")

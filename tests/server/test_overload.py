@@ -317,7 +317,7 @@ def with_service(test, **limits):
     async def main():
         engine = EngineClient(EngineParams(backend="fake", max_num_seqs=1), limits=QueueLimits(**limits))
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
-        app = create_app(service, SamplingDefaults(), 1_000_000)
+        app = create_app(service, SamplingDefaults(), 1_000_000, {})
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
             await engine.start()
             try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import FastAPI
 
 from cllm import __version__
+from cllm.config import PriorityName
 from cllm.server import errors
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
@@ -12,8 +15,10 @@ from cllm.server.openai import routes as openai
 from cllm.service import Service
 
 
-def create_app(service: Service, sampling: SamplingDefaults, max_body: int) -> FastAPI:
-    """``max_body``: the largest request body, in bytes."""
+def create_app(
+    service: Service, sampling: SamplingDefaults, max_body: int, priorities: Mapping[str, PriorityName]
+) -> FastAPI:
+    """``max_body``: the largest request body, in bytes. ``priorities``: the classes of some keys."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -24,6 +29,7 @@ def create_app(service: Service, sampling: SamplingDefaults, max_body: int) -> F
     app.state.service = service
     app.state.sampling = sampling
     app.state.max_body = max_body
+    app.state.priorities = priorities
     errors.install(app)
     app.include_router(openai.router)
     app.include_router(native.router)

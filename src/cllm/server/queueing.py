@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
 
+from cllm.config import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import Place
 from cllm.server.body import Body
@@ -23,7 +24,7 @@ class TermsBody(Body):
     user: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="On whose account this goes; those who wait are served fairly. A token goes before."
     )
-    priority: Literal["interactive", "normal", "batch"] | None = Field(
+    priority: PriorityName | None = Field(
         default=None, description="Interactive requests are served before normal ones (the default), batch ones last."
     )
     deadline_ms: Milliseconds | None = Field(
@@ -34,12 +35,19 @@ class TermsBody(Body):
     )
 
     def terms(self, request: Request) -> Terms:
+        key = account(request, self.user)
         return Terms(
-            key=account(request, self.user),
-            priority=Priority[(self.priority or "normal").upper()],
+            key=key,
+            priority=priority_of(self.priority, request.app.state.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
         )
+
+
+def priority_of(asked: PriorityName | None, of_key: PriorityName | None) -> Priority:
+    """The class of a request: what it asks for, but not a higher one than its key has."""
+    asked = asked or of_key or "normal"
+    return max(Priority[asked.upper()], Priority[(of_key or asked).upper()])
 
 
 def account(request: Request, user: str | None) -> str:

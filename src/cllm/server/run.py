@@ -107,7 +107,8 @@ async def run(
     recorder = make_recorder(settings)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
     sampling = SamplingDefaults(**settings.sampling.model_dump())
-    app = create_app(service, sampling, int(settings.server.max_body_mb * 1_000_000))
+    max_body = settings.server.max_body_mb * 1_000_000
+    app = create_app(service, sampling, max_body, settings.scheduler.priorities)
     config = uvicorn.Config(
         app,
         log_config=None,
