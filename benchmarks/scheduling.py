@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import EngineParams, build_backend, build_vocabulary
 from cllm.models.builtin.questions import held_out_questions
+from cllm.process.client import engine_environment
 
 LAYOUTS = ("unified", "partitioned")
+NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, which is no merit
 
 
 class Report:
@@ -44,13 +48,19 @@ class Report:
         self.figures: dict[str, Any] = {}
         self.missed: list[str] = []
 
-    def figure(self, name: str, values: list[float], target: float | None = None, *, least: bool = True) -> None:
-        """Print the median and the spread; ``least``: the target is the least, else the most, the median may be."""
+    def figure(
+        self, name: str, values: list[float], target: float | None = None, *, least: bool = True, every: bool = False
+    ) -> None:
+        """Print the median and the spread; ``least``: the target is the least, else the most, the median may be.
+
+        ``every``: each value is to reach it.
+        """
         median = statistics.median(values)
         self.figures[name] = {"median": median, "values": values, "target": target}
         line = f"  {name}: {median:.3f} ({min(values):.3f}-{max(values):.3f})"
         if target is not None:
-            reached = median >= target if least else median <= target
+            judged = (min(values) if least else max(values)) if every else median
+            reached = judged >= target if least else judged <= target
             line += f"  target {'>=' if least else '<='} {target:g}: {'reached' if reached else 'MISSED'}"
             if not reached:
                 self.missed.append(name)
@@ -83,11 +93,10 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
         tasks = words(24, options, prompt_words=1020, shared_words=1000, seed=options.seed + i)
         own_limit, num_tokens = backend_limit(options, tasks)
         limits.append(own_limit)
-        with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *options.flags) as target:
+        with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags) as target:
             load(target, words(1, options, seed=99 + i), 1)
             before = metric(target, "cllm:prefill_tokens_computed")
             outcome = load(target, tasks, 8)
-            assert not failures(outcome), failures(outcome)
             ours.append((outcome.wall, mean_ttft(outcome)))
             computed.append((metric(target, "cllm:prefill_tokens_computed") - before) / num_tokens)
         print(f"  round {i + 1}: cLLM {ours[-1]}, limit {limits[-1]:.2f}", flush=True)
@@ -96,7 +105,6 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
             with llama_server(options.model, *flags) as target:
                 load(target, words(1, options, seed=99 + i), 1)
                 outcome = load(target, tasks, 8)
-            assert not failures(outcome), failures(outcome)
             print(f"    llama-server {name}: {outcome.wall:.1f} s, mean TTFT {mean_ttft(outcome):.2f} s", flush=True)
             if best is None or outcome.wall < best[0]:
                 best, winner = (outcome.wall, mean_ttft(outcome)), name
@@ -136,6 +144,8 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> flo
     seqs = [Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, 4096) for i, prompt in enumerate(prompts)]
     for i, seq in enumerate(seqs):
         seq.seq_id = i % 8
+    backend.forward(Batch([Row(seqs[0], 0, size, 0)], []))  # warm, as the servers are
+    backend.forward(Batch([], [Trim(0, 0)]))
     begun = time.perf_counter()
     for start in range(0, num_shared, size):
         count = min(size, num_shared - start)
@@ -172,7 +182,7 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
     for i in range(options.rounds):
         for name, found in figures.items():
             if name == "cLLM":
-                server = cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *options.flags)
+                server = cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags)
             else:
                 server = llama_server(options.model, "-np", 8, "-c", 8 * 4096, *name.split())
             with server as target:
@@ -202,7 +212,7 @@ def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) 
     outcome = load(target, beside, 1)
     ended = time.perf_counter()
     thread.join()
-    assert not failures(outcome) + failures(streams[0]), failures(outcome) + failures(streams[0])
+    assert min(answer.ended for answer in streams[0].answers) > ended, "the streams ended first: --stream-tokens"
     gaps = [
         b - a
         for answer in streams[0].answers
@@ -232,20 +242,22 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
     """16 requests at once, all growing, on cells for about four of them; the built-in model's answers are checked."""
     from cllm.models.catalog import BUILTIN
 
-    ours, theirs, parked = [], [], []
+    ours, theirs, ample, parked = [], [], [], []
     for i in range(options.rounds):
         tasks = question_tasks(16, options.seed + i, 120)
         flags = ["--kv.layout", "unified", "--kv.max-memory-mb", 1, "--context", 256, "--max-num-seqs", 16]
         with cllm(None, *flags) as target:
-            outcome = load(target, tasks, 16)
+            outcome = load(target, tasks, 16, may_fail=True)
             ours.append(sum(not answer.failure for answer in outcome.answers) / 16)
             parked.append(metric(target, "cllm:parked"))
-        with llama_server(BUILTIN, "-np", 16, "-kvu", "-c", 512, "--jinja") as target:
-            outcome = load(target, tasks, 16)
-            theirs.append(sum(not answer.failure for answer in outcome.answers) / 16)
-            print("  llama-server:", dict.fromkeys(failures(outcome)), flush=True)
-    report.figure("answers right, cLLM", ours, 1.0)
+        for cells, found in ((512, theirs), (16 * 512, ample)):
+            with llama_server(BUILTIN, "-np", 16, "-kvu", "-c", cells, "--jinja") as target:
+                outcome = load(target, tasks, 16, may_fail=True)
+                found.append(sum(not answer.failure for answer in outcome.answers) / 16)
+                print(f"  llama-server, {cells} cells:", Counter(failures(outcome)), flush=True)
+    report.figure("answers right, cLLM", ours, 1.0, every=True)
     report.figure("answers right, llama-server -kvu", theirs)
+    report.figure("answers right, llama-server -kvu with room for all", ample, 1.0, every=True)
     report.figure("times a sequence was parked", parked)
 
 
@@ -256,16 +268,15 @@ def fairness(options: argparse.Namespace, report: Report) -> None:
     """One key sends 200 requests, another 10, same class; then both send 60."""
     slower, jain = [], []
     for i in range(options.rounds):
-        with cllm(options.model, "--max-num-seqs", 8, "--context", 512, *options.flags) as target:
+        with cllm(options.model, "--max-num-seqs", 8, "--context", 512, *NO_GUESSES, *options.flags) as target:
             tasks = words(10, options, max_tokens=16, seed=30 + i)
             load(target, words(8, options, max_tokens=4, seed=99 + i), 8)
             alone = mean_latency(load(target, tasks, 10, api_key="small"))
-            heavy, light = together(
+            _, light = together(
                 target,
                 (words(200, options, max_tokens=16, seed=31 + i), 200, "large", 0.0),
                 (words(10, options, max_tokens=16, seed=32 + i), 10, "small", 2.0),
             )
-            assert not failures(heavy) + failures(light)
             slower.append(mean_latency(light) / alone)
             a, b = together(
                 target,
@@ -338,6 +349,7 @@ def queue(options: argparse.Namespace, report: Report) -> None:
         large = cost(10_000)
         print(f"  a step with 10 waiting {small * 1e6:.0f} us, with 10,000 {large * 1e6:.0f} us", flush=True)
         ratios.append(large / small)
+    gc.enable()
     report.figure("cost of a step, 10,000 waiting / 10 waiting", ratios, 1.1, least=False)
 
 
@@ -354,9 +366,9 @@ def speculation(options: argparse.Namespace, report: Report) -> None:
             flags = ["--scheduler.speculation", how, "--context", 1024, "--max-num-seqs", 16]
             with cllm(None, *flags) as target:
                 tasks = copy_tasks(48, options.seed + i)
-                load(target, tasks[:2], 1)
+                load(target, tasks[:2], 1, may_fail=True)
                 for clients in (1, 16):
-                    outcome = load(target, tasks, clients)
+                    outcome = load(target, tasks, clients, may_fail=True)
                     assert all("wrong answer" in failure for failure in failures(outcome)), failures(outcome)
                     speeds[how, clients] = sum(a.output_tokens for a in outcome.answers) / outcome.wall
                     texts.setdefault(how, []).extend(sorted(a.text() for a in outcome.answers))
@@ -364,7 +376,7 @@ def speculation(options: argparse.Namespace, report: Report) -> None:
         alone.append(speeds["prompt_lookup", 1] / speeds["off", 1])
         crowd.append(speeds["prompt_lookup", 16] / speeds["off", 16])
     report.figure("tokens/s with prompt lookup / without, 1 client", alone, 1.5)
-    report.figure("the same with 16 clients", crowd, 0.98)
+    report.figure("the same with 16 clients", crowd, 0.98, every=True)
 
 
 def copy_tasks(count: int, seed: int) -> list[Task]:
@@ -403,6 +415,7 @@ def restart(options: argparse.Namespace, report: Report) -> None:
                 load(target, words(1, options, seed=98 + i), 1)
                 outcome = load(target, tasks, 1)
                 warm = ttfts(outcome)[0]
+            assert outcome.answers[0].cached_tokens >= 0.9 * outcome.answers[0].prompt_tokens
             print(f"  round {i + 1}: cold {cold:.2f} s, warm {warm:.3f} s, {outcome.answers[0].cached_tokens} cached")
             ratios.append(warm / cold)
     report.figure("TTFT after a restart / cold", ratios, 0.1, least=False)
@@ -446,6 +459,8 @@ def main() -> None:
     parser.add_argument("--flags", nargs="*", default=[], help="further flags for cllm serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if engine_environment() != os.environ:  # so that what is measured here has what the engine process has
+        os.execve(sys.executable, [sys.executable, *sys.argv], engine_environment())
     report = Report()
     for name in options.names or BENCHMARKS:
         if name in ("shared-prefix", "long-prompt", "small-pool") and not LLAMA_SERVER.exists():

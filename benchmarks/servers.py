@@ -78,13 +78,21 @@ def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManage
 
 def llama_server(model: Path, *flags: object) -> contextlib.AbstractContextManager[Target]:
     """llama-server with ``flags``; a connection for each request, because it loses some that are kept."""
-    return running([LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", *flags], "/health", keep_alive=False)
+    threads = os.cpu_count()
+    return running(
+        [LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags], "/health", keep_alive=False
+    )
 
 
-def load(target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None) -> Outcome:
-    """Send ``tasks``, so many at a time; nothing is warmed up here."""
+def load(
+    target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None, may_fail: bool = False
+) -> Outcome:
+    """Send ``tasks``, so many at a time; nothing is warmed up here. A failure ends the benchmark unless it may be."""
     target = msgspec.structs.replace(target, api_key=api_key)
-    return run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
+    outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
+    if not may_fail and (failed := failures(outcome)):
+        sys.exit(f"{len(failed)} of {len(tasks)} requests failed: {failed[0]}")
+    return outcome
 
 
 def mean_ttft(outcome: Outcome) -> float:

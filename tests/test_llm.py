@@ -127,7 +127,7 @@ def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
     questions = known_questions(8, 9, ["counting", "stories"])
     with LLM(model_max_context_length=400, scheduler_max_num_seqs=8, kv_layout="unified", kv_max_memory_mb=1) as llm:
         assert llm.info.num_cells < 500
-        llm._engine.scheduler.expected_output = 8
+        llm._engine.scheduler.expected.output = 8
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]

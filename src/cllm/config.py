@@ -126,8 +126,8 @@ class Scheduler(Section):
     )
     trace_file: Text | None = Field(
         default=None,
-        description="File to which every request is added when it has ended, for cllm simulate: times, lengths and "
-        "what prompts share, without a word of them; null records nothing.",
+        description="File to which every request is added when it has ended or was refused, for cllm simulate: times, "
+        "lengths, keys and what prompts share, without a word of them; null records nothing.",
     )
 
 
@@ -137,7 +137,7 @@ class KV(Section):
     layout: Literal["auto", "partitioned", "unified"] = Field(
         default="auto",
         description="partitioned gives each sequence its own cells, the fastest for unrelated requests; unified is one "
-        "pool for all, the better one for long shared prefixes; auto begins with the pool and follows the load.",
+        "pool for all, the better one for long shared prefixes; auto follows the load.",
     )
     max_memory_mb: int | None = Field(
         default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses from what is free."

@@ -127,7 +127,7 @@ class Service:
         self._check_length(len(text), param)
         if len(text) < LONG_TEXT:
             return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
-        self._check_room(terms)
+        self._check_room(terms, len(text))
         return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
 
     async def encode_chat(
@@ -138,20 +138,25 @@ class Service:
         self._check_length(length, "messages")
         if len(str(messages)) + len(str(tools)) < LONG_TEXT:
             return self._chat_template.encode(messages, tools, **variables)
-        self._check_room(terms)
+        self._check_room(terms, length)
         return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
 
     def _check_length(self, num_characters: int, param: str) -> None:
-        at_least = num_characters // self._longest_piece
+        at_least = self._least_tokens(num_characters)
         if at_least >= self.info.context_length:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
-    def _check_room(self, terms: Terms | None) -> None:
+    def _least_tokens(self, num_characters: int) -> int:
+        return num_characters // self._longest_piece
+
+    def _check_room(self, terms: Terms | None, num_characters: int) -> None:
         """Tokenizing a long text takes longer than a refusal may."""
         if terms is None:
             return
+        self._check_ready()
         try:
-            self.engine.check_room(request_of("", [0], SamplingParams(), terms))
+            prompt = [0] * max(1, self._least_tokens(num_characters))
+            self.engine.check_room(request_of("", prompt, SamplingParams(), terms))
         except QueueFull as error:
             self.metrics.refused(error.bound)
             raise
@@ -166,6 +171,9 @@ class Service:
             raise BadRequest(
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
+        self._check_ready()
+
+    def _check_ready(self) -> None:
         if self.draining:
             self.metrics.refused("draining")
             raise EngineError("The server is shutting down.")
@@ -187,6 +195,9 @@ class Service:
             stream = self.engine.submit(requests)
         except QueueFull as error:
             self.metrics.refused(error.bound)
+            if self._recorder is not None:
+                for request in requests:
+                    self._recorder.record(request, 0.0, [0] * request.params.n)
             raise
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         generation.usage.cached_tokens = stream.num_reused_tokens
@@ -296,7 +307,7 @@ class Answer:
                 if output.finish == FinishReason.ERROR:
                     raise EngineError("The engine failed to compute this request; please retry.")
                 if output.finish == FinishReason.TIMEOUT:
-                    raise self._timeout(has_begun=usage.completion_tokens > 0)
+                    raise self._timeout()
                 usage.cached_tokens += output.num_cached_tokens
                 text, finish = choice.feed(output)
                 delta = deltas.setdefault(choice.index, Delta(choice.index, "", 0))
@@ -314,11 +325,10 @@ class Answer:
                 last = now
                 yield list(deltas.values())
 
-    def _timeout(self, *, has_begun: bool) -> RequestTimeout:
+    def _timeout(self) -> RequestTimeout:
         """Which of its own limits has ended the generation."""
         terms = self.generation.terms
-        seconds = time.monotonic() - self._begun
-        if terms.queue_timeout is not None and not has_begun and seconds < (terms.deadline or math.inf):
+        if terms.queue_timeout is not None and time.monotonic() - self._begun < (terms.deadline or math.inf):
             limit = round(terms.queue_timeout * 1000)
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)

@@ -68,7 +68,7 @@ def test_a_restart_finds_the_prefixes_of_before(tmp_path):
     assert ask(second, [*LONG[:100], 1]) == ([2, 3], 2)
 
 
-@pytest.mark.parametrize("wound", ["cut", "flipped", "another version", "empty"])
+@pytest.mark.parametrize("wound", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"])
 def test_a_damaged_file_is_computed_again(tmp_path, wound):
     """Whatever is wrong with a file, the answer is right, and the file is gone or replaced."""
     first = start(tmp_path)
@@ -81,12 +81,29 @@ def test_a_damaged_file_is_computed_again(tmp_path, wound):
         "flipped": whole[:-10] + bytes([whole[-10] ^ 1]) + whole[-9:],
         "another version": whole.replace(b"KV 2", b"KV 1", 1),
         "empty": b"",
+        "head": whole[:14] + b"\xc1" + whole[15:],
+        "head cut": whole[:20],
+        "tokens": whole.replace(bytes([LONG[5], 0, 0, 0, LONG[6]]), bytes([LONG[5] ^ 1, 0, 0, 0, LONG[6]]), 1),
     }
+    assert damaged[wound] != whole
     path.write_bytes(damaged[wound])
     second = start(tmp_path)
     assert ask(second, LONG) == (answer, len(LONG) + 1)
     close(second)
     assert path.read_bytes() == whole, "written again"
+
+
+def test_a_file_that_is_damaged_while_the_engine_runs(tmp_path):
+    """Whoever waits for it is computed, and the next one is read as ever."""
+    first = start(tmp_path)
+    answer, _ = ask(first, LONG)
+    close(first)
+    (path,) = tmp_path.glob("*.kv")
+    second = start(tmp_path)
+    path.write_bytes(path.read_bytes()[:14] + b"\xc1")
+    assert ask(second, LONG) == (answer, len(LONG) + 1)
+    close(second)
+    assert ask(start(tmp_path), LONG) == (answer, 2)
 
 
 def test_a_file_of_another_model_is_left_alone(tmp_path):

@@ -20,7 +20,7 @@ def chooser(max_stall: float | None = None) -> LayoutChooser:
 def steps_until_change(chooser: LayoutChooser, sharing: Sharing, *, unified: bool) -> int | None:
     for count in range(5000):
         chooser.observe(sharing, 1, unified=unified)
-        if chooser.wants_change(sharing, 0, unified=unified, decoding=True):
+        if chooser.wants_change(sharing, 0, unified=unified, decoding=unified):
             return count
     return None
 
@@ -32,6 +32,10 @@ def test_unrelated_sequences_leave_the_pool_when_that_has_cost_as_much_as_the_ch
 
 
 def test_a_shared_prefix_brings_them_back():
+    """But not while somebody decodes: each would come back with cells of his own."""
+    shared = chooser()
+    shared.observe(SHARED, 1000, unified=False)
+    assert not shared.wants_change(SHARED, 0, unified=False, decoding=True)
     assert steps_until_change(chooser(), SHARED, unified=False) is not None
     assert steps_until_change(chooser(), SHARED, unified=True) is None
 

@@ -360,16 +360,6 @@ def test_running_sequences_are_not_robbed():
     assert ledger.make_room(50) == [Trim(0, 0)]
 
 
-def test_tidy_keeps_the_limit():
-    """Idle cells beyond max_idle are given up, the longest unused first."""
-    ledger = Ledger(200, 100, 3, UNIFIED, max_idle=60)
-    used(ledger, [1] * 40)
-    assert ledger.tidy() == []
-    used(ledger, [2] * 40)
-    assert ledger.tidy() == [Trim(0, 0)]
-    assert ledger.tidy() == []
-
-
 def test_guesses_are_taken_back():
     """The cells of wrong ones are free again."""
     ledger = Ledger(100, 80, 1, UNIFIED)

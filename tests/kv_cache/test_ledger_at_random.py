@@ -22,7 +22,7 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-ACTIONS = ["admit"] * 5 + ["compute", "release", "checkpoint", "tidy", "save_one_idle", "written"]
+ACTIONS = ["admit"] * 5 + ["compute", "release", "checkpoint", "save_one_idle", "written"]
 COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
 
 
@@ -38,16 +38,13 @@ class LedgerMachine(RuleBasedStateMachine):
     max_num_seqs = 3
     cells_per_seq = 120
     num_cells = 360
-    max_idle = 300
     ram_bytes = 200
     disk_bytes = 300
 
     def __init__(self) -> None:
         super().__init__()
         tiers = Tiers(self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10)
-        self.ledger = Ledger(
-            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers, max_idle=self.max_idle
-        )
+        self.ledger = Ledger(self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers)
         self.backend = FakeBackend(
             context_length=self.cells_per_seq,
             max_num_seqs=self.max_num_seqs,
@@ -124,9 +121,10 @@ class LedgerMachine(RuleBasedStateMachine):
         offers += [list(holding.path) for holding in self.ledger._idle.values()]
         if self.layout.trims:
             offers += [self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()]
-            longest = max((common(offer, wanted) for offer in offers), default=0)
+            shared = [(common(offer, wanted), len(offer)) for offer in offers]
         else:
-            longest = max((len(offer) for offer in offers if offer == wanted[: len(offer)]), default=0)
+            shared = [(len(offer), len(offer)) for offer in offers if offer == wanted[: len(offer)]]
+        worth = max((count - 4 - length // 16 for count, length in shared), default=0)
         source = match.source
         if source is None:
             assert match.num_tokens == 0
@@ -136,7 +134,6 @@ class LedgerMachine(RuleBasedStateMachine):
             there = list(there) if seq is None else seq.tokens[: seq.num_computed_tokens]
             assert there[: match.num_tokens] == wanted[: match.num_tokens]
             assert match.num_tokens >= MIN_SHARED_TOKENS
-        worth = longest - 4 - longest // 16
         assert match.num_tokens >= (worth if worth >= MIN_SHARED_TOKENS else 0)
         leader = match.leader
         assert (match.num_promised > 0) == (leader is not None)
@@ -182,10 +179,6 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.idle_rows() and not self.layout.trims:
             seq = self.running[data.draw(st.sampled_from(self.idle_rows()))]
             self.operations += self.ledger.checkpoint(seq)
-
-    def tidy(self, data: st.DataObject) -> None:
-        self.operations += self.ledger.tidy()
-        assert self.ledger.cells.num_idle <= self.max_idle
 
     def succeed(self, data: st.DataObject) -> None:
         rows, operations = self.carry_out(len(self.operations), len(self.rows))
@@ -318,7 +311,6 @@ class UnifiedMachine(LedgerMachine):
 
     layout = Layout(shares=True, dense=False, num_spare_ids=2)
     num_cells = 220
-    max_idle = 180
 
 
 class UnifiedStateMachine(LedgerMachine):
@@ -326,7 +318,6 @@ class UnifiedStateMachine(LedgerMachine):
 
     layout = Layout(shares=True, dense=False, trims=False)
     num_cells = 220
-    max_idle = 180
 
 
 class StateMachine(LedgerMachine):

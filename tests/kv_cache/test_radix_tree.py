@@ -147,16 +147,6 @@ class TreeMachine(RuleBasedStateMachine):
         distinct = {path[:count] for path in begun for count in range(1, len(path) + 1)}
         assert self.tree.num_distinct({owner: lengths[owner] for owner in owners}) == len(distinct)
 
-    @precondition(lambda self: any(self.paths.values()))
-    @rule(data=st.data())
-    def covering(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from([owner for owner, path in self.paths.items() if path]))
-        path = self.paths[owner]
-        expected = {other for other, longer in self.paths.items() if longer[: len(path)] == path} - {owner}
-        found = list(self.tree.covering(owner))
-        assert len(found) == len(expected)
-        assert set(found) == expected
-
     @invariant()
     def laws_hold(self) -> None:
         self.tree.check()

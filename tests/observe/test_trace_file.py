@@ -81,18 +81,18 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 def request(prompt: list[int], **changes) -> Request:
-    return Request("A", prompt, SamplingParams(), **changes)
+    return Request("A", prompt, SamplingParams(max_tokens=50), **changes)
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    """Lengths, times and classes, one line for each answer; none for one that got no token."""
+    """Lengths, times and classes, one line for each answer; of one that got no token what it asked for."""
     file = tmp_path / "trace.jsonl"
     with closing(Recorder(file)) as recorder:
         recorder.record(request([5] * 40, key="a", priority=Priority.BATCH, deadline=1.5), 10.0, [7, 0, 3])
         recorder.record(request([5] * 40), 12.0, [1])
     earlier, *others = read_trace(file)
     assert (earlier.key, earlier.priority, earlier.deadline_ms) == ("", "normal", None)
-    assert [entry.output_length for entry in others] == [7, 3]
+    assert [entry.output_length for entry in others] == [7, 50, 3]
     assert {(entry.input_length, entry.key, entry.priority, entry.deadline_ms) for entry in others} == {
         (40, "a", "batch", 1500.0)
     }

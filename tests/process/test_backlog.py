@@ -108,11 +108,11 @@ def test_without_a_queue_the_estimate_is_measured_here():
 
 
 def test_the_first_token_of_a_long_prompt_takes_longer():
-    """By what it took those who had not to wait."""
+    """By what steps and tokens of prompts cost, as the engine says."""
     backlog = backlog_of()
-    backlog.ran_at_once(0.5, 100)
-    assert backlog.place(ask(length=10), CAPACITY) == Place(0, 0.5)
-    assert backlog.place(ask(length=400), CAPACITY) == Place(0, 2.0)
+    backlog.observe(Stats(step_seconds=0.5, prompt_token_seconds=0.01))
+    assert backlog.place(ask(length=10), CAPACITY) == Place(0, 0.6)
+    assert backlog.place(ask(length=400), CAPACITY) == Place(0, 4.5)
 
 
 def test_lower_classes_are_not_in_the_way():

@@ -133,6 +133,18 @@ def test_the_account_and_a_lower_class_make_no_difference():
     assert air.computed == ["a"]
 
 
+def test_nobody_shares_what_would_come_later():
+    """Who sends little is not taken to the end of the queue of who sends much; once that has begun, all share."""
+    air = Air(capacity=1)
+    for i in range(20):
+        air.ask(f"many{i}", prompt=(i,), terms=("many",))
+    alone = air.ask("few", prompt=(19,), terms=("few",))
+    assert (alone.num_shared, alone.place.position) == (0, 2)
+    assert air.ask("many", prompt=(19,), terms=("many",)).place.position == 2, "now that it is the sooner one"
+    air.say("many10", 7)
+    assert air.ask("other", prompt=(10,), terms=("other",)).num_shared == 1
+
+
 def test_a_full_queue_still_shares():
     """It costs nothing; what must be computed is refused, and then nothing of it has begun."""
     air = Air(capacity=1, requests=1)

@@ -28,7 +28,7 @@ class Play:
         expected_output = options.pop("expected_output", None)
         self.stage = fake_engine(**options)
         if expected_output is not None:
-            self.stage.scheduler.expected_output = expected_output
+            self.stage.scheduler.expected.output = expected_output
         self.events = [line.split() for line in events]
         self.requests = {}
 

@@ -186,7 +186,7 @@ def test_stop_tokens(fake_engine):
 def test_parking_takes_from_the_tail(fake_engine):
     """When the pool is short, those who came last are parked, one by one; everyone ends with the right text."""
     engine = fake_engine(context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25)
-    engine.scheduler.expected_output = 4
+    engine.scheduler.expected.output = 4
     requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
     running = ["ABCD"]
     while engine.scheduler.has_work():
@@ -204,7 +204,7 @@ def test_parking_takes_from_the_tail(fake_engine):
 def test_a_parked_sequence_keeps_its_turn(fake_engine):
     """It waits at the head of the queue, before those who never ran."""
     engine = fake_engine(context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30)
-    engine.scheduler.expected_output = 1
+    engine.scheduler.expected.output = 1
     engine.add("A", LONG[:18], max_tokens=20)
     engine.add("B", LONG[18:36], max_tokens=20)
     engine.add("C", [1, 2], max_tokens=1)
@@ -416,7 +416,7 @@ def test_a_parked_sequence_goes_on_from_ram(fake_engine):
     """Its cells are saved when they are taken, and loaded when it comes back: nothing is computed twice."""
     options = {"context_length": 200, "num_cells": 200, "max_num_seqs": 2, "max_num_batched_tokens": 200}
     engine = fake_engine(**options, length=150, engine_ram_cache_bytes=10_000)
-    engine.scheduler.expected_output = 4
+    engine.scheduler.expected.output = 4
     requests = [engine.add("A", LONG, max_tokens=100), engine.add("B", [7] * 80, max_tokens=100)]
     engine.finish()
     assert engine.scheduler.num_parked == 1
@@ -429,7 +429,7 @@ def test_a_parked_sequence_goes_on_from_ram(fake_engine):
 def test_own_tokens_found_after_parking_are_not_cached_ones(fake_engine):
     """num_cached_tokens goes to the bill: what a sequence computed itself before it was parked is not part of it."""
     engine = fake_engine(context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40)
-    engine.scheduler.expected_output = 4
+    engine.scheduler.expected.output = 4
     engine.add("A", LONG[:20], max_tokens=16)
     engine.add("B", LONG[20:], max_tokens=18)
     engine.finish()
@@ -568,3 +568,80 @@ def test_decoding_is_never_held_up(fake_engine, limits, lengths):
         prompts = sum(row.num_tokens for row in batch.rows if row.seq not in decoding)
         assert prompts <= limits["max_num_batched_tokens"] - len(decoding & rows.keys())
         decoding = {seq for seq in engine.scheduler.running if seq.num_lacking_tokens == 1}
+
+
+def test_a_request_that_has_begun_does_not_time_out_in_the_queue(fake_engine):
+    """Its second choice waits for the prompt that the first computes, for longer than the first may have waited."""
+    engine = fake_engine(max_num_batched_tokens=20, costs=Costs(step=1.0, row=0.0, token=0.0), max_num_seqs=1)
+    engine.add("A", [5] * 200, n=2, queue_timeout=3.0, max_tokens=3, ignore_eos=True)
+    engine.step()
+    engine.add("B", [6] * 20, queue_timeout=3.0, max_tokens=3)
+    engine.finish()
+    assert engine.ends() == {"A.0": "length", "A.1": "length", "B.0": "timeout"}
+
+
+def test_what_is_probably_cached_is_no_work_ahead(fake_engine):
+    """Forty that share a long prompt: once that is known, those who wait are not estimated as if nothing were there."""
+    costs = Costs(step=0.01, row=0.001, token=0.001)
+    engine = fake_engine(context_length=2048, max_num_seqs=4, max_num_batched_tokens=512, costs=costs)
+    shared = [(7 * i) % 250 for i in range(1500)]
+    for i in range(3):
+        engine.add(f"early{i}", [*shared, i], max_tokens=4)
+        engine.finish()
+    for i in range(40):
+        engine.add(f"late{i}", [*shared, 100 + i], max_tokens=4)
+    engine.step()
+    begun, stats = engine.now, engine.scheduler.stats()
+    assert 0 < stats.num_waiting_tokens <= 40
+    engine.finish()
+    assert stats.waiting_seconds < 10 < 36 * 1.5, "what is cached costs nothing"
+    assert engine.now - begun < 1
+    assert engine.scheduler.stats().prompt_token_seconds < 0.1 * costs.token, "nor is the next who comes"
+
+
+def test_who_has_waited_too_long_is_not_parked_again(fake_engine):
+    """A batch request among interactive ones that never end: once it has aged it runs to its end."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=40, costs=Costs(step=1.0, row=0.0, token=0.0))
+    engine.add("slow", [9] * 30, priority=Priority.BATCH, max_tokens=5, ignore_eos=True)
+    for i in range(300):
+        while len(engine.scheduler.waiting) < 3:
+            engine.add(f"i{engine.scheduler._next_order}", [i % 200] * 10, priority=Priority.INTERACTIVE, max_tokens=3)
+        engine.step()
+        if "slow.0" in engine.ends():
+            break
+    assert engine.ends().get("slow.0") == "length"
+    assert engine.tokens("slow") == [10, 11, 12, 13, 14]
+
+
+def test_a_leader_is_as_urgent_as_who_follows_it(fake_engine):
+    """An interactive request behind a prefix that a batch one computes does not wait for other interactive prompts."""
+    engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=20, context_length=256)
+    prefix = [(7 * i) % 250 for i in range(100)]
+    engine.add("batch", [*prefix, 1], priority=Priority.BATCH, max_tokens=1)
+    engine.step()
+    engine.add("urgent", [*prefix, 2], priority=Priority.INTERACTIVE, max_tokens=1)
+    for i in range(3):
+        engine.add(f"other{i}", [i] * 100, priority=Priority.INTERACTIVE, max_tokens=1)
+    engine.finish()
+    order = [output.request_id for output in engine.outputs if output.finish]
+    assert order.index("urgent") <= 2, order
+
+
+def test_a_snapshot_that_does_not_fit_holds_up_nobody(fake_engine):
+    """The pool has room for the prompt but not for the long prefix that it would be loaded from: it is computed."""
+    engine = fake_engine(
+        context_length=200, num_cells=260, max_num_seqs=2, max_num_batched_tokens=200, engine_ram_cache_bytes=10_000
+    )
+    long = [(7 * i) % 250 for i in range(180)]
+    engine.add("first", long, max_tokens=2)
+    engine.finish()
+    engine.add("second", [5] * 190, max_tokens=2)  # takes the cells: the first is saved
+    engine.finish()
+    engine.add("running", [6] * 100, max_tokens=60, ignore_eos=True)
+    engine.step()
+    engine.add("short", [*long[:60], 1], max_tokens=2)
+    for _ in range(6):
+        engine.step()
+    assert "short.0" in engine.ends()
+    engine.finish()
+    assert len(engine.tokens("running")) == 60

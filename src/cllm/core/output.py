@@ -24,7 +24,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine after a step: what the gauges show.
 
-    waiting_seconds: estimated time until all who wait now are served.
+    waiting_seconds: estimated time until all who wait now are served. prompt_token_seconds: what a token of a prompt
+    will probably take, cached ones, which take none, included. step_seconds: what a step takes now.
     """
 
     num_running: int = 0
@@ -43,3 +44,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_disk_bytes: int = 0
     num_waiting_tokens: int = 0
     waiting_seconds: float = 0.0
+    prompt_token_seconds: float = 0.0
+    step_seconds: float = 0.0

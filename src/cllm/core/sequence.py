@@ -53,12 +53,15 @@ class Sequence:
         "status",
         "token_counts",
         "tokens",
+        "urgency",
+        "work",
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens.
 
-        The scheduler sets ``arrived`` and ``expires`` (seconds of its clock) and ``order``, a number that grows.
+        The scheduler sets ``arrived`` and ``expires`` (seconds of its clock), ``order``, a number that grows, ``work``,
+        the tokens that were not cached when it came, and ``urgency``, the class in which it is served once it runs.
         """
         self.request = request
         self.index = index
@@ -73,6 +76,8 @@ class Sequence:
         self.arrived = 0.0
         self.expires: float | None = None
         self.order = 0
+        self.work = 0
+        self.urgency: int = request.priority
         self.status = Status.WAITING
         self.limit = context_length
         if request.params.max_tokens is not None:

@@ -1,7 +1,7 @@
 """Snapshots in files: written and read by a thread, so that no step waits for the disk.
 
 A file is written under another name and renamed when it is whole. It begins with MAGIC and a head that says what model
-it belongs to, its tokens, and the size and the CRC-32 of what follows. Whatever does not agree is no snapshot.
+it belongs to, its tokens, and the size and the CRC-32s of what follows. Whatever does not agree is no snapshot.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import os
 import queue
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -27,6 +29,9 @@ from cllm.kv_cache.radix_tree import Tokens
 MAGIC = b"cLLM KV 2\n"
 LENGTH = struct.Struct("<I")
 MAX_HEAD = 1 << 26
+PIECE = 1 << 24  # bytes that one thread reads at a time
+READERS = 4
+LEFT_OVER = 3600.0  # seconds after which nobody writes to a temporary file any longer
 MAX_PENDING = 1 << 30  # bytes that wait to be written; beyond that nothing more is accepted
 SUFFIX = ".kv"
 
@@ -34,12 +39,14 @@ log = logging.getLogger("cllm.disk")
 
 
 class Head(msgspec.Struct):
-    """fingerprint: of the model and its states. tokens: as int32, little-endian. checksum: of ``size`` bytes."""
+    """fingerprint: of the model and its states. tokens: as int32, little-endian. checksums: of each PIECE of ``size``
+    bytes.
+    """
 
     fingerprint: str
     tokens: bytes
     size: int
-    checksum: int
+    checksums: list[int]
 
 
 class Written(msgspec.Struct):
@@ -73,8 +80,9 @@ class DiskCache:
         self._num_pending_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left_over in folder.glob(f"*.{os.getpid()}.tmp"):
-                left_over.unlink()
+            for left_over in folder.glob("*.tmp"):
+                if time.time() - left_over.stat().st_mtime > LEFT_OVER:
+                    left_over.unlink()
             probe = folder / f"probe.{os.getpid()}.tmp"
             probe.touch()
             probe.unlink()
@@ -90,9 +98,13 @@ class DiskCache:
             for path in paths:
                 with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
                     head = read_head(file)
-                    if head.fingerprint == self._fingerprint and file.seek(0, os.SEEK_END) >= head.size:
+                    named = path.stem == self._name(head.tokens)  # else the tokens are not those of the state
+                    if head.fingerprint == self._fingerprint and named and file.seek(0, os.SEEK_END) >= head.size:
                         found.append((File(path, head.size), np.frombuffer(head.tokens, "<i4").astype(np.int32)))
         return found
+
+    def _name(self, tokens: bytes) -> str:
+        return hashlib.blake2b(tokens, key=self._fingerprint.encode()[:64], digest_size=16).hexdigest()
 
     def name(self, key: int, file: File) -> None:
         """The snapshot ``key`` is what ``file`` holds."""
@@ -108,14 +120,13 @@ class DiskCache:
             return
         self._num_pending_bytes += len(data)
         raw = tokens.astype("<i4").tobytes()
-        name = hashlib.blake2b(raw, key=self._fingerprint.encode()[:64], digest_size=16).hexdigest()
-        path = self._folder / f"{name}{SUFFIX}"
+        path = self._folder / f"{self._name(raw)}{SUFFIX}"
         self._files[key] = File(path, len(data))
         self._jobs.put(lambda: self._write(key, path, raw, data))
 
     def _write(self, key: int, path: Path, tokens: bytes, data: memoryview) -> Written | None:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksum(data)))
+        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data)))
         try:
             with temporary.open("wb") as file:
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)
@@ -139,12 +150,22 @@ class DiskCache:
         try:
             with path.open("rb") as file:
                 head = read_head(file)
-                if head.fingerprint != self._fingerprint or head.size != len(into) or file.readinto(into) != head.size:
-                    raise ValueError("it is not what it was")
-            if checksum(into) != head.checksum:
-                raise ValueError("the checksum is wrong")
+                begin = file.tell()
+            if head.fingerprint != self._fingerprint or head.size != len(into):
+                raise ValueError("it is not what it was")
+
+            def read_piece(at: int) -> int:
+                with path.open("rb") as file:
+                    file.seek(begin + at)
+                    file.readinto(into[at : at + PIECE])
+                return zlib.crc32(into[at : at + PIECE])
+
+            with ThreadPoolExecutor(READERS) as pool:
+                found = list(pool.map(read_piece, range(0, head.size, PIECE)))
+            if found != head.checksums:
+                raise ValueError("a checksum is wrong")
             os.utime(path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits for the answer
             log.warning("%s is not used: %s", path.name, error)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -152,8 +173,10 @@ class DiskCache:
         return True
 
     def delete(self, key: int) -> None:
-        """Begin to delete the file of ``key``."""
+        """Begin to delete the file of ``key``, unless the same tokens were saved again under another key."""
         path = self._files.pop(key).path
+        if any(file.path == path for file in self._files.values()):
+            return
 
         def job() -> None:
             with contextlib.suppress(OSError):
@@ -163,7 +186,10 @@ class DiskCache:
 
     def _work(self) -> None:
         while True:
-            self._results.put(self._jobs.get()())
+            try:
+                self._results.put(self._jobs.get()())
+            except Exception:
+                log.exception("a job of the disk cache failed")
 
     def results(self, wait: float = 0.0) -> list[Written | Read]:
         """What the thread has done since the last call; waits so many seconds for something."""
@@ -189,9 +215,12 @@ def read_head(file: BinaryIO) -> Head:
     (length,) = LENGTH.unpack_from(start, len(MAGIC))
     if length > MAX_HEAD:
         raise ValueError("the head is too long")
-    return msgspec.msgpack.decode(file.read(length), type=Head)
+    try:
+        return msgspec.msgpack.decode(file.read(length), type=Head)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the head is damaged: {error}") from None
 
 
-def checksum(data: memoryview) -> int:
-    """Against damage, not against enemies: who can write here can write anything. It has to be fast."""
-    return zlib.crc32(data)
+def checksums(data: memoryview) -> list[int]:
+    """Against damage, not against enemies: who can write here can write anything. They have to be fast."""
+    return [zlib.crc32(data[at : at + PIECE]) for at in range(0, len(data), PIECE)]

@@ -148,9 +148,20 @@ class Engine:
         """Compute one batch; returns what was sampled, nothing if there is nothing to do."""
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
-            self._fetch(self._disk, wait=DISK_WAIT if batch is None and self.scheduler.has_work() else 0.0)
-        if batch is None:
-            return self.scheduler.take_ended()
+            self._begin_reads(self._disk)
+        outputs = self.scheduler.take_ended() if batch is None else self._compute(batch)
+        if self._disk is not None:
+            is_idle = batch is None or not batch.rows
+            self._take_in(self._disk, wait=DISK_WAIT if is_idle and self.scheduler.has_work() else 0.0)
+        if self._chooser is not None:
+            self._num_steps_since += 1
+            if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
+                self._choose_layout(self._chooser)
+        if self._check:
+            self.scheduler.check()
+        return outputs
+
+    def _compute(self, batch: Batch) -> list[TokenOutput]:
         try:
             logits = self.backend.forward(batch)
             tokens = self.sampler.sample(batch, logits) if batch.num_samples else []
@@ -165,14 +176,20 @@ class Engine:
         except BaseException:  # Ctrl-C in a process that steps its own engine
             self.scheduler.fail(batch)
             raise
-        outputs = self.scheduler.update(batch, tokens, self.clock())
-        if self._chooser is not None:
-            self._num_steps_since += 1
-            if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
-                self._choose_layout(self._chooser)
-        if self._check:
-            self.scheduler.check()
-        return outputs
+        return self.scheduler.update(batch, tokens, self.clock())
+
+    def _carry_out(self, operations: list[Operation]) -> bool:
+        """Do to the cells what has to be done without a step; False if it failed, then what it touched is forgotten."""
+        batch = Batch([], operations)
+        try:
+            self.backend.forward(batch)
+            if self._disk is not None:
+                self._write(self._disk, operations)
+        except EngineError as error:
+            log.error("cells could not be saved or copied: %s", error)
+            self.scheduler.fail(batch)
+            return False
+        return True
 
     def _choose_layout(self, chooser: LayoutChooser) -> None:
         """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one.
@@ -184,16 +201,17 @@ class Engine:
         self._num_steps_since = 0
         expected = scheduler.ledger.sharing(), 0.0
         if scheduler.deferred:
-            expected = self._expected_sharing(), scheduler.expected_output
+            expected = self._expected_sharing(), scheduler.expected.output
         decoding = any(seq.num_lacking_tokens == 1 for seq in scheduler.running)
+        tiers = scheduler.ledger.tiers
+        if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:  # they would be computed again
+            return
         if not chooser.wants_change(*expected, unified=unified, decoding=decoding):
             return
         chooser.seconds_lost = 0.0
         begun = self.clock()
-        operations = self.scheduler.empty_cells()
-        self.backend.forward(Batch([], operations))
-        if self._disk is not None:
-            self._write(self._disk, operations)
+        if not self._carry_out(self.scheduler.empty_cells()):
+            return
         self.backend.change_layout("partitioned" if unified else "unified")
         info = self.backend.info
         self.scheduler.ledger = self.scheduler.ledger.with_layout(info.num_cells, layout_of(info))
@@ -212,24 +230,23 @@ class Engine:
 
     # --- disk --------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, disk: DiskCache, wait: float) -> None:
-        """Begin what the scheduler wants to be read; take in what has been read and written."""
-        ledger = self.scheduler.ledger
+    def _begin_reads(self, disk: DiskCache) -> None:
         reads, self.scheduler.reads = self.scheduler.reads, []
         for snapshot in reads:
             blank = self._blanks[snapshot.key] = self.backend.blank(disk.size(snapshot.key))
             disk.read(snapshot.key, blank.data)
+
+    def _take_in(self, disk: DiskCache, wait: float) -> None:
+        """What has been read and written. A batch's operations come first: one may drop what is read again."""
         for result in disk.results(wait):
             if isinstance(result, Written):
-                for old in ledger.written(result.key):
+                for old in self.scheduler.ledger.written(result.key):
                     disk.delete(old)
                 continue
             filled = self._blanks.pop(result.key)
-            found = ledger.tiers.find(result.key)
-            if found is not None:
-                if result.succeeded:
-                    self.backend.adopt(result.key, filled)
-                self.scheduler.was_read(found, succeeded=result.succeeded)
+            if result.succeeded:
+                self.backend.adopt(result.key, filled)
+            self.scheduler.was_read(result.key, succeeded=result.succeeded)
 
     def _write(self, disk: DiskCache, operations: Collection[Operation]) -> None:
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
@@ -243,10 +260,7 @@ class Engine:
         if self._disk is None:
             return False
         operations = self.scheduler.ledger.save_one_idle()
-        if operations:
-            self.backend.forward(Batch([], operations))
-            self._write(self._disk, operations)
-        return bool(operations)
+        return bool(operations) and self._carry_out([*self.scheduler.take_owed(), *operations])
 
     def _save_all_idle(self) -> None:
         until = self.clock() + LAST_SAVES

@@ -60,12 +60,13 @@ class LayoutChooser:
     def wants_change(self, sharing: Sharing, num_steps: float, *, unified: bool, decoding: bool) -> bool:
         """True if the layout is to be changed now, before so many steps with such sequences, known to be coming.
 
-        ``decoding``: somebody would be kept waiting.
+        ``decoding``: somebody would be kept waiting, and each who decodes would come back with cells of his own; so a
+        pool is made only while nobody does.
         """
         change = self._change(sharing)
         if self.seconds_lost + self._loss(sharing, num_steps, unified=unified) <= change:
             return False
-        return not decoding or self._max_stall is None or change <= self._max_stall
+        return not decoding or (unified and (self._max_stall is None or change <= self._max_stall))
 
     def _loss(self, sharing: Sharing, num_steps: float, *, unified: bool) -> float:
         """Seconds that steps take longer than in the other layout; less than 0 if this one is better."""
@@ -76,4 +77,5 @@ class LayoutChooser:
         return gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
 
     def _change(self, sharing: Sharing) -> float:
-        return self._layout_seconds + 2 * sharing.num_distinct * self._bytes_per_token / COPY_BANDWIDTH
+        num_copied = 2 * sharing.num_tokens + sharing.num_idle  # saved and loaded; saved
+        return self._layout_seconds + num_copied * self._bytes_per_token / COPY_BANDWIDTH

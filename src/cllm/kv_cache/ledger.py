@@ -81,9 +81,7 @@ class Ledger:
         max_num_seqs: int,
         layout: Layout = Layout(),  # noqa: B008  # immutable
         tiers: Tiers | None = None,
-        max_idle: int | None = None,
     ) -> None:
-        """``max_idle``: idle cells beyond that are given up; None is without limit."""
         if num_cells < cells_per_seq:
             raise ValueError(f"{num_cells} cells cannot hold a sequence of {cells_per_seq}")
         self.cells = Cells(num_cells)
@@ -91,7 +89,6 @@ class Ledger:
         self.layout = layout
         self.seq_ids = SeqIdPool(max_num_seqs)
         self.tiers = Tiers() if tiers is None else tiers
-        self._max_idle = num_cells if max_idle is None else max_idle
         self._tree: RadixTree[Holding | Snapshot] = RadixTree()
         self._leased: dict[int, Holding] = {}
         self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, the longest unused first
@@ -110,7 +107,7 @@ class Ledger:
         best, source, least = 0, None, MIN_SHARED_TOKENS
         promised, leader = 0, None
         for owner, shared in self._tree.match(np.asarray(tokens, np.int32)[:-1]):
-            if shared < least and shared <= promised:
+            if shared < least and shared < max(promised + 1, best + MIN_SHARED_TOKENS):
                 break
             usable = self._usable(owner, shared)
             worth = usable - self._cost(owner, usable)
@@ -134,8 +131,10 @@ class Ledger:
 
     def _will_have(self, holding: Holding, shared: int) -> bool:
         """Whether ``shared`` tokens of a running sequence can be had when it has computed them."""
-        if holding.seq is None or self.layout.trims:
-            return holding.seq is not None
+        if holding.seq is None or holding.num_computed >= shared:
+            return False
+        if self.layout.trims:
+            return True
         return holding.chain.length < shared and self._can_be_saved(shared)
 
     def _can_be_saved(self, num_tokens: int) -> bool:
@@ -143,11 +142,11 @@ class Ledger:
 
     def _cost(self, owner: Holding | Snapshot, usable: int) -> int:
         """What it costs to have them, roughly, in tokens that could be computed in that time."""
-        if isinstance(owner, Snapshot):
-            return 4 + usable // (64 if owner.place is Place.RAM else 16)
+        if isinstance(owner, Snapshot):  # it is moved as a whole
+            return 4 + len(owner.tokens) // (64 if owner.place is Place.RAM else 16)
         if self.layout.shares or (owner.seq is None and owner.chain.length == usable):
             return 0
-        return self._copy_cost(usable)
+        return self._copy_cost(owner.chain.length)
 
     def _copy_cost(self, num_tokens: int) -> int:
         """Of a copy between seq_ids that cannot share cells, likewise."""
@@ -311,11 +310,6 @@ class Ledger:
             if soon:
                 self._idle.move_to_end(seq_id, last=False)
             self._tree.insert(holding.path, holding)
-
-    def tidy(self) -> list[Operation]:
-        """Give up idle cells beyond the limit."""
-        surplus = self.cells.num_idle - self._max_idle
-        return self._evict(self.cells.num_free + surplus) if surplus > 0 else []
 
     # --- copies outside of the cells ---------------------------------------------------------------------------------
 

@@ -114,10 +114,6 @@ class RadixTree(Generic[Owner]):
                 left = max(0, left - len(node.edge))
         return sum(counts.values())
 
-    def covering(self, owner: Owner) -> Iterator[Owner]:
-        """The others whose paths contain the whole path of ``owner``."""
-        return (other for other in self._ends[owner].owners if other is not owner)
-
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         stack = [(self._root, set(self._ends))]

@@ -33,7 +33,10 @@ GAUGES = {
     "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
     "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
-    "num_waiting_tokens": ("waiting_tokens", "tokens to compute of the sequences that wait, cached ones included"),
+    "num_waiting_tokens": (
+        "waiting_tokens",
+        "tokens to compute of the sequences that wait, by what was cached when they came",
+    ),
     "waiting_seconds": ("estimated_waiting_seconds", "time until all who wait now are served, as steps have cost"),
 }
 

@@ -7,9 +7,12 @@ consists of; the same id means the same tokens. The fields after those are ours 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -102,6 +105,8 @@ def write_trace(path: Path, entries: list[Entry]) -> None:
 # --- recording -------------------------------------------------------------------------------------------------------
 
 RECORDED_BLOCK = 16  # tokens; as few as are worth sharing
+MAX_PENDING = 10_000  # requests
+CLOSE_TIMEOUT = 2.0  # seconds
 
 log = logging.getLogger("cllm.trace")
 
@@ -110,38 +115,63 @@ class Recorder:
     """Appends the requests that have ended to a trace, with the lengths of the answers that they got.
 
     The id of a block is a keyed hash of all tokens up to its end, with a key that nobody keeps: whoever reads the
-    trace sees what was shared, but cannot tell what was said.
+    trace sees what was shared, but cannot tell what was said. A thread writes; what it cannot write in time is left
+    out, so a disk that hangs holds up nobody.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises StartupError if ``path`` cannot be written."""
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = path.open("ab")
         except OSError as error:
             raise StartupError(f"the trace {path} cannot be written: {error.strerror}") from None
         self._path = path
         self._secret = secrets.token_bytes(32)
+        self._pending: queue.Queue[tuple[float, Request, list[int]] | None] = queue.Queue(MAX_PENDING)
+        self._failed = False
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
 
     def record(self, request: Request, seconds_ago: float, output_lengths: Iterable[int]) -> None:
-        """``request`` came so long ago and got answers of these lengths, in tokens; empty ones are left out."""
-        entry = Entry(
-            timestamp=round((time.time() - seconds_ago) * 1000, 3),
-            input_length=len(request.prompt),
-            output_length=1,
-            hash_ids=self._hash_ids(request.prompt),
-            key=request.key,
-            priority=request.priority.name.lower(),  # type: ignore[arg-type]
-            block_size=RECORDED_BLOCK,
-            deadline_ms=request.deadline and request.deadline * 1000,
-        )
-        entries = [msgspec.structs.replace(entry, output_length=length) for length in output_lengths if length]
-        try:
-            self._file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
-        except OSError as error:
-            log.warning("the trace %s cannot be written: %s", self._path, error.strerror)
+        """``request`` came so long ago and got answers of these lengths, in tokens.
+
+        Of an answer that did not begin the length is recorded that was asked for, or 1.
+        """
+        lengths = [length or request.params.max_tokens or 1 for length in output_lengths]
+        with contextlib.suppress(queue.Full):
+            self._pending.put_nowait((time.time() - seconds_ago, request, lengths))
+
+    def _write(self) -> None:
+        while (item := self._pending.get()) is not None:
+            arrived, request, lengths = item
+            entry = Entry(
+                timestamp=round(arrived * 1000, 3),
+                input_length=len(request.prompt),
+                output_length=1,
+                hash_ids=self._hash_ids(request.prompt),
+                key=request.key,
+                priority=request.priority.name.lower(),  # type: ignore[arg-type]
+                block_size=RECORDED_BLOCK,
+                deadline_ms=request.deadline and request.deadline * 1000,
+            )
+            lines = [msgspec.json.encode(msgspec.structs.replace(entry, output_length=length)) for length in lengths]
+            try:
+                self._file.writelines(line + b"\n" for line in lines)
+                if self._pending.empty():
+                    self._file.flush()
+                self._failed = False
+            except OSError as error:
+                if not self._failed:
+                    log.warning("the trace %s cannot be written: %s", self._path, error.strerror)
+                self._failed = True
 
     def close(self) -> None:
-        self._file.close()
+        """Write what is pending, if that does not take long."""
+        with contextlib.suppress(queue.Full):
+            self._pending.put_nowait(None)
+        self._thread.join(CLOSE_TIMEOUT)
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _hash_ids(self, prompt: list[int]) -> list[int]:
         """Of each block, the last one maybe not full."""

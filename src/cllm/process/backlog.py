@@ -75,8 +75,7 @@ class Backlog:
         self._has_classes = policy in ("fair", "priority")
         self._is_fair = policy == "fair"
         self._weights = weights
-        self._seconds_alone = 0.0  # to the first token of a request that runs at once
-        self._tokens_alone = 0.0  # that were computed for it
+        self._stats = Stats()  # of the engine's last step
         self._seconds_held = 0.0  # that a sequence keeps its place in the engine
         self._seconds_each = 0.0  # for one of those who wait, as the engine says
         self.clear()
@@ -102,16 +101,12 @@ class Backlog:
     def ended(self, request: Request, num_seqs: int = 1) -> None:
         self._num_seqs[request.priority] -= num_seqs
 
-    def ran_at_once(self, seconds: float, num_tokens: int) -> None:
-        """A request that had not to wait got its first token after ``seconds``, computing ``num_tokens``."""
-        self._seconds_alone = mean(self._seconds_alone, seconds)
-        self._tokens_alone = mean(self._tokens_alone, num_tokens)
-
     def ran(self, seconds: float) -> None:
         """A sequence has kept its place in the engine for ``seconds``."""
         self._seconds_held = mean(self._seconds_held, seconds)
 
     def observe(self, stats: Stats) -> None:
+        self._stats = stats
         if stats.num_waiting:
             self._seconds_each = stats.waiting_seconds / stats.num_waiting
 
@@ -189,8 +184,8 @@ class Backlog:
         return self._seconds_each or self._seconds_held / max(1, capacity)
 
     def _seconds_to_compute(self, request: Request) -> float:
-        """What the first token takes once the prompt is being computed, which long ones take longer for."""
-        return self._seconds_alone * max(1.0, len(request.prompt) / max(1.0, self._tokens_alone))
+        """What the first token takes once the prompt is being computed: a step, and what is probably not cached."""
+        return self._stats.step_seconds + len(request.prompt) * self._stats.prompt_token_seconds
 
 
 def mean(before: float, value: float) -> float:

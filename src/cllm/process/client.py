@@ -124,12 +124,16 @@ class EngineClient:
         while True:
             process = self._process
             assert process is not None
-            while (message := await self._read(process)) is not None:
-                if isinstance(message, Stepped):
-                    backoff = FIRST_BACKOFF
-                    self._dispatch(message)
-                elif isinstance(message, Explained):
-                    answer(self._asked.popleft(), message.explanation)
+            try:
+                while (message := await self._read(process)) is not None:
+                    if isinstance(message, Stepped):
+                        backoff = FIRST_BACKOFF
+                        self._dispatch(message)
+                    elif isinstance(message, Explained):
+                        answer(self._asked.popleft(), message.explanation)
+            except Exception:  # whatever it is, nobody may wait for ever
+                log.exception("what the engine said was not understood")
+                await stop(process)
             self.ready = False
             if self._closing:
                 return

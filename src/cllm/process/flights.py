@@ -72,7 +72,7 @@ class Flight:
         self.stopped: set[int] = set()  # the engine has been told that they are long enough
         self.failed = False
         self.outputs: list[TokenOutput] = []
-        self._readers: list[tuple[Stream, str]] = []
+        self._readers: dict[Stream, list[str]] = {}
 
     @property
     def is_wanted(self) -> bool:
@@ -83,20 +83,21 @@ class Flight:
         """Let ``stream`` have what came so far and what will come, under the name ``request_id``."""
         for output in self.outputs:
             stream.put(renamed(output, request_id))
-        self._readers.append((stream, request_id))
+        self._readers.setdefault(stream, []).append(request_id)
         stream.flights[request_id] = self
 
     def leave(self, stream: Stream) -> None:
-        self._readers = [reader for reader in self._readers if reader[0] is not stream]
+        self._readers.pop(stream, None)
 
     def put(self, output: TokenOutput) -> None:
         if self.key is not None:
             self.outputs.append(output)
-        for stream, request_id in self._readers:
-            stream.put(output if request_id == output.request_id else renamed(output, request_id))
+        for stream, names in self._readers.items():
+            for name in names:
+                stream.put(output if name == output.request_id else renamed(output, name))
 
     def fail(self, error: CLLMError) -> None:
-        for stream, _ in self._readers:
+        for stream in self._readers:
             stream.fail(error)
 
     def place_now(self) -> Place:
@@ -127,7 +128,7 @@ class Flights:
         keys = [digest(request) for request in requests]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
-            if key not in self._results and self._like(request, key) is None:
+            if key not in self._results and self._like(request, key, capacity) is None:
                 new.setdefault(key if key is not None and may_share(request) else request.request_id, request)
         place = self.backlog.admit(list(new.values()), capacity) if new else None
         stream = Stream(requests)
@@ -135,7 +136,7 @@ class Flights:
         for request, key in zip(requests, keys, strict=True):
             if key is not None and key in self._results:
                 places.append(self._recall(stream, request, key))
-            elif (flight := self._like(request, key)) is not None:
+            elif (flight := self._like(request, key, capacity)) is not None:
                 places.append(self._share(stream, request, flight))
             else:
                 places.append(place or self.backlog.place(request, capacity))
@@ -166,10 +167,16 @@ class Flights:
             self._open[key] = flight
         self.backlog.submitted(request)
 
-    def _like(self, request: Request, key: bytes | None) -> Flight | None:
-        """A computation that gives what ``request`` asks for, and not later."""
+    def _like(self, request: Request, key: bytes | None, capacity: int) -> Flight | None:
+        """A computation that gives what ``request`` asks for, and not later than one of its own would."""
         flight = self._open.get(key) if key is not None and may_share(request) else None
-        return flight if flight is not None and flight.request.priority <= request.priority else None
+        if flight is None or flight.request.priority > request.priority:
+            return None
+        if flight.first_token or flight.request.key == request.key:
+            return flight
+        own = self.backlog.place(request, capacity)
+        sooner = flight.place.position <= own.position or flight.place_now().seconds < own.seconds
+        return flight if sooner else None
 
     def put(self, output: TokenOutput, now: float) -> None:
         """The engine's next word on a request, at the moment ``now`` of time.monotonic."""
@@ -178,7 +185,9 @@ class Flights:
             return
         flight.put(output)
         if output.token >= 0 and output.index not in flight.first_token:
-            self._has_begun(flight, output, now)
+            if not flight.first_token:
+                self.backlog.begun(flight.request)
+            flight.first_token[output.index] = now
         if output.finish:
             flight.going.discard(output.index)
             flight.failed = flight.failed or output.finish in (FinishReason.ERROR, FinishReason.TIMEOUT)
@@ -190,14 +199,6 @@ class Flights:
                 self._remove(flight)
                 if flight.key is not None and not flight.failed:
                     self._results.keep(flight.key, flight.outputs)
-
-    def _has_begun(self, flight: Flight, output: TokenOutput, now: float) -> None:
-        if not flight.first_token:
-            self.backlog.begun(flight.request)
-            if flight.place.position == 0:
-                num_tokens = len(flight.request.prompt) - output.num_cached_tokens
-                self.backlog.ran_at_once(now - flight.submitted, num_tokens)
-        flight.first_token[output.index] = now
 
     def _remove(self, flight: Flight) -> None:
         del self._flights[flight.request.request_id]

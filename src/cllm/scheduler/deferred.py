@@ -56,8 +56,9 @@ class Deferred:
         """``leader`` computes no longer."""
         return self._called([seq for _, seq in self._followers.pop(leader, ())])
 
-    def was_read(self, snapshot: Snapshot) -> list[Sequence]:
-        return self._called(self._readers.pop(snapshot.key, []))
+    def was_read(self, key: int) -> list[Sequence]:
+        """The snapshot ``key`` is there, or will not come."""
+        return self._called(self._readers.pop(key, []))
 
     def _called(self, seqs: list[Sequence]) -> list[Sequence]:
         return [seq for seq in seqs if self.discard(seq)]

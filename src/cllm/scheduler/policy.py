@@ -37,8 +37,8 @@ class Policy(Protocol):
         """Somebody of ``group`` waits now; before, nobody did."""
         ...
 
-    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        """True if ``running`` is to be parked so that ``waiting`` can run."""
+    def urgency(self, seq: Sequence) -> int:
+        """The class in which ``seq`` is served once it runs; it may be parked for those of a lesser number."""
         ...
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -61,8 +61,8 @@ class FirstComeFirstServed:
     def arrived(self, group: Any) -> None:
         pass
 
-    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        return False
+    def urgency(self, seq: Sequence) -> int:
+        return Priority.NORMAL
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
         pass
@@ -74,8 +74,8 @@ class Priorities(FirstComeFirstServed):
     def group(self, seq: Sequence) -> Any:
         return seq.request.priority
 
-    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        return running.request.priority > waiting.request.priority
+    def urgency(self, seq: Sequence) -> int:
+        return seq.request.priority
 
 
 class Fair(Priorities):
@@ -123,7 +123,7 @@ def share_out(lacking: list[Sequence], budget: int) -> Iterator[tuple[Sequence, 
     In the order of class and arrival, but up to half of them first go to those whose rest is less than half as long as
     that of the first: they need not wait for a long prompt, nor can they hold it up for ever.
     """
-    lacking = sorted(lacking, key=lambda seq: (seq.request.priority, seq.order))
+    lacking = sorted(lacking, key=lambda seq: (seq.urgency, seq.order))
     if not lacking:
         return
     first = lacking[0]
@@ -131,7 +131,7 @@ def share_out(lacking: list[Sequence], budget: int) -> Iterator[tuple[Sequence, 
     short = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
-        if seq.request.priority == first.request.priority and 2 * lacks < first.num_lacking_tokens and lacks <= left:
+        if seq.urgency == first.urgency and 2 * lacks < first.num_lacking_tokens and lacks <= left:
             left -= lacks
             budget -= lacks
             short.add(seq)

@@ -22,15 +22,14 @@ from cllm.core.sequence import FinishReason, Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
 from cllm.scheduler.deferred import Deferred
+from cllm.scheduler.expectations import Expectations
 from cllm.scheduler.policy import Policy, share_out
 from cllm.scheduler.speculation import Speculation
-from cllm.scheduler.step_cost import StepCost, mean
-from cllm.scheduler.trace import MAX_STEPS, Step, stats_of
+from cllm.scheduler.step_cost import StepCost
+from cllm.scheduler.trace import MAX_STEPS, Step, stats_of, step_of
 from cllm.scheduler.waiting import Waiting
 
-MIN_GROWTH = 8  # tokens that a sequence is expected to get still, however many it got
 MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
-FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +71,9 @@ class Scheduler:
         self._ended: list[TokenOutput] = []
         self._owed: list[Operation] = []  # to be carried out before anything else in the next batch
         self._next_order = 0
-        self.expected_output = FIRST_GUESS_OF_OUTPUT
-        self._begun = 0.0
-        self._budget = 0
+        self.expected = Expectations()
+        self.begun = 0.0  # the present step, and what prompts may have of it
+        self.budget = 0
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
         self.num_parked = 0
@@ -89,7 +88,10 @@ class Scheduler:
         if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
         seq.arrived = now
+        seq.urgency = self.waiting.policy.urgency(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
+        match = self.ledger.match(seq.array)
+        seq.work = seq.num_tokens - max(match.num_tokens, match.num_promised)
         request = seq.request
         self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
@@ -106,26 +108,24 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
-        """Choose the rows of the next step, or None if there is nothing to compute (but maybe to read from disk)."""
-        self._begun, self.blocked = now, ""
+        """What is to be done next: None is nothing (but maybe something is to be read from disk)."""
+        self.begun, self.blocked = now, ""
         self._expire(now)
         self._yield_to_a_higher_class(now)
-        operations = [*self._owed, *self.ledger.tidy()]
-        self._owed = []
+        operations = self.take_owed()
         rows = self._decode(operations)
-        self._budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
+        self.budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
         self._admit_waiting(now, operations)
         busy = {row.seq for row in rows}
-        for seq, share in share_out([seq for seq in self.running if seq not in busy], self._budget):
+        for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget):
             if share == 0:
-                self.blocked = self.blocked or f"the step is full: {self._budget} tokens of prompts"
+                self.blocked = self.blocked or f"the step is full: {self.budget} tokens of prompts"
                 break
             count = min(share, self._until_checkpoint(seq))
             if not self._make_room(seq, count, rows, operations):
                 break
             rows.append(self._row(seq, count))
-        if not rows:
-            self._owed = operations
+        if not rows and not operations:
             return None
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _tail(self) -> Sequence:
         """Who is taken from first: of the lowest class, the last that came."""
-        return max(self.running, key=lambda seq: (seq.request.priority, seq.order))
+        return max(self.running, key=lambda seq: (seq.urgency, seq.order))
 
     def _until_checkpoint(self, seq: Sequence) -> int:
         """How far ``seq`` may go in one step: state that cannot be trimmed must be saved where others will need it."""
@@ -201,18 +201,22 @@ class Scheduler:
                 self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
                 return
             match = self.ledger.match(seq.array)
+            if seq.num_failures and any(other.num_failures for other in self.running):
+                self.blocked = f"{seq.name} and another one were in a step that failed: not both again"
+                return
             if match.is_on_its_way:
                 if len(self.deferred) >= 2 * self.ledger.seq_ids.size:
                     self.blocked = f"{len(self.deferred)} already wait for prefixes"
                     return
-                operations += self._defer(seq, match)
-                continue
+                leaving = self._defer(seq, match)
+                if leaving is not None:
+                    operations += leaving
+                    continue
+                match = Match()
             if not self._fits(seq, match, growth):
                 return
-            leased = self.ledger.lease(seq, match)
-            if leased is None:
-                self.blocked = f"no cells for the {match.num_tokens} cached tokens of {seq.name}"
-                return
+            leased = self.ledger.lease(seq, match) or self.ledger.lease(seq, Match())
+            assert leased is not None, "nothing always fits"
             operations += self._admit(seq, *leased)
             growth += self._expected_growth(seq)
 
@@ -220,7 +224,7 @@ class Scheduler:
         """True if ``seq`` can be expected to find the cells it will need, beside the ``growth`` of those who run."""
         if not self.running or not self.ledger.layout.shares:
             return True
-        need = self._expected_size(seq) - self.ledger.num_shared(match)
+        need = self.expected.size(seq) - self.ledger.num_shared(match)
         if need + growth <= self.ledger.num_available:
             return True
         self.blocked = (
@@ -230,36 +234,38 @@ class Scheduler:
 
     def _expected_growth(self, *seqs: Sequence) -> int:
         """Cells that running sequences will probably need still."""
-        return sum(self._expected_size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
-
-    def _expected_size(self, seq: Sequence) -> int:
-        """Tokens ``seq`` will probably end with: as many of output as others got, unless it is bound to get fewer."""
-        growth = max(MIN_GROWTH, int(self.expected_output) - seq.num_output_tokens)
-        return min(seq.limit, seq.num_tokens + growth)
+        return sum(self.expected.size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
 
     def _admit(self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]) -> list[Operation]:
         self.waiting.take(seq)
         seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
         if seq.num_cached_tokens is None:  # not what a parked one finds of its own
             seq.num_cached_tokens = num_cached
-            self._expire_in(seq, seq.request.deadline)
+            siblings = self._requests[seq.request.request_id].values()
+            if seq.request.queue_timeout is not None and not any(s.status is Status.RUNNING for s in siblings):
+                for sibling in siblings:  # the request has begun
+                    self._expire_in(sibling, seq.request.deadline)
+            self.expected.begun(seq)
             self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
         seq.status = Status.RUNNING
         self.running.append(seq)
         return operations
 
-    def _defer(self, seq: Sequence, match: Match) -> list[Operation]:
-        """Let ``seq`` wait for what somebody else computes, or for the disk."""
+    def _defer(self, seq: Sequence, match: Match) -> list[Operation] | None:
+        """Let ``seq`` wait for what somebody else computes, or for the disk; None if RAM has no room for that."""
         operations: list[Operation] = []
         if match.leader is not None:
+            match.leader.urgency = min(match.leader.urgency, seq.urgency)
             self.deferred.follow(match.leader, match.num_promised, seq)
         else:
             snapshot = match.source
             assert isinstance(snapshot, Snapshot)
             if snapshot.place is Place.DISK:
                 leaving = self.ledger.read(snapshot)
-                if leaving is None:  # RAM is too small for it
-                    return self.ledger.drop(snapshot.key)
+                if leaving is None:
+                    if snapshot.num_bytes > self.ledger.tiers.ram_bytes:
+                        self.ledger.drop(snapshot.key)
+                    return None
                 operations += leaving
                 self.reads.append(snapshot)
             self.deferred.read(snapshot, seq)
@@ -271,20 +277,21 @@ class Scheduler:
         for seq in seqs:
             self.waiting.push(seq)
 
-    def was_read(self, snapshot: Snapshot, *, succeeded: bool) -> None:
+    def was_read(self, key: int, *, succeeded: bool) -> None:
         """What was in ``reads`` is in RAM now, or could not be read."""
-        if succeeded:
+        snapshot = self.ledger.tiers.find(key)
+        if snapshot is not None and succeeded:
             snapshot.place = Place.RAM
-        else:
-            self.ledger.drop(snapshot.key)
-        self._call_back(self.deferred.was_read(snapshot))
+        elif snapshot is not None:
+            self.ledger.drop(key)
+        self._call_back(self.deferred.was_read(key))
 
     def _yield_to_a_higher_class(self, now: float) -> None:
         """Park one sequence if the policy lets it give way to who waits for its seq_id or its cells."""
         if not self.running or (head := self.waiting.head(now)) is None:
             return
         tail = self._tail()
-        if self.waiting.policy.gives_way(tail, head) and (
+        if tail.urgency > head.urgency and (
             not self.ledger.seq_ids.num_free
             or not self._fits(head, self.ledger.match(head.array), self._expected_growth(*self.running))
         ):
@@ -302,15 +309,20 @@ class Scheduler:
         """Park everybody; operations after which no cell is in use."""
         while self.running:
             self._park(self._tail())
-        operations = [*self._owed, *(self.ledger.make_room(self.ledger.cells.size) or ())]
-        self._owed = []
-        return operations
+        return [*self.take_owed(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
+
+    def take_owed(self) -> list[Operation]:
+        """What has to be carried out before anything else."""
+        owed, self._owed = self._owed, []
+        return owed
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, tokens: list[int], now: float) -> list[TokenOutput]:
         """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished."""
         outputs = self.take_ended()
+        if not batch.rows:
+            return outputs
         sampled = iter(tokens)
         num_prefill = num_guesses = num_accepted = num_rows = 0
         for row in batch.rows:
@@ -320,6 +332,7 @@ class Scheduler:
             while right < len(row.draft) and found[right] == row.draft[right]:
                 right += 1
             seq.num_computed_tokens = row.start + row.num_tokens + right
+            seq.num_failures = 0
             if row.num_samples and row.num_tokens == 1:
                 num_rows += 1
             else:
@@ -338,27 +351,12 @@ class Scheduler:
             self._progressed(seq)
         if any(output.finish for output in outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        self.cost.observe(num_rows + num_guesses, num_prefill, now - self._begun)
+        self.cost.observe(num_rows + num_guesses, num_prefill, now - self.begun)
         self.num_steps += 1
         self.num_prefill_tokens += num_prefill
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
-        self.trace.append(
-            Step(
-                number=self.num_steps,
-                at=self._begun,
-                seconds=now - self._begun,
-                num_rows=num_rows,
-                num_prefill_tokens=num_prefill,
-                prefill_budget=self._budget,
-                num_guesses=num_guesses,
-                num_accepted=num_accepted,
-                num_operations=len(batch.operations),
-                num_running=len(self.running),
-                num_waiting=len(self.waiting) + len(self.deferred),
-                blocked=self.blocked,
-            )
-        )
+        self.trace.append(step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted))
         return outputs
 
     def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
@@ -389,7 +387,7 @@ class Scheduler:
         elif seq.num_tokens >= seq.limit:
             finish = FinishReason.LENGTH
         if finish:
-            self.expected_output = mean(self.expected_output, seq.num_output_tokens)
+            self.expected.finished(seq)
             self.release(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
@@ -410,8 +408,10 @@ class Scheduler:
                     self._owed += self.ledger.drop(key)
                 case Save(_, key):
                     self._owed += self.ledger.drop(key)
-                case Drop():
-                    self._owed.append(operation)
+                case Drop(key):
+                    snapshot = self.ledger.tiers.find(key)
+                    if snapshot is None or snapshot.place is Place.DISK:  # else it is being read again
+                        self._owed.append(operation)
         failed = {row.seq for row in batch.rows}
         for seq in [seq for seq in self.running if seq.seq_id in touched]:
             seq.num_computed_tokens = 0

@@ -58,4 +58,4 @@ class StepCost:
 
 def mean(before: float | None, value: float, share: float = SHARE) -> float:
     """The exponential mean, in which a value that is far too large counts as twice the mean."""
-    return value if before is None else before + share * (min(value, 2 * before) - before)
+    return before + share * (min(value, 2 * before) - before) if before else value

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cllm.core.batch import Batch
 from cllm.core.output import Stats
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     """The last ``num_steps`` steps, who runs, who waits and why."""
-    blocked = scheduler.blocked
-    behind = f"the head of the queue, which waits because of: {blocked}" if blocked else "the next step"
-    waiting = chain(scheduler.deferred.reasons.items(), ((seq, behind) for seq in scheduler.waiting))
+    head = scheduler.waiting.head(now)
+    reasons = [] if head is None else [(head, scheduler.blocked or "the next step")]
+    behind = "" if head is None else f"behind {head.name}, the head of the queue"
+    others = ((seq, behind) for seq in scheduler.waiting if seq is not head)
+    waiting = chain(reasons, scheduler.deferred.reasons.items(), others)
     return Explanation(
         steps=list(scheduler.trace)[-num_steps:],
         running=[repr(seq) for seq in scheduler.running],
@@ -84,6 +87,32 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
         row_seconds=dict(sorted(scheduler.cost.per_rows.items())),
         token_seconds=scheduler.cost.per_token,
         cells=str(scheduler.ledger),
+    )
+
+
+def step_of(
+    scheduler: Scheduler,
+    batch: Batch,
+    now: float,
+    num_rows: int,
+    num_prefill_tokens: int,
+    num_guesses: int,
+    num_accepted: int,
+) -> Step:
+    """The step that has just ended with ``batch``."""
+    return Step(
+        number=scheduler.num_steps,
+        at=scheduler.begun,
+        seconds=now - scheduler.begun,
+        num_rows=num_rows,
+        num_prefill_tokens=num_prefill_tokens,
+        prefill_budget=scheduler.budget,
+        num_guesses=num_guesses,
+        num_accepted=num_accepted,
+        num_operations=len(batch.operations),
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting) + len(scheduler.deferred),
+        blocked=scheduler.blocked,
     )
 
 
@@ -107,6 +136,8 @@ def stats_of(scheduler: Scheduler) -> Stats:
         num_disk_bytes=ledger.tiers.num_disk_bytes,
         num_waiting_tokens=scheduler.waiting.num_tokens,
         waiting_seconds=seconds_of_waiting(scheduler),
+        prompt_token_seconds=scheduler.cost.prefill(1) * scheduler.expected.computed_share,
+        step_seconds=scheduler.cost.decode(max(1, len(scheduler.running))),
     )
 
 
@@ -116,5 +147,5 @@ def seconds_of_waiting(scheduler: Scheduler) -> float:
     if not num_waiting:
         return 0.0
     rows = max(1, min(scheduler.ledger.seq_ids.size, num_waiting + len(scheduler.running)))
-    decoding = num_waiting * scheduler.expected_output * scheduler.cost.decode(rows) / rows
+    decoding = num_waiting * scheduler.expected.output * scheduler.cost.decode(rows) / rows
     return decoding + scheduler.cost.prefill(scheduler.waiting.num_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from cllm.scheduler.policy import Policy
 # Nobody starves: one in so many admissions goes to who has waited longest, if that is longer than this (seconds).
 AGED_SHARE = 8
 PATIENCE = 30.0
+AGED = -1  # more urgent than every class: nobody is parked after he has waited so long
 
 
 class Waiting:
@@ -25,13 +25,13 @@ class Waiting:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.num_tokens = 0  # that those who wait will have to be computed, if nothing of them is cached
+        self.num_tokens = 0  # to be computed of those who wait, by what was cached when they came
         self._stamps: dict[Sequence, int] = {}
         self._next_stamp = 0
         self._groups: dict[Any, list[tuple[float, int, int, Sequence]]] = {}
         self._sizes: dict[Any, int] = {}
         self._ranks: list[tuple[Any, int, Any]] = []
-        self._by_age: deque[tuple[int, Sequence]] = deque()
+        self._by_age: list[tuple[int, int, Sequence]] = []
         self._num_taken = 0
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Waiting:
     def push(self, seq: Sequence) -> None:
         self._next_stamp += 1
         stamp = self._stamps[seq] = self._next_stamp
-        self.num_tokens += seq.num_tokens
+        self.num_tokens += seq.work
         group = self.policy.group(seq)
         if not self._sizes.get(group):
             self.policy.arrived(group)
@@ -53,13 +53,14 @@ class Waiting:
         due = math.inf if seq.request.deadline is None else seq.arrived + seq.request.deadline
         heapq.heappush(self._groups[group], (due, seq.order, stamp, seq))
         self._sizes[group] += 1
-        self._by_age.append((stamp, seq))
+        heapq.heappush(self._by_age, (seq.order, stamp, seq))
 
     def head(self, now: float) -> Sequence | None:
-        """Who is served next."""
+        """Who is served next. Who has waited for too long is of the most urgent class from then on."""
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:
+                oldest.urgency = AGED
                 return oldest
         while self._ranks:
             rank, stamp, group = self._ranks[0]
@@ -78,10 +79,10 @@ class Waiting:
 
     def _oldest(self) -> Sequence | None:
         while self._by_age:
-            stamp, seq = self._by_age[0]
+            _, stamp, seq = self._by_age[0]
             if self._stamps.get(seq) == stamp:
                 return seq
-            self._by_age.popleft()
+            heapq.heappop(self._by_age)
         return None
 
     def take(self, seq: Sequence) -> None:
@@ -92,7 +93,7 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         """``seq`` waits no longer. Raises KeyError if it did not."""
         del self._stamps[seq]
-        self.num_tokens -= seq.num_tokens
+        self.num_tokens -= seq.work
         self._sizes[self.policy.group(seq)] -= 1
 
     def __iter__(self) -> Iterator[Sequence]:

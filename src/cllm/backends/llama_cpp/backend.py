@@ -77,9 +77,9 @@ class Fit(NamedTuple):
 def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
     """Share kv_memory among sequences: first the context that was asked for (or the usual), then as many as fit.
 
-    ``plain``: the model remembers by attention alone. auto begins partitioned and may change if it is, and not on a
-    GPU, where partitioned is faster by far; but where memory does not hold a whole context for each sequence, only a
-    pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
+    ``plain``: the model remembers by attention to all tokens; if not, there is no pool. auto begins partitioned and may
+    change, but not on a GPU, where partitioned is faster by far; but where memory does not hold a whole context for
+    each sequence, only a pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
@@ -92,7 +92,7 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
     layout = params.layout
     wanted = params.max_num_seqs * context
     follows_load = layout == "auto" and plain and not params.on_gpu
-    if layout == "auto":
+    if layout == "auto" or not plain:
         layout = "unified" if follows_load and wanted > affordable else "partitioned"
     if layout == "unified":
         return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
@@ -115,11 +115,13 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+        # In a pool, the cells of a sequence that lie before its window are given to others, unasked.
+        windowed = lib.llama_model_n_swa(self._model) > 0
+        plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model) or windowed)
         sizes = fit(params, trained, plain=plain)
         self._path, self._params, self._sizes, self._plain = path, params, sizes, plain
         self._pads = plain and not params.on_gpu
-        self._portable = plain and lib.llama_model_n_swa(self._model) == 0
+        self._portable = plain
         self._snapshots: dict[int, Bytes] = {}
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
         begun = time.perf_counter()
