@@ -72,6 +72,24 @@ def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
     assert "qwenX" in one_line(serve(path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--scheduler.policy", "nobody:Nothing"), "scheduler.policy must be fair"),
+        (("--scheduler.speculation", "draft_model"), "model.draft_path"),
+        (("--scheduler.trace-file", "/proc/nowhere"), "the trace /proc/nowhere"),
+    ],
+)
+def test_what_the_scheduler_cannot_have_is_one_line(arguments, word):
+    """A policy, a draft model, a folder, a file."""
+    assert word in one_line(serve(*FAKE, *arguments))
+
+
+@pytest.mark.llama
+def test_a_disk_cache_that_cannot_be_had_is_one_line(builtin_path):
+    assert "kv.disk_cache" in one_line(serve("--kv.disk-cache", "/proc/nowhere"))
+
+
 @pytest.mark.llama
 @pytest.mark.parametrize(
     "arguments", [("--context", "4096", "--kv.max-memory-mb", "2"), ("--kv.max-memory-mb", "900000")]

@@ -90,11 +90,11 @@ def send_all(descriptor: int, message: FromChild) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def main() -> int:
+def main() -> None:
     output = own_stdout()
     body = read_frame(sys.stdin.buffer)
     if body is None:
-        return 0
+        return
     params = msgspec.msgpack.decode(body, type=EngineParams)
     log.configure(params.log_level)
     inbox = PipeInbox(sys.stdin.buffer)
@@ -108,10 +108,10 @@ def main() -> int:
 
     try:
         backend = build_backend(params, progress)
+        engine = build_engine(backend, params)
     except StartupError as error:
         send_all(output, Failed(str(error)))
-        return 2
-    engine = build_engine(backend, params)
+        os._exit(2)
     gc.collect()
     gc.freeze()
     gc.disable()  # or a step would pay for looking through all who wait
@@ -123,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
