@@ -29,7 +29,11 @@ class BadRequest(CLLMError):
 
 
 class EngineError(CLLMError):
-    """The engine could not compute, or went away while it did; the client may try again."""
+    """The engine could not compute, or went away while it did; the client may try again in ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 2.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def context_length_exceeded(

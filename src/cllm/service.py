@@ -115,7 +115,7 @@ class Service:
     def info(self) -> ModelInfo:
         """Raises EngineError while the model has never been loaded."""
         if self.engine.info is None:
-            raise EngineError("The model is being loaded; please retry.")
+            raise EngineError("The model is being loaded; please retry.", self.engine.seconds_until_ready())
         return self.engine.info
 
     async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
@@ -179,7 +179,7 @@ class Service:
             raise EngineError("The server is shutting down.")
         if not self.engine.ready:
             self.metrics.refused("not_ready")
-            raise EngineError("The engine is not ready; please retry.")
+            raise EngineError("The engine is not ready; please retry.", self.engine.seconds_until_ready())
 
     def submit(self, generation: Generation) -> Answer:
         """Hand a generation to the engine. The answer must be closed.

@@ -108,7 +108,7 @@ def test_what_nobody_reads_any_longer_cannot_be_joined():
     [
         {"prompt": (1, 2)},
         {"temperature": 1.0},
-        {"seed": 1},
+        {"seed": 1, "temperature": 1.0},
         {"max_tokens": 5},
         {"stop": ("x",)},
         {"n": 2},

@@ -22,6 +22,13 @@ def test_chance_has_no_digest():
     assert None not in (digest(ask(temperature=0)), digest(ask(top_k=1)), digest(ask(seed=0)))
 
 
+def test_what_decides_nothing_is_not_in_the_digest():
+    """The best token is the same whatever else is asked for."""
+    best = [ask(temperature=0), ask(top_k=1), ask(temperature=0, seed=3), ask(temperature=0, top_p=0.5, min_p=0.1)]
+    assert len(set(map(digest, best))) == 1
+    assert digest(ask(temperature=0, presence_penalty=1.0)) != digest(ask(temperature=0))
+
+
 def test_a_digest_is_of_the_prompt_and_all_parameters():
     """And of nothing else."""
     same = Request("other", [1, 2], SamplingParams(seed=1), "user-x", Priority.BATCH, 5.0)

@@ -30,6 +30,7 @@ log = logging.getLogger("cllm.process")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
 CLOSE_TIMEOUT = 5.0
+USUAL_LOAD_SECONDS = 5.0  # of a model, until that is known
 
 
 def engine_environment() -> dict[str, str]:
@@ -70,6 +71,8 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
+        self._spawned = time.monotonic()
+        self._load_seconds = USUAL_LOAD_SECONDS
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises StartupError if it cannot load the model."""
@@ -89,6 +92,7 @@ class EngineClient:
             start_new_session=True,  # signals to our process group are for us: running streams may finish
         )
         self._process, self.pid = process, process.pid
+        self._spawned = time.monotonic()
         self._write(frame(self._params))
         try:
             while True:
@@ -108,7 +112,12 @@ class EngineClient:
             raise
         self.info = message.info
         self.stats = Stats(num_seq_ids=message.info.max_num_seqs, num_cells=message.info.num_cells)
+        self._load_seconds = time.monotonic() - self._spawned
         self.ready = True
+
+    def seconds_until_ready(self) -> float:
+        """As it took the last time; 0 if it is ready."""
+        return 0.0 if self.ready else max(1.0, self._load_seconds - (time.monotonic() - self._spawned))
 
     async def _read(self, process: asyncio.subprocess.Process) -> FromChild | None:
         assert process.stdout is not None

@@ -21,6 +21,8 @@ def digest(request: Request) -> bytes | None:
     params = request.params
     if not params.greedy and params.seed is None:
         return None
+    if params.greedy:  # what is left of chance decides nothing
+        params = msgspec.structs.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
     if params.logit_bias:
         params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
     return hashlib.sha256(_encoder.encode((request.prompt, params))).digest()

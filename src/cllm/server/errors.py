@@ -20,7 +20,6 @@ from cllm.service import RequestTimeout
 
 log = logging.getLogger("cllm.server")
 
-RETRY_AFTER = 2  # seconds: about the time an engine needs to be back
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -49,7 +48,7 @@ def error_event(error: Exception) -> bytes:
     return b"data: " + pydantic_core.to_json(describe(error)[1]) + b"\n\n"
 
 
-def answer(status: int, content: dict[str, Any], retry_after: float = RETRY_AFTER) -> Response:
+def answer(status: int, content: dict[str, Any], retry_after: float = 1.0) -> Response:
     headers = {"retry-after": str(max(1, math.ceil(retry_after)))} if status in (429, 503) else {}
     if status == 413:
         headers["connection"] = "close"  # the rest of the body is not read
@@ -62,8 +61,8 @@ def install(app: FastAPI) -> None:
     async def expected(_: Request, error: Exception) -> Response:
         return answer(*describe(error))
 
-    async def full(_: Request, error: Exception) -> Response:
-        assert isinstance(error, QueueFull)
+    async def later(_: Request, error: Exception) -> Response:
+        assert isinstance(error, (QueueFull, EngineError))
         return answer(*describe(error), error.retry_after)
 
     async def invalid(_: Request, error: Exception) -> Response:  # what the framework has checked: a query
@@ -86,9 +85,10 @@ def install(app: FastAPI) -> None:
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    for kind in (BadRequest, EngineError, RequestTimeout):
-        app.add_exception_handler(kind, expected)
-    app.add_exception_handler(QueueFull, full)
+    app.add_exception_handler(BadRequest, expected)
+    app.add_exception_handler(RequestTimeout, expected)
+    app.add_exception_handler(QueueFull, later)
+    app.add_exception_handler(EngineError, later)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -69,7 +70,8 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.ready:
         return JSONResponse({"status": "ready"})
-    return JSONResponse({"status": "draining" if service.draining else "loading"}, 503, {"retry-after": "2"})
+    seconds = max(1, math.ceil(service.engine.seconds_until_ready()))
+    return JSONResponse({"status": "draining" if service.draining else "loading"}, 503, {"retry-after": str(seconds)})
 
 
 @router.get("/model/info")
