@@ -88,18 +88,19 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
     }
     ours: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
-    limits, computed, winner = [], [], ""
+    limits: list[tuple[float, float]] = []
+    computed, winner = [], ""
     for i in range(options.rounds):
         tasks = words(24, options, prompt_words=1020, shared_words=1000, seed=options.seed + i)
-        own_limit, num_tokens = backend_limit(options, tasks)
-        limits.append(own_limit)
+        limit, num_tokens = backend_limit(options, tasks)
+        limits.append(limit)
         with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags) as target:
             load(target, words(1, options, seed=99 + i), 1)
             before = metric(target, "cllm:prefill_tokens_computed")
             outcome = load(target, tasks, 8)
             ours.append((outcome.wall, mean_ttft(outcome)))
             computed.append((metric(target, "cllm:prefill_tokens_computed") - before) / num_tokens)
-        print(f"  round {i + 1}: cLLM {ours[-1]}, limit {limits[-1]:.2f}", flush=True)
+        print(f"  round {i + 1}: cLLM {ours[-1]}, the backend alone {limits[-1]}", flush=True)
         best = None
         for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
             with llama_server(options.model, *flags) as target:
@@ -110,7 +111,11 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
                 best, winner = (outcome.wall, mean_ttft(outcome)), name
         assert best is not None
         theirs.append(best)
-    report.figure("share of the backend's limit", [a / b[0] for a, b in zip(limits, ours, strict=True)], 0.9)
+    report.figure("share of the backend's limit", [a[0] / b[0] for a, b in zip(limits, ours, strict=True)], 0.9)
+    report.figure("mean TTFT / the backend's own", [a[1] / b[1] for a, b in zip(ours, limits, strict=True)])
+    report.figure(
+        "the backend's own mean TTFT / llama-server", [a[1] / b[1] for a, b in zip(limits, theirs, strict=True)]
+    )
     report.figure("throughput / llama-server", [b[0] / a[0] for a, b in zip(ours, theirs, strict=True)], 3.0)
     report.figure(
         "mean TTFT / llama-server", [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)], 0.2, least=False
@@ -118,8 +123,8 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
     report.figure("prompt tokens computed / (shared once + own)", computed, 1.05, least=False)
 
 
-def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[float, int]:
-    """Seconds that llama.cpp needs for this work at least, and the prompt tokens that have to be computed.
+def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[tuple[float, float], int]:
+    """Seconds that llama.cpp needs for this work at least, the mean TTFT then, and the prompt tokens to be computed.
 
     The shared prompt once, then three times: eight own parts in one batch, and 29 steps of eight sequences that share.
     """
@@ -139,14 +144,15 @@ def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[float
     return min(results), num_shared + sum(len(prompt) - num_shared for prompt in prompts)
 
 
-def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> float:
+def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tuple[float, float]:
     size = backend.info.max_num_batched_tokens
     seqs = [Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, 4096) for i, prompt in enumerate(prompts)]
     for i, seq in enumerate(seqs):
         seq.seq_id = i % 8
     backend.forward(Batch([Row(seqs[0], 0, size, 0)], []))  # warm, as the servers are
     backend.forward(Batch([], [Trim(0, 0)]))
-    begun = time.perf_counter()
+    begun = sent = time.perf_counter()
+    ttft = 0.0
     for start in range(0, num_shared, size):
         count = min(size, num_shared - start)
         backend.forward(Batch([Row(seqs[0], start, count, 0)], []))
@@ -156,13 +162,15 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> flo
         operations += [Copy(0, i, num_shared) for i in range(1, 8)]
         rows = [Row(seq, num_shared, seq.num_tokens - num_shared, 1) for seq in wave]
         backend.forward(Batch(rows, operations)).argmax(axis=1)
+        ttft += len(wave) / len(seqs) * (time.perf_counter() - sent)
         for seq in wave:
             seq.append(1)
         for _ in range(29):
             logits = backend.forward(Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in wave], []))
             for seq, token in zip(wave, logits.argmax(axis=1).tolist(), strict=True):
                 seq.append(token)
-    return time.perf_counter() - begun
+        sent = time.perf_counter()
+    return sent - begun, ttft
 
 
 def metric(target: Target, name: str) -> float:
