@@ -28,7 +28,7 @@ from servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
 
 from cllm.backends.base import Backend
 from cllm.bench.load import Outcome, Target
-from cllm.bench.workload import Task, word_tasks
+from cllm.bench.workload import Task, Words, word_tasks
 from cllm.core.batch import Batch, Copy, Load, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -68,8 +68,8 @@ class Report:
 
 
 def words(count: int, options: argparse.Namespace, **changes: int) -> list[Task]:
-    wanted = {"prompt_words": 40, "shared_words": 0, "max_tokens": 30, "seed": options.seed} | changes
-    return word_tasks(count, model="m", temperature=0, **wanted)  # type: ignore[arg-type]
+    wanted = {"prompt_words": 40, "max_tokens": 30, "seed": options.seed} | changes
+    return word_tasks(count, Words(model="m", **wanted))
 
 
 def ttfts(outcome: Outcome) -> list[float]:

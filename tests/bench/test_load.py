@@ -17,15 +17,24 @@ from aiohttp import web
 
 from cllm.bench.load import Answer, Outcome, Target, find_model, run_load
 from cllm.bench.report import Distribution, Report, remarks, results, summarize
-from cllm.bench.workload import QUESTION_KINDS, Task, question_tasks, word_tasks
+from cllm.bench.workload import (
+    QUESTION_KINDS,
+    TURNS,
+    WORKLOADS,
+    Task,
+    Words,
+    arrival_times,
+    num_requests,
+    question_tasks,
+    word_tasks,
+)
 from cllm.errors import StartupError
 
 MAX_TOKENS = 4
 
 
 def words(count: int, *, model: str = "m", **options: int) -> list[Task]:
-    defaults = {"prompt_words": 5, "shared_words": 0, "max_tokens": MAX_TOKENS, "temperature": 0, "seed": 0}
-    return word_tasks(count, model=model, **{**defaults, **options})
+    return word_tasks(count, Words(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options}))
 
 
 def prompt_of(task: Task) -> list[str]:
@@ -339,3 +348,110 @@ def test_questions() -> None:
     assert all(first.answer != second.answer for first, second in pairwise(tasks))
     body = json.loads(tasks[0].body)
     assert (body["temperature"], body["max_tokens"], "ignore_eos" in body) == (0, 9, False)
+
+
+def test_every_workload_has_as_many_requests_as_asked_for() -> None:
+    """And is the same for the same seed, in all that is sent."""
+    for make, _ in WORKLOADS.values():
+        for count in (1, 7, 8):
+            tasks, again = (make(count, Words(model="m", prompt_words=5, max_tokens=6)) for _ in range(2))
+            assert num_requests(tasks) == count
+            assert [task.body for task in tasks] == [task.body for task in again]
+
+
+def test_a_chat_has_lengths_of_its_own() -> None:
+    tasks = WORKLOADS["chat"][0](200, Words(model="m", prompt_words=50, max_tokens=30))
+    lengths = sorted(len(prompt_of(task)) for task in tasks)
+    assert lengths[0] < 20
+    assert 35 < lengths[100] < 70
+    assert lengths[-1] > 120
+    answers = sorted(task.num_tokens for task in tasks)
+    assert answers[0] < 12
+    assert 20 < answers[100] < 45
+    assert answers[-1] > 80
+
+
+def test_long_prefill() -> None:
+    tasks = WORKLOADS["long-prefill"][0](10, Words(model="m", prompt_words=4, max_tokens=6))
+    assert [len(prompt_of(task)) for task in tasks] == [4, 4, 4, 4, 100, 4, 4, 4, 4, 100]
+
+
+def test_arrivals() -> None:
+    """The rate is what was asked for, and bursts come in bursts."""
+    assert arrival_times(4, 2.0, "even", 0) == [0.0, 0.5, 1.0, 1.5]
+    gaps = {}
+    for kind in ("poisson", "bursty"):
+        times = arrival_times(4000, 10.0, kind, 1)
+        assert times == sorted(times) == arrival_times(4000, 10.0, kind, 1)
+        assert times[-1] == pytest.approx(400, rel=0.15)
+        gaps[kind] = sorted(b - a for a, b in pairwise(times))
+    assert gaps["bursty"][2000] < 0.3 * gaps["poisson"][2000]
+
+
+def test_talks_say_what_was_answered() -> None:
+    """Each turn sends the answers before it; the turns count as requests."""
+    bodies: list[dict] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return await send(request, [OPENING, content("so "), content("it is"), finish("length"), usage(4), DONE])
+
+    tasks = WORKLOADS["multi-turn"][0](2 * TURNS, Words(model="m", prompt_words=3, max_tokens=4))
+    with serving(handler) as url:
+        outcome = run_load(Target(url), tasks, concurrency=2, warmup=0, progress=lambda _: None)
+    assert [answer.failure for answer in outcome.answers] == [""] * 2 * TURNS
+    longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
+    assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + ["user"]
+    assert {message["content"] for message in longest[1::2]} == {"so it is"}
+
+
+def test_a_talk_ends_with_a_failure() -> None:
+    tasks = WORKLOADS["multi-turn"][0](TURNS, Words(model="m", prompt_words=3, max_tokens=4))
+    with serving(breaks_down) as url:
+        outcome = run_load(Target(url), tasks, concurrency=1, warmup=0, progress=lambda _: None)
+    assert [answer.failure for answer in outcome.answers] == ["HTTP 500"]
+
+
+def test_clients_that_go_away() -> None:
+    """They are neither successes nor failures, and the server sees them go."""
+    gone: list[bool] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        try:
+            return await send(request, [OPENING, *[content("a")] * 40, finish("length"), usage(40), DONE], gap=0.01)
+        except (ConnectionResetError, asyncio.CancelledError):
+            gone.append(True)
+            raise
+
+    tasks = WORKLOADS["cancel-storm"][0](6, Words(model="m", prompt_words=3, max_tokens=40))
+    with serving(handler) as url:
+        report = measure(url, tasks)
+    assert (report.num_succeeded, report.num_cancelled, report.num_failed, len(gone)) == (3, 3, 0, 3)
+    assert any("3 were cancelled" in line for line in results(report))
+
+
+def test_an_open_loop_waits_for_nobody() -> None:
+    """Requests are sent at their times, though none is answered yet; what is refused is told apart."""
+    at: list[float] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse | web.Response:
+        at.append(asyncio.get_running_loop().time())
+        if len(at) > 4:
+            return web.json_response({"error": "full"}, status=429)
+        return await send(request, GOOD, gap=0.2)
+
+    with serving(handler) as url:
+        outcome = run_load(
+            Target(url), words(6), concurrency=1, warmup=0, progress=lambda _: None, arrivals=[0.0, 0, 0, 0, 0.3, 0.3]
+        )
+    assert at[3] - at[0] < 0.2 < at[4] - at[0]
+    report = summarize(outcome, url=url, model="m", settings={})
+    assert (report.num_succeeded, report.num_refused, report.num_failed) == (4, 2, 2)
+
+
+def test_goodput() -> None:
+    """Requests that keep both limits, a second."""
+    answers = [timed(0, [1, 2], 2, 3), timed(0, [3, 4], 4, 3)]
+    for settings, expected in (({}, None), ({"ttft": 2000}, 0.5), ({"tpot": 400}, 0), ({"ttft": 5000, "tpot": 1e4}, 1)):
+        report = summarize(Outcome(answers, wall=2.0, cpu=0.1), url="u", model="m", settings=settings)
+        assert report.good_requests_per_s == expected

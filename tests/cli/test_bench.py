@@ -94,6 +94,30 @@ def test_table(cllm, server: str) -> None:
     assert all(word in out for word in ("TTFT", "TPOT", "E2E", "p95", "output tokens/s", "s CPU"))
 
 
+def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
+    """What differs in the settings, and each figure with its ratio."""
+    for name, options in (("a", ("--ttft", "5000")), ("b", ("--rate", "50", "--arrivals", "even", "--ttft", "5000"))):
+        code, _, _ = cllm("bench", "load", server, *LOAD, *options, "--out", tmp_path / name)
+        assert code == 0
+    code, out, _ = cllm("bench", "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 0
+    assert "rate: None before, 50.0 after" in out
+    assert all(word in out for word in ("good requests/s", "TTFT p99 ms", "after / before"))
+    (tmp_path / "c").write_text("{}")
+    for wrong, word in (("c", "no report"), ("d", "cannot be read")):
+        code, out, err = cllm("bench", "diff", tmp_path / "a", tmp_path / wrong)
+        assert (code, out) == (2, "")
+        assert word in err
+
+
+def test_a_preset_can_be_changed(cllm, server: str) -> None:
+    """Its numbers are defaults."""
+    code, out, _ = cllm("bench", "load", server, "--preset", "seed-40x8x50", *LOAD[:2], *LOAD[4:], "--json")
+    assert code == 0
+    settings = json.loads(out)["settings"]
+    assert (settings["requests"], settings["concurrency"], settings["max_tokens"]) == (3, 8, 2)
+
+
 def test_failures_are_exit_code_1(cllm, server: str) -> None:
     code, out, _ = cllm("bench", "load", server, *LOAD, "--model", "bad")
     assert code == 1

@@ -1,4 +1,7 @@
-"""A load client for servers that speak OpenAI's chat completions: a fixed number of requests at a time, streamed.
+"""A load client for servers that speak OpenAI's chat completions, streamed.
+
+Closed loop: a fixed number of requests at a time, each end lets the next one start. Open loop: requests are sent at
+given times, whatever has become of the earlier ones.
 
 It knows the server by HTTP alone. On small machines it shares the cores with the server, so reading a chunk is two
 searches in its bytes; JSON is decoded only where a stream ends.
@@ -35,6 +38,7 @@ Progress = Callable[[int], None]
 CONTENT = re.compile(rb'content": ?"(?!")')
 LAST = re.compile(rb'"(?:finish_reason": ?"|usage": ?\{|error": ?[{"])')
 
+REFUSALS = {429, 503}
 FINISH_REASONS = {"stop", "length"}
 CONNECT_TIMEOUT = 10.0  # seconds
 FIRST_TIMEOUT = aiohttp.ClientTimeout(30.0)  # for the list of models
@@ -101,6 +105,10 @@ class Answer:
         """One for each chunk that holds text."""
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
+        self.cancelled = False
+        """The client went away, as the task wanted."""
+        self.refused = False
+        """The server had too much to do, and said so (429 or 503): a failure too."""
         self.failure = ""
         """Why this is no success, in a few words that are the same for all such; empty for a success."""
         self.detail = ""
@@ -115,7 +123,7 @@ class Answer:
         for line in lines:
             if CONTENT.search(line):
                 self.content_times.append(now)
-                if self.task.answer is not None:
+                if self.task.answer is not None or self.task.follow is not None:
                     self._content.append(line)
             if LAST.search(line):
                 self._feed_last(line)
@@ -143,6 +151,8 @@ class Answer:
     def judge(self) -> None:
         """Compare what came with what the task wants."""
         tokens, wanted = self.output_tokens, self.task.num_tokens
+        if self.cancelled:
+            return
         if self.finish_reason is None:
             self.fail("no finish_reason")
         elif self.finish_reason not in FINISH_REASONS:
@@ -196,17 +206,31 @@ def find_model(target: Target, wanted: str | None = None) -> str:
     return _run(_find_model(target, wanted))
 
 
-def run_load(target: Target, tasks: Sequence[Task], *, concurrency: int, warmup: int, progress: Progress) -> Outcome:
+def run_load(
+    target: Target,
+    tasks: Sequence[Task],
+    *,
+    concurrency: int,
+    warmup: int,
+    progress: Progress,
+    arrivals: Sequence[float] | None = None,
+) -> Outcome:
     """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
 
     The first ``warmup`` of them are sent before the clock starts and appear nowhere in the outcome. Connections are
-    kept, and those that warm-up has opened are used. A failure is an answer, never an exception.
+    kept, and those that warm-up has opened are used. With ``arrivals``, in seconds, the others are sent at these times
+    and ``concurrency`` is that of the warm-up. A failure is an answer, never an exception.
     """
-    return _run(_run_load(target, tasks, concurrency, warmup, progress))
+    return _run(_run_load(target, tasks, concurrency, warmup, progress, arrivals))
 
 
 async def _run_load(
-    target: Target, tasks: Sequence[Task], concurrency: int, warmup: int, progress: Progress
+    target: Target,
+    tasks: Sequence[Task],
+    concurrency: int,
+    warmup: int,
+    progress: Progress,
+    arrivals: Sequence[float] | None,
 ) -> Outcome:
     num_ended = 0
 
@@ -219,7 +243,10 @@ async def _run_load(
         client = Client(session, f"{target.url}/v1/chat/completions")
         await client.closed_loop(tasks[:warmup], concurrency, ended)
         wall, cpu = time.perf_counter(), time.process_time()
-        answers = await client.closed_loop(tasks[warmup:], concurrency, ended)
+        if arrivals is None:
+            answers = await client.closed_loop(tasks[warmup:], concurrency, ended)
+        else:
+            answers = await client.open_loop(tasks[warmup:], arrivals, ended)
         cpu = time.process_time() - cpu
     wall = max((answer.ended for answer in answers), default=wall) - wall
     return Outcome(answers, wall, cpu)
@@ -239,13 +266,33 @@ class Client:
 
         async def take_turns() -> None:
             for task in waiting:
-                answers.append(await self.ask(task))
-                ended()
+                await self._talk(task, answers, ended)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(tasks))):
                 group.create_task(take_turns())
         return answers
+
+    async def open_loop(
+        self, tasks: Sequence[Task], arrivals: Sequence[float], ended: Callable[[], None]
+    ) -> list[Answer]:
+        """The same, each task at its time."""
+        answers: list[Answer] = []
+        begun = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for task, at in zip(tasks, arrivals, strict=True):
+                await asyncio.sleep(begun + at - time.perf_counter())
+                group.create_task(self._talk(task, answers, ended))
+        return answers
+
+    async def _talk(self, task: Task, answers: list[Answer], ended: Callable[[], None]) -> None:
+        """``task`` and what follows it; after a failure nothing does."""
+        following: Task | None = task
+        while following is not None:
+            answer = await self.ask(following)
+            answers.append(answer)
+            ended()
+            following = following.follow(answer.text()) if following.follow and not answer.failure else None
 
     async def ask(self, task: Task) -> Answer:
         answer = Answer(task, time.perf_counter())
@@ -265,10 +312,14 @@ class Client:
     async def _read(self, answer: Answer) -> None:
         async with self._session.post(self._url, data=answer.task.body, allow_redirects=False) as response:
             if response.status != 200:
+                answer.refused = response.status in REFUSALS
                 answer.fail(f"HTTP {response.status}", (await response.content.read(4096)).decode(errors="replace"))
                 return
             async for data in response.content.iter_any():
                 answer.feed(data, time.perf_counter())
+                if answer.task.cancel_after is not None and len(answer.content_times) >= answer.task.cancel_after:
+                    answer.cancelled = True
+                    return  # which closes the connection, since the answer was not read to its end
 
 
 async def _find_model(target: Target, wanted: str | None) -> str:

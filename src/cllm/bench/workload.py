@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +19,15 @@ LONGEST_WORD = 4  # syllables
 # A call of a tool comes as structure and not as text, and every dialect has its own.
 QUESTION_KINDS = [kind for kind in KINDS if kind != "tools"]
 
+SPREAD = 0.8  # sigma of the lognormal lengths of a chat
+LONGEST = 16  # times the median, so that one request does not decide the result
+LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill every fifth prompt is so many times as long
+CANCELLED_EVERY = 2  # in cancel-storm every second client goes away
+TURNS = 4
+BURSTINESS = 0.25  # shape of the gamma distribution of the gaps in bursty arrivals: 1 would be Poisson
+
+Arrivals = Literal["poisson", "bursty", "even"]
+
 
 class Task(msgspec.Struct, frozen=True):
     """One request: the body of a chat completion, and what makes the answer to it a success."""
@@ -27,40 +37,143 @@ class Task(msgspec.Struct, frozen=True):
     """The answer has exactly so many tokens; None: any number but 0."""
     answer: str | None = None
     """The answer is exactly this text; None: any."""
+    cancel_after: int | None = None
+    """The client goes away when so many chunks of text have come."""
+    follow: Callable[[str], Task] | None = None
+    """What is asked next, once the answer is known."""
 
 
-def word_tasks(
-    count: int, *, model: str, prompt_words: int, shared_words: int, max_tokens: int, temperature: float, seed: int
-) -> list[Task]:
-    """Prompts of ``prompt_words`` random words, of which the first ``shared_words`` are the same in all.
-
-    Each answer is to have ``max_tokens`` tokens, which takes a server that knows ``ignore_eos``. Raises StartupError if
-    there are more shared words than words.
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens; ``shared_words`` of a
+    prompt are the same in all. Each answer is to have ``max_tokens``, which takes a server that knows ``ignore_eos``.
     """
-    if shared_words > prompt_words:
-        raise StartupError(f"--shared-words {shared_words} is more than --prompt-words {prompt_words}")
-    words = _words(random.Random(seed))
-    shared = list(islice(words, shared_words))
-    options = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
+
+    model: str
+    prompt_words: int
+    shared_words: int = 0
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def word_tasks(count: int, words: Words) -> list[Task]:
+    """All of one size."""
+    source = Source(words)
+    return [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
+
+
+def chat_tasks(count: int, words: Words) -> list[Task]:
+    """Lengths of prompts and answers are lognormal; what ``words`` says are their medians."""
+    source = Source(words)
+    return [source.task(source.about(words.prompt_words), source.about(words.max_tokens)) for _ in range(count)]
+
+
+def long_prefill_tasks(count: int, words: Words) -> list[Task]:
+    """Every fifth prompt is very long."""
+    source = Source(words)
+    sizes = [words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1) for i in range(count)]
+    return [source.task(size, words.max_tokens) for size in sizes]
+
+
+def cancel_tasks(count: int, words: Words) -> list[Task]:
+    """Every second client goes away somewhere on the way."""
+    source = Source(words)
+    tasks = [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
+    leaves = [source.random.randint(1, max(1, words.max_tokens // 2)) for _ in tasks]
     return [
-        Task(_body(model, " ".join([*shared, *islice(words, prompt_words - shared_words)]), options), max_tokens)
-        for _ in range(count)
+        msgspec.structs.replace(task, num_tokens=None, cancel_after=leaves[i]) if i % CANCELLED_EVERY else task
+        for i, task in enumerate(tasks)
     ]
+
+
+def multi_turn_tasks(count: int, words: Words) -> list[Task]:
+    """Talks of a few turns; each prompt holds all that was said. ``count`` is that of all turns."""
+    source = Source(words)
+    talks = [[source.text(words.prompt_words) for _ in range(TURNS)] for _ in range(-(-count // TURNS))]
+    talks[-1] = talks[-1][: (count - 1) % TURNS + 1]
+    return [turn(words, [], texts) for texts in talks]
+
+
+def turn(words: Words, messages: list[dict[str, str]], texts: list[str]) -> Task:
+    """The next request of a talk in which ``texts`` are still to be said."""
+    asked = [*messages, {"role": "user", "content": texts[0]}]
+
+    def follow(answer: str) -> Task:
+        return turn(words, [*asked, {"role": "assistant", "content": answer}], texts[1:])
+
+    task = task_of(words, asked, words.max_tokens)
+    return msgspec.structs.replace(task, follow=follow) if len(texts) > 1 else task
+
+
+WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
+    "words": (word_tasks, "random words, all of one size"),
+    "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
+    "multi-turn": (multi_turn_tasks, f"talks of {TURNS} turns, each of which sends all that was said"),
+    "long-prefill": (long_prefill_tasks, f"words, but every fifth prompt is {LONG_TIMES} times as long"),
+    "cancel-storm": (cancel_tasks, "words, but every second client goes away before the end"),
+}
+
+
+def num_requests(tasks: list[Task]) -> int:
+    """Requests that ``tasks`` come to, with all that follows, if every answer is a success."""
+    count = 0
+    for task in tasks:
+        following: Task | None = task
+        while following is not None:
+            count += 1
+            following = following.follow("") if following.follow else None
+    return count
 
 
 def question_tasks(count: int, *, model: str, max_tokens: int, seed: int) -> list[Task]:
     """Questions that the built-in model was not trained on and answers nevertheless; the kinds in turn."""
     options = {"max_tokens": max_tokens, "temperature": 0}
     questions = islice(held_out_questions(seed, QUESTION_KINDS), count)
-    return [Task(_body(model, question.messages, options), answer=question.answer) for question in questions]
+    return [Task(body_of(model, question.messages, options), answer=question.answer) for question in questions]
 
 
-def _words(rng: random.Random) -> Iterator[str]:
-    while True:
-        yield "".join(rng.choices(SYLLABLES, k=rng.randint(1, LONGEST_WORD)))
+def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[float]:
+    """Seconds from the start at which requests are sent, ``rate`` a second on average."""
+    gaps = random.Random(seed)
+    shape = {"poisson": 1.0, "bursty": BURSTINESS, "even": math.inf}[kind]
+    at, times = 0.0, []
+    for _ in range(count):
+        times.append(at)
+        at += 1 / rate if shape == math.inf else gaps.gammavariate(shape, 1 / (rate * shape))
+    return times
 
 
-def _body(model: str, content: str | list[dict[str, Any]], options: dict[str, Any]) -> bytes:
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return msgspec.json.encode({"model": model, "messages": messages, **stream, **options})
+class Source:
+    """Where words and sizes come from."""
+
+    def __init__(self, words: Words) -> None:
+        """Raises StartupError if more words are to be shared than a prompt has."""
+        if words.shared_words > words.prompt_words:
+            raise StartupError(f"--shared-words {words.shared_words} is more than --prompt-words {words.prompt_words}")
+        self.random = random.Random(words.seed)
+        self._options = words
+        self._words = self._all_words()
+        self._shared = list(islice(self._words, words.shared_words))
+
+    def _all_words(self) -> Iterator[str]:
+        while True:
+            yield "".join(self.random.choices(SYLLABLES, k=self.random.randint(1, LONGEST_WORD)))
+
+    def about(self, median: int) -> int:
+        return max(1, round(min(self.random.lognormvariate(math.log(median), SPREAD), LONGEST * median)))
+
+    def text(self, num_words: int) -> str:
+        return " ".join([*self._shared, *islice(self._words, max(1, num_words - len(self._shared)))])
+
+    def task(self, num_words: int, num_tokens: int) -> Task:
+        return task_of(self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens)
+
+
+def task_of(words: Words, messages: list[dict[str, str]], num_tokens: int) -> Task:
+    options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": words.temperature}
+    return Task(body_of(words.model, messages, options), num_tokens)
+
+
+def body_of(model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> bytes:
+    rest = {"stream": True, "stream_options": {"include_usage": True}}
+    return msgspec.json.encode({"model": model, "messages": messages, **options, **rest})
