@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
 
 from cllm.backends.base import Backend
 from cllm.bench.load import Outcome, Target
+from cllm.bench.servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
 from cllm.bench.workload import Task, Words, word_tasks
 from cllm.core.batch import Batch, Copy, Load, Row, Save, Trim
 from cllm.core.params import SamplingParams

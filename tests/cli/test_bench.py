@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cllm.bench.make_model import QUANTS, SHAPES
+from cllm.bench.stages import STAGES
 from cllm.cli.talk import server_url
 
 STREAM = b"""\
@@ -173,3 +174,20 @@ def test_make_model(cllm, tmp_path: Path) -> None:
     assert cllm(*arguments, "--force")[0] == 0
     assert out_file.stat().st_size == size
     assert cllm(*arguments[:-1], str(tmp_path))[0] == 2
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_stages(cllm, builtin_path: Path) -> None:
+    """A table, or JSON; exit code 1 only if a stage loses more than the budget."""
+    options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
+    code, out, _ = cllm("bench", "stages", builtin_path, *options, "--budget", "0.999")
+    assert code == 0
+    assert all(stage in out for stage in STAGES)
+    assert "beside the decode" in out
+    code, out, _ = cllm("bench", "stages", *options, "--json")
+    assert code == 0
+    assert [stage["stage"] for stage in json.loads(out)[0]["stages"]] == list(STAGES)
+    code, _, err = cllm("bench", "stages", "nowhere.gguf", *options)
+    assert code == 2
+    assert "nowhere.gguf" in err

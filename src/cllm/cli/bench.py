@@ -213,6 +213,48 @@ def diff(
     print_diff(read_report(before), read_report(after), Console())
 
 
+@app.command
+def stages(
+    model: Annotated[
+        Path | None, Parameter(help="A GGUF file. [default: the built-in model]", show_default=False)
+    ] = None,
+    /,
+    *,
+    sequences: Annotated[
+        tuple[int, ...], Parameter(validator=Positive, negative="", help="How many at a time; once for each size.")
+    ] = (1, 8, 32),
+    rounds: Annotated[int, Parameter(validator=Positive, help="Runs of each stage, in turn; one more warms up.")] = 5,
+    prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 48,
+    temperature: Annotated[float, Parameter(validator=NotNegative, help="0 is greedy.")] = 0.8,
+    budget: Annotated[
+        float | None,
+        Parameter(
+            validator=Number(gte=0, lt=1),
+            help="Share of the speed that a stage may lose against the one before, as a median; more is exit code 1.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0,
+    json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the same work at every stage from llama_decode to the socket, and what each stage costs."""
+    from cllm.bench.stages import Size, losses, print_stages, run_stages
+    from cllm.models.catalog import BUILTIN
+
+    sizes = [Size(count, prompt_words, max_tokens, temperature, seed) for count in sequences]
+    with closing(loading_bar("measuring stages")) as bar:
+        results = run_stages(model or BUILTIN, sizes, rounds, bar.update)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(results)).decode())
+    else:
+        from rich.console import Console
+
+        print_stages(results, Console())
+    if budget is not None and any(loss > budget for result in results for loss in losses(result)[1:]):
+        sys.exit(1)
+
+
 def checked_key(key: str | None) -> str | None:
     if key and not (key.isascii() and key.isprintable()):
         raise StartupError("the API key holds characters that no HTTP header can")

@@ -1,4 +1,4 @@
-"""Servers for benchmarks: cLLM and llama-server, each started on a free port and gone at the end."""
+"""Servers to be measured: cLLM and llama-server, each started on a free port and gone at the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import msgspec
 
 from cllm.bench.load import Outcome, Target, run_load
 from cllm.bench.workload import Task
+from cllm.errors import StartupError
 
 START_TIMEOUT = 180.0  # seconds
-LLAMA_SERVER = Path(".tools/peers/build/bin/llama-server")
+LLAMA_SERVER = Path(".tools/peers/build/bin/llama-server")  # where benchmarks/build_peers.py puts it
 
 
 def free_port() -> int:
@@ -39,7 +40,7 @@ def running(command: Sequence[object], health: str, *, keep_alive: bool = True) 
         deadline = time.monotonic() + START_TIMEOUT
         while not answers(url + health):
             if process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"{' '.join(words)} does not start")
+                raise StartupError(f"{' '.join(words)} does not start")
             time.sleep(0.05)
         yield Target(url, timeout=1800.0, keep_alive=keep_alive)
     finally:
@@ -53,7 +54,7 @@ def running(command: Sequence[object], health: str, *, keep_alive: bool = True) 
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310  # our own
             return bool(response.status == 200)
     except OSError:
         return False
@@ -91,7 +92,7 @@ def load(
     target = msgspec.structs.replace(target, api_key=api_key)
     outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
     if not may_fail and (failed := failures(outcome)):
-        sys.exit(f"{len(failed)} of {len(tasks)} requests failed: {failed[0]}")
+        raise StartupError(f"{len(failed)} of {len(tasks)} requests failed: {failed[0]}")
     return outcome
 
 

@@ -1,0 +1,34 @@
+"""The stages from llama_decode to the socket: all of them do the same work."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.bench.stages import PARTS, STAGES, Size, SizeResult, StageResult, losses, run_stages
+
+
+def result(*medians: float) -> SizeResult:
+    return SizeResult(8, [StageResult(str(i), [median]) for i, median in enumerate(medians)], {})
+
+
+def test_losses() -> None:
+    """Against the stage before; what is faster has lost less than nothing."""
+    assert losses(result(100, 90, 90, 99)) == pytest.approx([0, 0.1, 0, -0.1])
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_every_stage_is_measured(builtin_path, caplog) -> None:
+    told = []
+    sizes = [Size(1, 4, 6, 0.0, 0), Size(3, 4, 6, 0.8, 0)]
+    results = run_stages(builtin_path, sizes, 1, lambda share, what: told.append((share, what)))
+    assert [found.num_seqs for found in results] == [1, 3]
+    for found in results:
+        assert [stage.stage for stage in found.stages] == list(STAGES)
+        assert all(speed > 0 for stage in found.stages for speed in stage.tokens_per_s)
+        assert list(found.step_us) == list(PARTS)
+        assert all(us > 0 for us in found.step_us.values())
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares)
+    assert told[-1] == (1.0, "3 sequences")
+    assert not caplog.records, "no step failed"
