@@ -10,6 +10,7 @@ from cllm.backends.fake import Costs
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
 from cllm.scheduler.speculation import PromptLookup, Speculation
 from cllm.scheduler.step_cost import StepCost
 
@@ -137,3 +138,22 @@ def test_penalized_sequences_do_not_guess(fake_engine):
     """A penalty depends on the tokens before it, so each position would have to wait for the one before."""
     on = run(fake_engine, "prompt_lookup", [REPEATING], repetition_penalty=1.1)
     assert on.scheduler.num_guesses == 0
+
+
+def test_a_drafter_that_fails_costs_no_answer(fake_engine, caplog):
+    """Its guesses are done without from then on, and that is said once."""
+    engine = fake_engine(costs=CHEAP_ROWS, engine_speculation="prompt_lookup", length=20)
+    calls = []
+
+    def fail(wanted):
+        calls.append(wanted)
+        raise EngineError("llama_decode returned -1")
+
+    engine.scheduler._speculation._drafter.draft = fail
+    request = engine.add("A", REPEATING)
+    engine.finish()
+    assert engine.tokens("A") == engine.right_tokens(request)
+    assert len(calls) == 1
+    assert [record.message for record in caplog.records] == [
+        "no more guesses, because the drafter failed: llama_decode returned -1"
+    ]

@@ -6,10 +6,14 @@ long as they are what was sampled. So the text is the same with and without spec
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
 from cllm.scheduler.step_cost import StepCost
+
+log = logging.getLogger("cllm.scheduler")
 
 START = 0.6  # share of right guesses that a sequence is trusted with at first
 MEMORY = 0.1  # of one verification in that share
@@ -72,6 +76,7 @@ class Speculation:
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
         self._trust: dict[Sequence, float] = {}
+        self._failed = False
 
     def propose(self, seqs: list[Sequence], cost: StepCost, max_tokens: int) -> dict[Sequence, tuple[int, ...]]:
         """Guesses for some of ``seqs``, all of which decode; the step may have ``max_tokens``."""
@@ -83,7 +88,14 @@ class Speculation:
             most = min(self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1)
             if not seq.request.params.penalized and (count := self._best_count(len(seqs), trust, cost, most)):
                 wanted[seq] = count
-        return self._drafter.draft(wanted) if wanted else {}
+        if not wanted or self._failed:
+            return {}
+        try:
+            return self._drafter.draft(wanted)
+        except EngineError as error:
+            log.error("no more guesses, because the drafter failed: %s", error)
+            self._failed = True
+            return {}
 
     def _best_count(self, num_rows: int, trust: float, cost: StepCost, most: int) -> int:
         """The number of guesses, for every sequence, that makes the expected tokens a second largest."""
