@@ -264,11 +264,13 @@ def test_what_is_no_url(url: str) -> None:
         find_model(Target(url))
 
 
-def test_needs_the_bench_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["cllm.bench.load", "cllm.bench.stages"])
+def test_needs_the_bench_extra(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "cllm.bench.load")
+    for loaded in ("cllm.bench.load", "cllm.bench.servers", "cllm.bench.stages"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
     with pytest.raises(StartupError, match="needs the extra `bench`"):
-        importlib.import_module("cllm.bench.load")
+        importlib.import_module(module)
 
 
 # Reading and counting.

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
@@ -289,6 +288,8 @@ async def read_answers(service: Service, work: Work) -> None:
 
 
 async def post_all(target: Target, work: Work) -> None:
+    import aiohttp  # of the extra `bench`; cllm.bench.load has said so if it is missing
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800)) as session:
 
         async def post(task: Task) -> None:

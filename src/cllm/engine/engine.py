@@ -153,7 +153,7 @@ class Engine:
         if self._disk is not None:
             is_idle = batch is None or not batch.rows
             self._take_in(self._disk, wait=DISK_WAIT if is_idle and self.scheduler.has_work() else 0.0)
-        if self._chooser is not None:
+        if self._chooser is not None and batch is not None and batch.rows:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
                 self._choose_layout(self._chooser)
@@ -197,11 +197,12 @@ class Engine:
         What is deferred is going to run soon, and to share what it waits for: the best time to change is before.
         """
         scheduler, unified = self.scheduler, self.backend.info.layout == "unified"
-        chooser.observe(scheduler.ledger.sharing(), self._num_steps_since, unified=unified)
+        sharing = scheduler.ledger.sharing()
+        chooser.observe(sharing, self._num_steps_since, unified=unified)
         self._num_steps_since = 0
-        expected = scheduler.ledger.sharing(), 0.0
+        expected = sharing, 0.0
         if scheduler.deferred:
-            expected = self._expected_sharing(), scheduler.expected.output
+            expected = self._with_followers(sharing), scheduler.expected.output
         decoding = any(seq.num_lacking_tokens == 1 for seq in scheduler.running)
         tiers = scheduler.ledger.tiers
         if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:  # they would be computed again
@@ -217,12 +218,11 @@ class Engine:
         self.scheduler.ledger = self.scheduler.ledger.with_layout(info.num_cells, layout_of(info))
         log.info("the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun)
 
-    def _expected_sharing(self) -> Sharing:
+    def _with_followers(self, sharing: Sharing) -> Sharing:
         """What the running sequences will hold together when those behind them have joined."""
-        ledger = self.scheduler.ledger
-        num_seqs, num_tokens, num_distinct, num_idle = ledger.sharing()
+        num_seqs, num_tokens, num_distinct, num_idle = sharing
         for leader, awaited in self.scheduler.deferred.led():
-            missing = max(awaited) - ledger.num_cells_of(leader.seq_id)
+            missing = max(awaited) - self.scheduler.ledger.num_cells_of(leader.seq_id)
             num_seqs += len(awaited)
             num_tokens += missing + sum(awaited)
             num_distinct += missing
