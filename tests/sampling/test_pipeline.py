@@ -126,7 +126,7 @@ def test_like_the_reference(rows, seed, size):
     assert tokens == [sample([seq], [row])[0] for seq, row in zip(seqs, logits, strict=True)]
     num_decided = 0
     for seq, row, token in zip(seqs, logits, tokens, strict=True):
-        number = uniform(np.array([seq.seed], np.uint64), np.array([seq.num_tokens], np.uint64))[0]
+        number = uniform(seq.seed, seq.num_tokens)
         try:
             assert token == pick(reference(seq, row), number)
             num_decided += 1
@@ -164,7 +164,7 @@ def test_what_is_left(monkeypatch, params, size):
     weights = reference(seq, logits)
 
     def drawn(number: float) -> int:
-        monkeypatch.setattr(pipeline, "uniform", lambda seeds, positions: np.full(len(seeds), number))
+        monkeypatch.setattr(pipeline, "uniform", lambda seed, position: number)
         return sample([seq], [logits])[0]
 
     total, passed = sum(weights.values()), 0.0

@@ -12,7 +12,7 @@ words = st.integers(0, 2**64 - 1)
 
 
 def numbers(seeds, positions) -> np.ndarray:
-    return uniform(np.array(seeds, np.uint64), np.array(positions, np.uint64))
+    return np.array([uniform(*each) for each in zip(map(int, seeds), map(int, positions), strict=True)])
 
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=20))

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
 NUM_BLOCKS = 32
 
+Ids = npt.NDArray[np.intp]
+Row = npt.NDArray[np.float32]
 
-def top_k(row: npt.NDArray[np.float32], k: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
-    """Ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in falling order.
 
-    The row is seen as NUM_BLOCKS lines, one below the other. A value among the k largest stands in a column whose
-    maximum is among the k largest column maxima, so only those columns are partitioned; what the lines do not cover
-    is added as it is. Ties at the k-th value are broken arbitrarily.
+def top_k(row: Row, k: int) -> tuple[Ids, Row]:
+    """Ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in falling order; of equal ones the
+    first.
+
+    The row is seen as NUM_BLOCKS lines, one below the other. The k-th largest of the columns' maxima is a threshold
+    that at least k values reach, and all that reach it stand in columns whose maximum does; what the lines do not
+    cover is looked at as it is.
     """
     size = row.shape[0]
+    k = min(k, size)
     width = size // NUM_BLOCKS
     if k * 4 > width:
-        ids = np.argpartition(row, size - k)[size - k :] if k < size else np.arange(size)
+        threshold = np.partition(row, size - k)[size - k]
+        ids = (row >= threshold).nonzero()[0]
         values = row[ids]
     else:
-        blocks = row[: width * NUM_BLOCKS].reshape(NUM_BLOCKS, width)
-        columns = np.argpartition(blocks.max(axis=0), width - k)[width - k :]
-        found = (columns + np.arange(0, width * NUM_BLOCKS, width)[:, None]).ravel()
-        ids = np.concatenate((found, np.arange(width * NUM_BLOCKS, size)))
+        # The halves first: two streams come from memory three times as fast as NUM_BLOCKS do.
+        half = width * NUM_BLOCKS // 2
+        maxima = np.maximum(row[:half], row[half : 2 * half]).reshape(-1, width).max(axis=0)
+        threshold = np.partition(maxima, width - k)[width - k]
+        columns = (maxima >= threshold).nonzero()[0]
+        ids = (columns + line_starts(width)).ravel()
+        if size > 2 * half:
+            ids = np.concatenate((ids, np.arange(2 * half, size)))
         values = row[ids]
-        best = np.argpartition(values, len(values) - k)[len(values) - k :]
-        ids, values = ids[best], values[best]
-    order = np.argsort(-values, kind="stable")
+        reaching = (values >= threshold).nonzero()[0]
+        ids, values = ids[reaching], values[reaching]
+    order = (-values).argsort(kind="stable")[:k]
     return ids[order], values[order]
+
+
+@cache
+def line_starts(width: int) -> Ids:
+    """The id at which each line begins, shape (NUM_BLOCKS, 1)."""
+    return np.arange(0, width * NUM_BLOCKS, width)[:, None]
