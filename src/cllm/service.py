@@ -10,7 +10,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
+
 from cllm.backends.base import ModelInfo, Vocabulary
+from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request, check_prompt
 from cllm.core.sequence import FinishReason
@@ -47,8 +50,7 @@ class Terms:
     queue_timeout: float | None = None
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct, gc=False):
     """New text of one choice. ``finish`` is "" while it goes on, else stop or length, and then nothing follows."""
 
     index: int
@@ -232,6 +234,7 @@ class Answer:
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
         }
+        self._num_going = len(self._choices)
         self._begun = time.monotonic()
         self._outcome = "abort"
         self._closed = False
@@ -283,47 +286,49 @@ class Answer:
 
         Raises EngineError and RequestTimeout.
         """
+        usage = self.generation.usage
+        last = self._begun
         try:
-            async for deltas in self._deltas():
-                yield deltas
+            while self._num_going:
+                outputs = await self._stream.get()
+                now, before = time.monotonic(), usage.completion_tokens
+                if deltas := self._feed(outputs):
+                    self._metrics.tokens(usage.completion_tokens - before, now - last, first=before == 0)
+                    last = now
+                    yield deltas
             self._outcome = "finished"
         except CLLMError as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise
 
-    async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
-        usage, choices = self.generation.usage, self._choices
-        going = len(choices)
-        last = self._begun
-        while going:
-            outputs = await self._stream.get()
-            now = time.monotonic()
-            first = usage.completion_tokens == 0
-            deltas: dict[int, Delta] = {}
-            for output in outputs:
-                choice = choices[output.request_id, output.index]
-                if choice.finish:  # sampled before the engine heard of the stop string
-                    continue
-                if output.finish == FinishReason.ERROR:
-                    raise EngineError("The engine failed to compute this request; please retry.")
-                if output.finish == FinishReason.TIMEOUT:
-                    raise self._timeout()
-                usage.cached_tokens += output.num_cached_tokens
-                text, finish = choice.feed(output)
-                delta = deltas.setdefault(choice.index, Delta(choice.index, "", 0))
+    def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
+        """One delta for each choice that they belong to."""
+        usage = self.generation.usage
+        deltas: dict[int, Delta] = {}
+        for output in outputs:
+            choice = self._choices[output.request_id, output.index]
+            if choice.finish:  # sampled before the engine heard of the stop string
+                continue
+            if output.finish == FinishReason.ERROR:
+                raise EngineError("The engine failed to compute this request; please retry.")
+            if output.finish == FinishReason.TIMEOUT:
+                raise self._timeout()
+            usage.cached_tokens += output.num_cached_tokens
+            usage.completion_tokens += 1
+            text, finish = choice.feed(output)
+            delta = deltas.get(choice.index)
+            if delta is None:
+                deltas[choice.index] = Delta(choice.index, text, 1, finish)
+            else:
                 delta.text += text
                 delta.num_tokens += 1
                 delta.finish = finish
-                usage.completion_tokens += 1
-                if finish:
-                    going -= 1
-                    self._metrics.finished(finish)
-                    if not output.finish:
-                        self._engine.stop(self._stream, output.request_id, output.index)
-            if deltas:
-                self._metrics.tokens(sum(delta.num_tokens for delta in deltas.values()), now - last, first=first)
-                last = now
-                yield list(deltas.values())
+            if finish:
+                self._num_going -= 1
+                self._metrics.finished(finish)
+                if not output.finish:
+                    self._engine.stop(self._stream, output.request_id, output.index)
+        return list(deltas.values())
 
     def _timeout(self) -> RequestTimeout:
         """Which of its own limits has ended the generation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
     token: the id, or -1 if the sequence ended without one (abort). finish: "" while it goes on, else the

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from cllm.core.output import Stats
 
@@ -41,6 +48,28 @@ GAUGES = {
 }
 
 
+class TokenHistogram(Collector):
+    """A histogram that is observed with every token: without locks, a tenth of the library's time."""
+
+    def __init__(self, name: str, text: str, model_name: str, buckets: tuple[float, ...]) -> None:
+        self._family = name, text
+        self._model_name = model_name
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(*self._family, labels=["model_name"])
+        bounds = [*(str(float(bucket)) for bucket in self._buckets), "+Inf"]
+        cumulated = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([self._model_name], cumulated, self._sum)
+        yield family
+
+
 class Metrics:
     """One registry; every observation costs about a microsecond."""
 
@@ -68,8 +97,12 @@ class Metrics:
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
         self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
+        self._num_generated = 0  # since they were counted
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
-        self._itl = histogram("inter_token_latency", "between the tokens of a request", ITL_BUCKETS)
+        self._itl = TokenHistogram(
+            "cllm:inter_token_latency_seconds", "between the tokens of a request", model_name, ITL_BUCKETS
+        )
+        registry.register(self._itl)
         self._e2e = histogram("e2e_request_latency", "from submission to the end", E2E_BUCKETS)
         self._outcome = Counter(
             "cllm:request_outcome",
@@ -103,7 +136,7 @@ class Metrics:
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """``count`` tokens came ``seconds`` after what came before them."""
         (self._ttft if first else self._itl).observe(seconds)
-        self._generation_tokens.inc(count)
+        self._num_generated += count
 
     def finished(self, reason: str) -> None:
         self._finish.labels(self._model_name, reason).inc()
@@ -114,6 +147,8 @@ class Metrics:
 
     def render(self, stats: Stats, *, ready: bool, num_restarts: int) -> bytes:
         """The page that Prometheus reads."""
+        self._generation_tokens.inc(self._num_generated)
+        self._num_generated = 0
         for field, gauge in self._stats.items():
             gauge.set(getattr(stats, field))
         self._usage.set(stats.num_cells_held / stats.num_cells if stats.num_cells else 0)

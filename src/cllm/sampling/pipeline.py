@@ -72,7 +72,7 @@ def pick(ids: Ids, values: Row, params: SamplingParams, number: float, total: fl
         cumulated = weights.cumsum()
         kept = int(cumulated.searchsorted(params.top_p * (total or cumulated[-1]))) + 1
     if params.min_p > 0:
-        kept = min(kept, np.count_nonzero(weights >= params.min_p))
+        kept = min(kept, int((weights >= params.min_p).sum()))
     if params.temperature != 1:
         weights = np.exp(shifted[:kept] / params.temperature)
     cumulated = weights[:kept].cumsum()

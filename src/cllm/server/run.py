@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -25,6 +26,7 @@ from cllm.process.client import EngineClient
 from cllm.process.results import ResultCache
 from cllm.server.app import create_app
 from cllm.server.defaults import SamplingDefaults
+from cllm.server.sse import streaming
 from cllm.service import Service
 
 log = logging.getLogger("cllm.server")
@@ -110,7 +112,7 @@ async def run(
     max_body = settings.server.max_body_mb * 1_000_000
     app = create_app(service, sampling, max_body, settings.scheduler.priorities)
     config = uvicorn.Config(
-        app,
+        streaming(app),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -126,6 +128,8 @@ async def run(
         if task.cancelled() or task.exception() is not None:
             server.should_exit = True
         else:
+            gc.collect()
+            gc.freeze()  # what is loaded by now stays: nobody has to look through it again
             on_ready(service)
 
     starting.add_done_callback(started)

@@ -14,12 +14,21 @@ class Detokenizer:
     def __init__(self, pieces: list[bytes]) -> None:
         """``pieces``: the bytes of each token id."""
         self._pieces = pieces
-        self._decode = _utf8("replace").decode
+        self._decoder = _utf8("replace")
+        self._is_open = False  # a character has begun
 
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, possibly none."""
-        return self._decode(self._pieces[token])
+        piece = self._pieces[token]
+        if not self._is_open:
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(piece)
+        self._is_open = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)

@@ -1,0 +1,65 @@
+"""What a streamed token costs the API process: CPU time of `cllm serve` over the fake backend, in microseconds a token.
+
+    python benchmarks/api_cost.py --streams 64 --tokens 512
+
+The engine process keeps time like a model and computes nothing; the load client runs beside both. Exit code 1 if the
+median is above --most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+
+from cllm.bench.load import find_model
+from cllm.bench.servers import cllm, load
+from cllm.bench.workload import Words, word_tasks
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def server_pid(port: int) -> int:
+    """The process that was started to listen on ``port``."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+        if str(port).encode() in words and b"serve" in words:
+            return int(folder.name)
+    raise SystemExit(f"no server on port {port}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--most", type=float, default=30.0)
+    options = parser.parse_args()
+    costs = []
+    flags = ("--backend.name", "fake", "--max-num-seqs", options.streams, "--context", options.tokens + 256)
+    with cllm(None, *flags) as target:
+        pid = server_pid(int(target.url.rpartition(":")[2]))
+        model = find_model(target)
+        for i in range(-1, options.rounds):
+            tasks = word_tasks(
+                options.streams, Words(model=model, prompt_words=4, max_tokens=options.tokens, seed=i + 1)
+            )
+            begun = cpu_seconds(pid)
+            outcome = load(target, tasks, options.streams)
+            cost = (cpu_seconds(pid) - begun) / (options.streams * options.tokens) * 1e6
+            client = outcome.cpu / (options.streams * options.tokens) * 1e6
+            print(f"{cost:.1f} us a token in the API process, {client:.1f} in the client", flush=True)
+            if i >= 0:
+                costs.append(cost)
+    median = statistics.median(costs)
+    print(f"median {median:.1f} us a token ({min(costs):.1f}-{max(costs):.1f})")
+    sys.exit(1 if median > options.most else 0)
+
+
+if __name__ == "__main__":
+    main()
