@@ -73,8 +73,7 @@ def load(
         Parameter(
             help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
             + "in all of these each answer must have exactly --max-tokens tokens (Ollama's may end before). "
-            "questions: the built-in model's, at "
-            "temperature 0; each answer must be exactly right."
+            "questions: the built-in model's, at temperature 0; each answer must be exactly right."
         ),
     ] = "words",
     preset: Annotated[
@@ -147,7 +146,7 @@ def load(
     keep_alive: Annotated[
         bool, Parameter(help="Send the next request over the same connection; some servers lose it then.")
     ] = True,
-    seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0,
+    seed: Annotated[int, Parameter(help="The same seed gives the same prompts; it is sent with them.")] = 0,
     model: Annotated[
         str | None,
         Parameter(help="The model to ask for. [default: the first that the server names]", show_default=False),
