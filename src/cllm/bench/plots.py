@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.report import Report
+from cllm.bench.report import Report, Timeline
 from cllm.errors import StartupError
 
 try:
@@ -143,8 +143,9 @@ def load_figure(reports: Mapping[str, Report]) -> Figure:
         cells = figure.subplots(2, 3)
         for axes, name in zip(cells.flat, LATENCIES, strict=False):
             draw_shares(axes, name, list(reports.values()))
-        draw_over_time(cells[1, 1], "output tokens/s", list(reports.values()))
-        draw_over_time(cells[1, 2], "running requests", list(reports.values()))
+        timelines = [report.timeline for report in reports.values()]
+        draw_over_time(cells[1, 1], "output tokens/s", timelines, "output_tokens_per_s")
+        draw_over_time(cells[1, 2], "running requests", timelines, "running")
         if len(reports) > 1:
             legend(figure, cells[1, 2].lines, list(reports))
     return figure
@@ -168,15 +169,11 @@ def draw_shares(axes: Axes, name: str, reports: list[Report]) -> None:
     axes.set_ylim(0, 101)
 
 
-def draw_over_time(axes: Axes, what: str, reports: list[Report]) -> None:
-    for (color, line, _), report in zip(looks(len(reports)), reports, strict=True):
-        values: list[float] = []
-        if timeline := report.timeline:
-            values = timeline.running if what == "running requests" else timeline.output_tokens_per_s
-            edges = [i * timeline.bin_s for i in range(len(values) + 1)]
-            axes.plot(edges, [*values, 0], color=color, linestyle=line, drawstyle="steps-post", linewidth=1.2)
-        else:
-            axes.plot([], color=color, linestyle=line)
+def draw_over_time(axes: Axes, what: str, timelines: list[Timeline | None], field: str) -> None:
+    for (color, line, _), timeline in zip(looks(len(timelines)), timelines, strict=True):
+        values = [*getattr(timeline, field), 0] if timeline else []
+        edges = [i * timeline.bin_s for i in range(len(values))] if timeline else []
+        axes.plot(edges, values, color=color, linestyle=line, drawstyle="steps-post", linewidth=1.2)
     axes.set(xlabel="time (s)", ylabel=what)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlim(0)
