@@ -158,6 +158,17 @@ def test_a_real_server(fake_server: str) -> None:
     assert report.client_us_per_chunk > 0
 
 
+@pytest.mark.slow
+def test_the_client_costs_little(fake_server: str) -> None:
+    """Under 100 µs of CPU a chunk, all of the client's included, with one token a chunk from 64 streams."""
+    costs = []
+    for _ in range(3):
+        report = measure(fake_server, words(64, model="fake", max_tokens=64), concurrency=64)
+        assert report.tokens_per_chunk < 1.1
+        costs.append(report.client_us_per_chunk)
+    assert min(costs) < 100, costs
+
+
 def test_wrong_answers_are_failures(fake_server: str) -> None:
     """The fake backend counts: it knows no capital."""
     report = measure(fake_server, question_tasks(3, model="fake", max_tokens=8, seed=0))
@@ -405,6 +416,48 @@ def test_talks_say_what_was_answered() -> None:
     longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
     assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + ["user"]
     assert {message["content"] for message in longest[1::2]} == {"so it is"}
+
+
+def test_a_shared_prefix_is_that_of_words() -> None:
+    options = Words(model="m", prompt_words=8, shared_words=6, max_tokens=6)
+    prompts = [prompt_of(task) for task in WORKLOADS["shared-prefix"][0](10, options)]
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    assert len({prompt[6] for prompt in prompts}) > 5
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "failures"),
+    [
+        ("7", {}),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", {}),
+        (None, {"HTTP 429 without Retry-After": 2}),
+        ("soon", {"HTTP 429 without Retry-After": 2}),
+    ],
+)
+def test_overload(retry_after: str | None, failures: dict[str, int]) -> None:
+    """To be refused is right if it is said when to come again; what is taken must succeed."""
+    turns = iter(range(100))
+    headers = {} if retry_after is None else {"Retry-After": retry_after}
+
+    async def handler(request: web.Request) -> web.StreamResponse | web.Response:
+        if next(turns) % 2:
+            return web.json_response({"error": "full"}, status=429, headers=headers)
+        return await send(request, GOOD)
+
+    tasks = WORKLOADS["overload"][0](4, Words(model="m", prompt_words=3, max_tokens=MAX_TOKENS))
+    with serving(handler) as url:
+        report = measure(url, tasks)
+    assert (report.num_succeeded, report.num_refused, report.failures) == (2, 2, failures)
+    assert any("2 were refused with Retry-After" in line for line in results(report)) == (not failures)
+    assert report.e2e_ms.p50 > 0
+    with serving(breaks_down) as url:
+        assert measure(url, tasks).failures == {"HTTP 500": 4}
+
+
+def test_no_overload_is_said() -> None:
+    outcome = Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.1)
+    report = summarize(outcome, url="u", model="m", settings={"workload": "overload"})
+    assert "no overload" in remarks(report)[-1]
 
 
 def test_a_talk_ends_with_a_failure() -> None:

@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from ollama_server import serving_ollama
 
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.stages import STAGES
+from cllm.bench.workload import WORKLOADS
 from cllm.cli.talk import server_url
 
 STREAM = b"""\
@@ -68,6 +70,8 @@ def test_help(cllm) -> None:
     _, out, _ = cllm("bench", "load", "--help")
     for option in ("--workload", "--requests", "--concurrency", "--max-tokens", "--prompt-words", "--shared-words"):
         assert option in out
+    for option in ("--api", "--plot", "--html", *WORKLOADS):
+        assert option in out
     for option in ("--warmup", "--seed", "--timeout", "--model", "--api-key", "--json"):
         assert option in out
     assert "[env var: CLLM_API_KEY]" in out
@@ -109,6 +113,51 @@ def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
         code, out, err = cllm("bench", "diff", tmp_path / "a", tmp_path / wrong)
         assert (code, out) == (2, "")
         assert word in err
+
+
+def test_pictures_and_a_page(cllm, server: str, tmp_path: Path) -> None:
+    """Of a run and, from the reports alone, of two; a wrong name is told before anything is measured."""
+    files = ("--out", tmp_path / "a", "--plot", tmp_path / "a.svg", "--html", tmp_path / "a.html")
+    assert cllm("bench", "load", server, *LOAD, *files)[0] == 0
+    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
+    assert "3 of 3 requests succeeded" in (tmp_path / "a.html").read_text()
+    files = ("--plot", tmp_path / "b.png", "--html", tmp_path / "b.html")
+    assert cllm("bench", "diff", tmp_path / "a", tmp_path / "a", *files)[0] == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert "Two reports" in (tmp_path / "b.html").read_text()
+    for option, path, word in (
+        ("--plot", "a.jpg", ".svg"),
+        ("--html", "none/a", "no folder"),
+        ("--out", "none/a", "no"),
+    ):
+        code, out, err = cllm("bench", "load", "http://127.0.0.1:1", *LOAD, option, tmp_path / path)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert word in err
+
+
+def test_ollama(cllm) -> None:
+    with serving_ollama() as server:
+        code, out, _ = cllm("bench", "load", server.url, *LOAD, "--api", "ollama", "--json")
+        report = json.loads(out)
+        assert (code, report["model"], report["num_succeeded"]) == (0, "good:latest", 3)
+        assert report["settings"]["api"] == "ollama"
+        code, _, err = cllm("bench", "load", server.url, *LOAD)
+        assert (code, err.count("/v1/models answered 404")) == (2, 1)
+
+
+def test_defaults_of_workloads(cllm, server: str) -> None:
+    """An overload comes at once, a shared prefix is most of a prompt, and what is given counts."""
+
+    def settings(*options: str) -> dict:
+        code, out, _ = cllm("bench", "load", server, "--max-tokens", "2", *options, "--json")
+        assert code == 0
+        return json.loads(out)["settings"]
+
+    found = settings("--workload", "overload", "--requests", "20")
+    assert (found["concurrency"], found["warmup"], found["shared_words"]) == (20, 8, 0)
+    assert settings("--workload", "overload", "--requests", "9", "--concurrency", "4")["concurrency"] == 4
+    assert settings("--workload", "shared-prefix", *LOAD[:2])["shared_words"] == 48
+    assert settings("--workload", "shared-prefix", *LOAD[:2], "--shared-words", "5")["shared_words"] == 5
 
 
 def test_a_preset_can_be_changed(cllm, server: str) -> None:
@@ -178,11 +227,14 @@ def test_make_model(cllm, tmp_path: Path) -> None:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_stages(cllm, builtin_path: Path) -> None:
+def test_stages(cllm, builtin_path: Path, tmp_path: Path) -> None:
     """A table, or JSON; exit code 1 only if a stage loses more than the budget."""
     options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
-    code, out, _ = cllm("bench", "stages", builtin_path, *options, "--budget", "0.999")
+    code, out, _ = cllm(
+        "bench", "stages", builtin_path, *options, "--budget", "0.999", "--plot", tmp_path / "stages.svg"
+    )
     assert code == 0
+    assert "share of the backend" in (tmp_path / "stages.svg").read_text()
     assert all(stage in out for stage in STAGES)
     assert "beside the decode" in out
     code, out, _ = cllm("bench", "stages", *options, "--json")

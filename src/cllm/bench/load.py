@@ -1,10 +1,10 @@
-"""A load client for servers that speak OpenAI's chat completions, streamed.
+"""A load client for servers that speak OpenAI's chat completions or Ollama's own chat, streamed.
 
 Closed loop: a fixed number of requests at a time, each end lets the next one start. Open loop: requests are sent at
 given times, whatever has become of the earlier ones.
 
-It knows the server by HTTP alone. On small machines it shares the cores with the server, so reading a chunk is two
-searches in its bytes; JSON is decoded only where a stream ends.
+It knows the server by HTTP alone, and the API by its ``Dialect``. On small machines it shares the cores with the
+server, so reading a chunk must cost little.
 
 Times are seconds of ``time.perf_counter``, taken when bytes are read: events that came in one packet have one time.
 """
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from email.utils import parsedate
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from cllm.bench.dialects import DIALECTS, Api, Dialect, Event, Usage
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
 
@@ -34,10 +35,6 @@ T = TypeVar("T")
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended, warm-up included."""
 
-# Inside of a JSON string quotation marks are escaped, so neither can be found in generated text.
-CONTENT = re.compile(rb'content": ?"(?!")')
-LAST = re.compile(rb'"(?:finish_reason": ?"|usage": ?\{|error": ?[{"])')
-
 REFUSALS = {429, 503}
 FINISH_REASONS = {"stop", "length"}
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -46,60 +43,27 @@ DETAIL = 200  # characters that are kept of what a server says
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server. ``url`` is without /v1; ``timeout`` in seconds for each request, from sending to the last byte.
-
-    Without ``keep_alive`` each request has a connection of its own.
+    """The server. ``url`` is without the API's path; ``timeout`` in seconds for each request, from sending to the last
+    byte. Without ``keep_alive`` each request has a connection of its own.
     """
 
     url: str
     api_key: str | None = None
     timeout: float = 600.0
     keep_alive: bool = True
+    api: Api = "openai"
 
-
-class Delta(msgspec.Struct):
-    content: str | None = None
-
-
-class Choice(msgspec.Struct):
-    delta: Delta | None = None
-    finish_reason: str | None = None
-
-
-class TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    completion_tokens: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_details: TokenDetails | None = None
-
-
-class Event(msgspec.Struct):
-    """What we read of a chunk."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Any = None
-
-
-class Models(msgspec.Struct):
-    class Model(msgspec.Struct):
-        id: str
-
-    data: list[Model]
-
-
-DECODE_EVENT = msgspec.json.Decoder(Event).decode
-DECODE_MODELS = msgspec.json.Decoder(Models).decode
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.api]
 
 
 class Answer:
     """What came for one task, read as it comes."""
 
-    def __init__(self, task: Task, sent: float) -> None:
+    def __init__(self, task: Task, sent: float, dialect: Dialect = DIALECTS["openai"]) -> None:
         self.task = task
+        self.dialect = dialect
         self.sent = self.ended = sent
         self.content_times: list[float] = []
         """One for each chunk that holds text."""
@@ -108,7 +72,7 @@ class Answer:
         self.cancelled = False
         """The client went away, as the task wanted."""
         self.refused = False
-        """The server had too much to do, and said so (429 or 503): a failure too."""
+        """The server had too much to do, and said so (429 or 503): a failure too, unless the task allows it."""
         self.failure = ""
         """Why this is no success, in a few words that are the same for all such; empty for a success."""
         self.detail = ""
@@ -121,24 +85,23 @@ class Answer:
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            if CONTENT.search(line):
+            if self.dialect.content.search(line):
                 self.content_times.append(now)
                 if self.task.answer is not None or self.task.follow is not None:
                     self._content.append(line)
-            if LAST.search(line):
+            if self.dialect.last.search(line):
                 self._feed_last(line)
 
     def _feed_last(self, line: bytes) -> None:
         event = self._decode(line)
         if event.error is not None:
             self.fail("error in the stream", event.error)
-        for choice in event.choices:
-            self.finish_reason = choice.finish_reason or self.finish_reason
+        self.finish_reason = event.finish_reason or self.finish_reason
         self.usage = event.usage or self.usage
 
     def _decode(self, line: bytes) -> Event:
         try:
-            return DECODE_EVENT(line.removeprefix(b"data:"))
+            return self.dialect.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.fail("broken event", f"{error}: {line!r}")
             return Event()
@@ -151,7 +114,7 @@ class Answer:
     def judge(self) -> None:
         """Compare what came with what the task wants."""
         tokens, wanted = self.output_tokens, self.task.num_tokens
-        if self.cancelled:
+        if self.cancelled or self.refused:
             return
         if self.finish_reason is None:
             self.fail("no finish_reason")
@@ -161,28 +124,41 @@ class Answer:
             self.fail("no usage")
         elif tokens == 0:
             self.fail("0 tokens")
-        elif wanted is not None and tokens != wanted:
+        elif wanted is not None and tokens != wanted and not self.stopped_early:
             self.fail("wrong number of tokens", f"{tokens} instead of {wanted}")
         elif self.task.answer is not None and self.text() != self.task.answer:
             self.fail("wrong answer", f"{self.text()!r} instead of {self.task.answer!r}")
 
     def text(self) -> str:
         """The whole answer; it is kept only for tasks whose text matters."""
-        events = map(self._decode, self._content)
-        return "".join(choice.delta.content or "" for event in events for choice in event.choices if choice.delta)
+        return "".join(self._decode(line).text for line in self._content)
+
+    @property
+    def succeeded(self) -> bool:
+        return not (self.failure or self.cancelled or self.refused)
+
+    @property
+    def stopped_early(self) -> bool:
+        """The text had an end before the tokens that were wanted, and the server could not be told to ignore it."""
+        wanted = self.task.num_tokens
+        return (
+            not self.dialect.exact_lengths
+            and wanted is not None
+            and self.output_tokens < wanted
+            and self.finish_reason == "stop"
+        )
 
     @property
     def output_tokens(self) -> int:
-        return self.usage.completion_tokens if self.usage else 0
+        return self.usage.output if self.usage else 0
 
     @property
     def prompt_tokens(self) -> int:
-        return self.usage.prompt_tokens if self.usage else 0
+        return self.usage.prompt if self.usage else 0
 
     @property
     def cached_tokens(self) -> int:
-        details = self.usage.prompt_tokens_details if self.usage else None
-        return (details.cached_tokens or 0) if details else 0
+        return self.usage.cached if self.usage else 0
 
     @property
     def first(self) -> float:
@@ -240,7 +216,7 @@ async def _run_load(
         progress(num_ended)
 
     async with _session(target) as session:
-        client = Client(session, f"{target.url}/v1/chat/completions")
+        client = Client(session, target)
         await client.closed_loop(tasks[:warmup], concurrency, ended)
         wall, cpu = time.perf_counter(), time.process_time()
         if arrivals is None:
@@ -255,9 +231,10 @@ async def _run_load(
 class Client:
     """Sends tasks over the connections of one session."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
         self._session = session
-        self._url = url
+        self._dialect = target.dialect
+        self._url = target.url + self._dialect.chat_path
 
     async def closed_loop(self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]) -> list[Answer]:
         """The answers in the order in which they ended."""
@@ -295,7 +272,7 @@ class Client:
             following = following.follow(answer.text()) if following.follow and not answer.failure else None
 
     async def ask(self, task: Task) -> Answer:
-        answer = Answer(task, time.perf_counter())
+        answer = Answer(task, time.perf_counter(), self._dialect)
         try:
             await self._read(answer)
         except TimeoutError:
@@ -304,7 +281,7 @@ class Client:
             answer.fail("cannot connect", connect_failure(error))
         except (aiohttp.ClientError, OSError) as error:
             answer.fail("connection lost", error)
-        if answer.failure:
+        if answer.failure or answer.refused:
             answer.ended = time.perf_counter()
         answer.judge()
         return answer
@@ -312,8 +289,12 @@ class Client:
     async def _read(self, answer: Answer) -> None:
         async with self._session.post(self._url, data=answer.task.body, allow_redirects=False) as response:
             if response.status != 200:
+                content = await response.content.read(4096)
                 answer.refused = response.status in REFUSALS
-                answer.fail(f"HTTP {response.status}", (await response.content.read(4096)).decode(errors="replace"))
+                if not (answer.refused and answer.task.may_be_refused):
+                    answer.fail(f"HTTP {response.status}", content.decode(errors="replace"))
+                elif not says_when(retry_after := response.headers.get("Retry-After", "")):
+                    answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
                 return
             async for data in response.content.iter_any():
                 answer.feed(data, time.perf_counter())
@@ -322,11 +303,17 @@ class Client:
                     return  # which closes the connection, since the answer was not read to its end
 
 
+def says_when(retry_after: str) -> bool:
+    """Whether it is a value of that header: seconds, or a date (RFC 9110, 10.2.3)."""
+    return retry_after.isdecimal() or parsedate(retry_after) is not None
+
+
 async def _find_model(target: Target, wanted: str | None) -> str:
+    path = target.dialect.models_path
     try:
         async with (
             _session(target) as session,
-            session.get(f"{target.url}/v1/models", timeout=FIRST_TIMEOUT) as response,
+            session.get(target.url + path, timeout=FIRST_TIMEOUT) as response,
         ):
             status, content = response.status, await response.read()
     except aiohttp.ClientConnectorError as error:
@@ -336,11 +323,11 @@ async def _find_model(target: Target, wanted: str | None) -> str:
     if wanted is not None:
         return wanted
     if status != 200:
-        _refuse(target, f"/v1/models answered {status}: {content[:DETAIL].decode(errors='replace')}")
+        _refuse(target, f"{path} answered {status}: {content[:DETAIL].decode(errors='replace')}")
     try:
-        return DECODE_MODELS(content).data[0].id
+        return target.dialect.decode_models(content)[0]
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
-        _refuse(target, "/v1/models names no model; name it with --model")
+        _refuse(target, f"{path} names no model; name it with --model")
 
 
 def connect_failure(error: aiohttp.ClientConnectorError) -> str:

@@ -7,14 +7,16 @@ Latencies are those of successful requests, in milliseconds:
 - TPOT (E2E - TTFT) / (tokens - 1), one value a request,
 - E2E from sending to the last byte, ``[DONE]`` included.
 
-Rates are successful requests and their tokens over the wall time, ramps at both ends included.
+Rates are successful requests and their tokens over the wall time, ramps at both ends included. A request that the
+workload wants to be cancelled or refused is neither a success nor a failure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -29,6 +31,48 @@ if TYPE_CHECKING:
 BUSY = 0.8  # share of a core from which the client rather than the server may be what was measured
 
 
+BINS = 40  # of a timeline
+
+Percentiles = Annotated[list[float], msgspec.Meta(min_length=101, max_length=101)]
+Bins = Annotated[list[float], msgspec.Meta(min_length=1)]
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """What happened when, in bins of ``bin_s`` seconds from the first request sent to the last byte.
+
+    The tokens of an answer are spread evenly over its chunks, since a chunk does not say how many it holds.
+    """
+
+    bin_s: float
+    output_tokens_per_s: Bins
+    """Of successful requests."""
+    running: Bins
+    """Requests that were sent and had not ended: the mean over the bin."""
+
+    @classmethod
+    def of(cls, answers: list[Answer], good: list[Answer]) -> Timeline | None:
+        """None if nothing took any time."""
+        sent = np.array([answer.sent for answer in answers])
+        ended = np.array([answer.ended for answer in answers])
+        if not len(answers) or sent.min() == ended.max():
+            return None
+        edges = np.linspace(sent.min(), ended.max(), BINS + 1)
+        bin_s = edges[1] - edges[0]
+        times = [answer.content_times or [answer.ended] for answer in good]
+        shares = [np.full(len(at), answer.output_tokens / len(at)) for at, answer in zip(times, good, strict=True)]
+        tokens = np.histogram(concatenated(times), edges, weights=concatenated(shares))[0]
+        waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])  # seconds of all until then
+        return cls(float(bin_s), rounded(tokens / bin_s), rounded(np.diff(waited) / bin_s))
+
+
+def concatenated(parts: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0), *parts])
+
+
+def rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), 3) for value in values]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The object that ``--json`` prints; the ending of a name is its unit."""
 
@@ -37,10 +81,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     num_requests: int
     num_succeeded: int
+    num_short: int = 0
+    """Successes with fewer tokens than wanted, where the API cannot ask for the exact number."""
     num_cancelled: int
-    """By the client, as the workload wants: neither successes nor failures."""
+    """By the client, as the workload wants."""
     num_refused: int
-    """Of those that failed: the server had too much to do and said so."""
+    """The server had too much to do and said so; failures, unless the workload wants it."""
     num_failed: int
     failures: dict[str, int]
     """Reason -> how many."""
@@ -63,23 +109,34 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     client_cpu_share: float
     """Of one core; near 1 the client was the bottleneck."""
     client_us_per_chunk: float | None
+    percentiles_ms: dict[str, Percentiles] = {}
+    """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e; nothing for one that has no values."""
+    timeline: Timeline | None = None
+
+    @property
+    def latencies(self) -> dict[str, Distribution]:
+        """Those that have values, by the name that people read."""
+        found = {"TTFT": self.ttft_ms, "ITL": self.itl_ms, "TPOT": self.tpot_ms, "E2E": self.e2e_ms}
+        return {name: values for name, values in found.items() if values is not None}
 
 
 def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any]) -> Report:
-    good = [answer for answer in outcome.answers if not answer.failure and not answer.cancelled]
+    good = [answer for answer in outcome.answers if answer.succeeded]
     bad = [answer for answer in outcome.answers if answer.failure]
     chunks = sum(len(answer.content_times) for answer in outcome.answers)
     good_chunks = sum(len(answer.content_times) for answer in good)
     tokens = sum(answer.output_tokens for answer in good)
     wall = max(outcome.wall, 1e-9)
+    latencies = {name: np.array(values) for name, values in latencies_of(good).items()}
     return Report(
         url=url,
         model=model,
         settings=settings,
         num_requests=len(outcome.answers),
         num_succeeded=len(good),
+        num_short=sum(answer.stopped_early for answer in good),
         num_cancelled=sum(answer.cancelled and not answer.failure for answer in outcome.answers),
-        num_refused=sum(answer.refused for answer in bad),
+        num_refused=sum(answer.refused for answer in outcome.answers),
         num_failed=len(bad),
         failures=dict(Counter(answer.failure for answer in bad).most_common()),
         examples={answer.failure: answer.detail for answer in reversed(bad) if answer.detail},
@@ -91,14 +148,25 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         output_tokens_per_s=round(tokens / wall, 2),
         requests_per_s=round(len(good) / wall, 3),
         good_requests_per_s=goodput(good, wall, settings),
-        ttft_ms=Distribution.of(answer.first - answer.sent for answer in good),
-        itl_ms=Distribution.of(gap for answer in good for gap in np.diff(answer.content_times)),
-        tpot_ms=Distribution.of(time_per_token(answer) for answer in good if answer.output_tokens > 1),
-        e2e_ms=Distribution.of(answer.ended - answer.sent for answer in good),
+        **{f"{name}_ms": Distribution.of(values) for name, values in latencies.items()},
         client_cpu_s=round(outcome.cpu, 4),
         client_cpu_share=round(outcome.cpu / wall, 3),
         client_us_per_chunk=round(outcome.cpu / chunks * 1e6, 1) if chunks else None,
+        percentiles_ms={
+            name: rounded(1e3 * np.percentile(values, range(101))) for name, values in latencies.items() if len(values)
+        },
+        timeline=Timeline.of(outcome.answers, good),
     )
+
+
+def latencies_of(answers: list[Answer]) -> dict[str, list[float]]:
+    """In seconds."""
+    return {
+        "ttft": [answer.first - answer.sent for answer in answers],
+        "itl": [gap for answer in answers for gap in np.diff(answer.content_times)],
+        "tpot": [time_per_token(answer) for answer in answers if answer.output_tokens > 1],
+        "e2e": [answer.ended - answer.sent for answer in answers],
+    }
 
 
 def goodput(answers: list[Answer], wall: float, settings: dict[str, Any]) -> float | None:
@@ -126,10 +194,8 @@ def print_report(report: Report, console: Console) -> None:
     table = Table("milliseconds", *(("mean", "p50", "p95", "p99")), title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = {"TTFT": report.ttft_ms, "ITL": report.itl_ms, "TPOT": report.tpot_ms, "E2E": report.e2e_ms}
-    for name, values in rows.items():
-        if values:
-            table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
+    for name, values in report.latencies.items():
+        table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
     settings = ", ".join(f"{name} {value}" for name, value in report.settings.items())
     for line in (printable(f"{report.model} at {report.url}"), settings, "", *results(report)):
         console.print(line, markup=False, highlight=False)
@@ -153,18 +219,33 @@ def print_diff(before: Report, after: Report, console: Console) -> None:
     """For a person: what differs in the settings, then each figure, and the second over the first."""
     from rich.table import Table
 
-    for name in dict.fromkeys([*before.settings, *after.settings]):
-        values = before.settings.get(name), after.settings.get(name)
-        if values[0] != values[1]:
-            console.print(f"{name}: {values[0]} before, {values[1]} after", markup=False, highlight=False)
+    for line in differences(before, after):
+        console.print(line, markup=False, highlight=False)
     table = Table("", "before", "after", "after / before")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, old in figures(before).items():
-        new = figures(after).get(name)
-        ratio = f"{new / old:.3f}" if new is not None and old else ""
-        table.add_row(name, f"{old:,.2f}", "" if new is None else f"{new:,.2f}", ratio)
+    for row in compared(before, after):
+        table.add_row(*row)
     console.print(table)
+
+
+def differences(before: Report, after: Report) -> list[str]:
+    """The settings in which two reports differ."""
+    pairs = {
+        name: (before.settings.get(name), after.settings.get(name))
+        for name in dict.fromkeys([*before.settings, *after.settings])
+    }
+    return [printable(f"{name}: {old} before, {new} after") for name, (old, new) in pairs.items() if old != new]
+
+
+def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
+    """Name, before, after and their ratio, of each figure that the first report has."""
+    rows, news = [], figures(after)
+    for name, old in figures(before).items():
+        new = news.get(name)
+        ratio = f"{new / old:.3f}" if new is not None and old else ""
+        rows.append((name, f"{old:,.2f}", "" if new is None else f"{new:,.2f}", ratio))
+    return rows
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -175,10 +256,8 @@ def figures(report: Report) -> dict[str, float]:
         "requests/s": report.requests_per_s,
         "good requests/s": report.good_requests_per_s,
     }
-    latencies = {"TTFT": report.ttft_ms, "ITL": report.itl_ms, "TPOT": report.tpot_ms, "E2E": report.e2e_ms}
-    for name, values in latencies.items():
-        if values is not None:
-            found |= {f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()}
+    for name, values in report.latencies.items():
+        found |= {f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -189,6 +268,12 @@ def results(report: Report) -> list[str]:
         lines.append(f"  {count} failed: {reason}{example}")
     if report.num_cancelled:
         lines.append(f"  {report.num_cancelled} were cancelled, as the workload wants")
+    rightly_refused = report.num_requests - report.num_succeeded - report.num_cancelled - report.num_failed
+    if rightly_refused:
+        lines.append(f"  {rightly_refused} were refused with Retry-After, as the workload allows")
+    if report.num_short:
+        mean = report.output_tokens / report.num_succeeded
+        lines.append(f"  {report.num_short} of them ended before the tokens asked for; {mean:,.1f} tokens on average")
     rates = f"{report.output_tokens_per_s:,.1f} output tokens/s, {report.requests_per_s:,.2f} requests/s"
     if report.good_requests_per_s is not None:
         rates += f", {report.good_requests_per_s:,.2f} of them good"
@@ -202,4 +287,6 @@ def remarks(report: Report) -> list[str]:
     lines = [f"client: {report.client_cpu_s:.2f} s CPU, {report.client_cpu_share:.0%} of a core{per_chunk}"]
     if report.client_cpu_share > BUSY:
         lines.append("The client was busy nearly all the time: this may be its speed and not the server's.")
+    if report.settings.get("workload") == "overload" and not report.num_refused:
+        lines.append("Nothing was refused: the server took it all, so this was no overload.")
     return lines

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
+from cllm.bench.dialects import openai_body
 from cllm.bench.load import Target
 from cllm.bench.servers import cllm, load
-from cllm.bench.workload import SYLLABLES, Task, body_of
+from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -104,7 +105,7 @@ class Work:
         options = {
             name: getattr(self.params, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
         }
-        self.tasks = [Task(body_of(MODEL, talk, options), size.num_tokens) for talk in talks]
+        self.tasks = [Task(openai_body(MODEL, talk, options), size.num_tokens) for talk in talks]
 
     @property
     def context(self) -> int:
@@ -196,6 +197,16 @@ def losses(result: SizeResult) -> list[float]:
     """The share of the speed that each stage loses against the one before; the first has nothing to lose."""
     medians = [stage.median for stage in result.stages]
     return [0.0, *(1 - after / before for before, after in pairwise(medians))]
+
+
+def shares(results: list[SizeResult]) -> dict[str, dict[str, list[float]]]:
+    """Size -> stage -> of each round, the share of the backend's median speed."""
+    return {
+        sequences(result.num_seqs): {
+            stage.stage: [speed / result.stages[0].median for speed in stage.tokens_per_s] for stage in result.stages
+        }
+        for result in results
+    }
 
 
 def print_stages(results: list[SizeResult], console: Console) -> None:

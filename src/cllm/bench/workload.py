@@ -6,10 +6,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from cllm.bench.dialects import DIALECTS, Api, Messages
 from cllm.errors import StartupError
 from cllm.models.builtin.questions import KINDS, held_out_questions
 
@@ -24,13 +25,14 @@ LONGEST = 16  # times the median, so that one request does not decide the result
 LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill every fifth prompt is so many times as long
 CANCELLED_EVERY = 2  # in cancel-storm every second client goes away
 TURNS = 4
+SHARED = 0.75  # of a prompt in shared-prefix
 BURSTINESS = 0.25  # shape of the gamma distribution of the gaps in bursty arrivals: 1 would be Poisson
 
 Arrivals = Literal["poisson", "bursty", "even"]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One request: the body of a chat completion, and what makes the answer to it a success."""
+    """One request: the body of a chat, and what makes the answer to it a success."""
 
     body: bytes
     num_tokens: int | None = None
@@ -39,6 +41,8 @@ class Task(msgspec.Struct, frozen=True):
     """The answer is exactly this text; None: any."""
     cancel_after: int | None = None
     """The client goes away when so many chunks of text have come."""
+    may_be_refused: bool = False
+    """429 or 503 is a right answer too, if it says when to come again."""
     follow: Callable[[str], Task] | None = None
     """What is asked next, once the answer is known."""
 
@@ -48,6 +52,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     prompt are the same in all. Each answer is to have ``max_tokens``, which takes a server that knows ``ignore_eos``.
     """
 
+    api: Api = "openai"
     model: str
     prompt_words: int
     shared_words: int = 0
@@ -86,6 +91,11 @@ def cancel_tasks(count: int, words: Words) -> list[Task]:
     ]
 
 
+def overload_tasks(count: int, words: Words) -> list[Task]:
+    """To be sent all at once; a server that refuses some does right."""
+    return [msgspec.structs.replace(task, may_be_refused=True) for task in word_tasks(count, words)]
+
+
 def multi_turn_tasks(count: int, words: Words) -> list[Task]:
     """Talks of a few turns; each prompt holds all that was said. ``count`` is that of all turns."""
     source = Source(words)
@@ -94,7 +104,7 @@ def multi_turn_tasks(count: int, words: Words) -> list[Task]:
     return [turn(words, [], texts) for texts in talks]
 
 
-def turn(words: Words, messages: list[dict[str, str]], texts: list[str]) -> Task:
+def turn(words: Words, messages: Messages, texts: list[str]) -> Task:
     """The next request of a talk in which ``texts`` are still to be said."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
@@ -108,9 +118,14 @@ def turn(words: Words, messages: list[dict[str, str]], texts: list[str]) -> Task
 WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
     "words": (word_tasks, "random words, all of one size"),
     "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
+    "shared-prefix": (word_tasks, "words that begin alike, by three quarters of a prompt or --shared-words"),
     "multi-turn": (multi_turn_tasks, f"talks of {TURNS} turns, each of which sends all that was said"),
     "long-prefill": (long_prefill_tasks, f"words, but every fifth prompt is {LONG_TIMES} times as long"),
     "cancel-storm": (cancel_tasks, "words, but every second client goes away before the end"),
+    "overload": (
+        overload_tasks,
+        "words, by default all at once: to refuse (429, 503) is right with Retry-After, all others must succeed",
+    ),
 }
 
 
@@ -125,11 +140,12 @@ def num_requests(tasks: list[Task]) -> int:
     return count
 
 
-def question_tasks(count: int, *, model: str, max_tokens: int, seed: int) -> list[Task]:
+def question_tasks(count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai") -> list[Task]:
     """Questions that the built-in model was not trained on and answers nevertheless; the kinds in turn."""
     options = {"max_tokens": max_tokens, "temperature": 0}
     questions = islice(held_out_questions(seed, QUESTION_KINDS), count)
-    return [Task(body_of(model, question.messages, options), answer=question.answer) for question in questions]
+    body = DIALECTS[api].body
+    return [Task(body(model, question.messages, options), answer=question.answer) for question in questions]
 
 
 def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[float]:
@@ -169,11 +185,6 @@ class Source:
         return task_of(self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens)
 
 
-def task_of(words: Words, messages: list[dict[str, str]], num_tokens: int) -> Task:
-    options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": words.temperature}
-    return Task(body_of(words.model, messages, options), num_tokens)
-
-
-def body_of(model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> bytes:
-    rest = {"stream": True, "stream_options": {"include_usage": True}}
-    return msgspec.json.encode({"model": model, "messages": messages, **options, **rest})
+def task_of(words: Words, messages: Messages, num_tokens: int) -> Task:
+    options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": words.temperature, "seed": words.seed}
+    return Task(DIALECTS[words.api].body(words.model, messages, options), num_tokens)

@@ -12,9 +12,11 @@ import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from cllm.bench.dialects import Api
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.make_model import make_model as write_model
 from cllm.bench.workload import (
+    SHARED,
     WORKLOADS,
     Arrivals,
     Task,
@@ -47,11 +49,15 @@ else:
 
 app = App(name="bench", help="Measure a server under load.")
 
+REQUESTS = {"overload": 500}  # 100 in the other workloads; many systems give a process 1024 open files
 MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
 
 Positive = Number(gte=1)
 AboveZero = Number(gt=0)
 NotNegative = Number(gte=0)
+
+Plot = Annotated[Path | None, Parameter(help="A file for a picture: .png or .svg.", show_default=False)]
+Html = Annotated[Path | None, Parameter(help="A file for a report with pictures, in one page.", show_default=False)]
 
 
 @app.command
@@ -59,12 +65,15 @@ def load(
     url: Annotated[str, Parameter(env_var="CLLM_URL", help="The server, such as http://127.0.0.1:8000.")],
     /,
     *,
+    api: Annotated[Api, Parameter(help="What the server speaks: OpenAI's chat completions, or Ollama's /api/chat.")] = (
+        "openai"
+    ),
     workload: Annotated[
         Workload,
         Parameter(
             help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
-            + "in all of these each answer must have exactly --max-tokens tokens. questions: the built-in model's, at "
-            "temperature 0; each answer must be exactly right."
+            + "in all of these each answer must have exactly --max-tokens tokens (Ollama's may end before). "
+            "questions: the built-in model's, at temperature 0; each answer must be exactly right."
         ),
     ] = "words",
     preset: Annotated[
@@ -72,13 +81,16 @@ def load(
         Parameter(help="Requests, at a time, tokens of an answer, all at once; flags go before.", show_default=False),
     ] = None,
     requests: Annotated[
-        int | None, Parameter(validator=Positive, help="Requests that are measured. [default: 100]", show_default=False)
+        int | None,
+        Parameter(
+            validator=Positive, help="Requests that are measured. [default: 100, 500 overload]", show_default=False
+        ),
     ] = None,
     concurrency: Annotated[
         int | None,
         Parameter(
             validator=Positive,
-            help="Requests at a time; each end lets the next one start. [default: 8]",
+            help="Requests at a time; each end lets the next one start. [default: 8; overload: all]",
             show_default=False,
         ),
     ] = None,
@@ -99,8 +111,14 @@ def load(
     ] = None,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 64,
     shared_words: Annotated[
-        int, Parameter(validator=NotNegative, help="How many of them are the same in all prompts, at the beginning.")
-    ] = 0,
+        int | None,
+        Parameter(
+            validator=NotNegative,
+            help="How many of them are the same in all prompts, at the beginning. [default: 0; shared-prefix: three "
+            "quarters]",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, Parameter(validator=NotNegative, help="Of all workloads but questions.")] = 0.0,
     ttft: Annotated[
         float | None,
@@ -120,7 +138,7 @@ def load(
         int | None,
         Parameter(
             validator=NotNegative,
-            help="Requests before the clock starts. [default: as --concurrency]",
+            help="Requests before the clock starts. [default: as --concurrency; overload: 8]",
             show_default=False,
         ),
     ] = None,
@@ -128,9 +146,10 @@ def load(
     keep_alive: Annotated[
         bool, Parameter(help="Send the next request over the same connection; some servers lose it then.")
     ] = True,
-    seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0,
+    seed: Annotated[int, Parameter(help="The same seed gives the same prompts; it is sent with them.")] = 0,
     model: Annotated[
-        str | None, Parameter(help="The model to ask for. [default: the first of /v1/models]", show_default=False)
+        str | None,
+        Parameter(help="The model to ask for. [default: the first that the server names]", show_default=False),
     ] = None,
     api_key: Annotated[
         str | None, Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False)
@@ -138,9 +157,11 @@ def load(
     out: Annotated[
         Path | None, Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False)
     ] = None,
+    plot: Plot = None,
+    html: Html = None,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
-    """Send requests to any server that speaks OpenAI's chat completions, and report latencies and throughput.
+    """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report latencies and rates.
 
     Answers are streamed. Exit code 1 if any request failed; with --rate those do not count that the server refused
     because it had too much to do.
@@ -148,21 +169,31 @@ def load(
     from cllm.bench.load import Target, find_model, run_load
     from cllm.bench.report import print_report, summarize
 
-    preset_requests, preset_concurrency, preset_tokens = PRESETS[preset] if preset else (100, 8, None)
-    requests, concurrency = requests or preset_requests, concurrency or preset_concurrency
+    check_files(out, plot, html)
+    preset_requests, at_once, preset_tokens = PRESETS[preset] if preset else (REQUESTS.get(workload, 100), 8, None)
+    requests, at_once = requests or preset_requests, concurrency or at_once
+    concurrency = requests if workload == "overload" and concurrency is None else at_once
     max_tokens = max_tokens or preset_tokens or MAX_TOKENS.get(workload, 64)
-    warmup = concurrency if warmup is None else warmup
-    target = Target(server_url(url), checked_key(api_key), timeout, keep_alive)
+    warmup = at_once if warmup is None else warmup
+    target = Target(server_url(url), checked_key(api_key), timeout, keep_alive, api)
     model = find_model(target, model)
-    settings: dict[str, Any] = {"workload": workload, "requests": requests, "max_tokens": max_tokens, "seed": seed}
+    settings: dict[str, Any] = {
+        "api": api,
+        "workload": workload,
+        "requests": requests,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
     settings |= {"concurrency": concurrency} if rate is None else {"rate": rate, "arrivals": arrivals}
     settings |= {"warmup": warmup, "keep_alive": keep_alive, "ttft": ttft, "tpot": tpot}
     tasks: list[Task]
     if workload == "questions":
-        tasks = question_tasks(warmup + requests, model=model, max_tokens=max_tokens, seed=seed)
+        tasks = question_tasks(warmup + requests, model=model, max_tokens=max_tokens, seed=seed, api=api)
     else:
+        if shared_words is None:
+            shared_words = int(SHARED * prompt_words) if workload == "shared-prefix" else 0
         sizes: dict[str, Any] = {"prompt_words": prompt_words, "shared_words": shared_words, "temperature": temperature}
-        words = Words(model=model, max_tokens=max_tokens, seed=seed, **sizes)
+        words = Words(api=api, model=model, max_tokens=max_tokens, seed=seed, **sizes)
         settings |= sizes
         # the clients of the warm-up share nothing with the others, and go to the end
         strangers = msgspec.structs.replace(words, seed=seed + 1, shared_words=0)
@@ -180,23 +211,48 @@ def load(
     settings = {name: value for name, value in settings.items() if value is not None}
     report = summarize(outcome, url=target.url, model=model, settings=settings)
     if out is not None:
-        write_report(out, report)
+        write(out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if plot is not None:
+        write_plot(plot, {model: report})
+    if html is not None:
+        from cllm.bench.page import report_page
+
+        write(html, report_page(report).encode())
     if json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         from rich.console import Console
 
         print_report(report, Console())
-    if report.num_failed - (report.num_refused if rate is not None else 0):
+    forgiven = report.num_refused if rate is not None and workload != "overload" else 0
+    if report.num_failed - forgiven:
         sys.exit(1)
 
 
-def write_report(path: Path, report: Report) -> None:
+def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
+    """Raises StartupError for what would else be lost when all is measured."""
+    if plot is not None or html is not None:
+        from cllm.bench.plots import checked_picture
+
+        if plot is not None:
+            checked_picture(plot)
+    for path in (out, plot, html):
+        if path is not None and not path.parent.is_dir():
+            raise StartupError(f"{path} cannot be written: {path.parent} is no folder")
+
+
+def write(path: Path, content: bytes) -> None:
     """Raises StartupError if that cannot be done."""
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        path.write_bytes(content)
     except OSError as error:
         raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_plot(path: Path, reports: dict[str, Report]) -> None:
+    from cllm.bench.plots import load_figure, picture
+
+    write(path, picture(load_figure(reports), path.suffix.lower()))
 
 
 @app.command
@@ -204,13 +260,24 @@ def diff(
     before: Annotated[Path, Parameter(help="A report that cllm bench load --out has written.")],
     after: Annotated[Path, Parameter(help="Another one.")],
     /,
+    *,
+    plot: Plot = None,
+    html: Html = None,
 ) -> None:
     """Compare two reports, figure by figure."""
     from rich.console import Console
 
     from cllm.bench.report import print_diff, read_report
 
-    print_diff(read_report(before), read_report(after), Console())
+    check_files(None, plot, html)
+    old, new = read_report(before), read_report(after)
+    if plot is not None:
+        write_plot(plot, {f"before: {before.name}": old, f"after: {after.name}": new})
+    if html is not None:
+        from cllm.bench.page import diff_page
+
+        write(html, diff_page(old, new).encode())
+    print_diff(old, new, Console())
 
 
 @app.command
@@ -236,15 +303,21 @@ def stages(
         ),
     ] = None,
     seed: Annotated[int, Parameter(help="The same seed gives the same prompts.")] = 0,
+    plot: Plot = None,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the same work at every stage from llama_decode to the socket, and what each stage costs."""
-    from cllm.bench.stages import Size, losses, print_stages, run_stages
+    from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
     from cllm.models.catalog import BUILTIN
 
+    check_files(None, plot, None)
     sizes = [Size(count, prompt_words, max_tokens, temperature, seed) for count in sequences]
     with closing(loading_bar("measuring stages")) as bar:
         results = run_stages(model or BUILTIN, sizes, rounds, bar.update)
+    if plot is not None:
+        from cllm.bench.plots import bars, picture
+
+        write(plot, picture(bars(shares(results), y="share of the backend's speed"), plot.suffix.lower()))
     if json:
         print(msgspec.json.format(msgspec.json.encode(results)).decode())
     else:

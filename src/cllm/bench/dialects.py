@@ -1,0 +1,186 @@
+"""What the load client knows of the APIs it speaks: OpenAI's chat completions and Ollama's own chat, both streamed.
+
+A chunk is a line: an event of OpenAI's stream, an object of Ollama's NDJSON. To tell what it is takes two searches in
+its bytes; JSON is decoded only where a stream ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+Messages = list[dict[str, str]]
+Api = Literal["openai", "ollama"]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens, as the server counts them."""
+
+    output: int
+    prompt: int
+    cached: int
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What we read of a chunk."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError at what is none of this API's.
+
+    ``exact_lengths``: a server can be told to ignore the end of a text, so that answers have the tokens asked for.
+    """
+
+    chat_path: str
+    models_path: str
+    content: re.Pattern[bytes]
+    """Found in every line that brings text, and in no other."""
+    last: re.Pattern[bytes]
+    """Found in every line that has to be decoded."""
+    decode: Callable[[bytes], Event]
+    decode_models: Callable[[bytes], list[str]]
+    body: Callable[[str, Messages, dict[str, Any]], bytes]
+    """Of a chat: the model's name, what was said, options by OpenAI's names."""
+    exact_lengths: bool
+
+
+# In the patterns below: inside of a JSON string quotation marks are escaped, so none is found in generated text.
+
+
+# --- OpenAI ----------------------------------------------------------------------------------------------------------
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class OpenAIUsage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_details: TokenDetails | None = None
+
+    def neutral(self) -> Usage:
+        details = self.prompt_tokens_details
+        return Usage(self.completion_tokens, self.prompt_tokens, (details.cached_tokens or 0) if details else 0)
+
+
+class OpenAIChunk(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: OpenAIUsage | None = None
+    error: Any = None
+
+
+class OpenAIModels(msgspec.Struct):
+    class Model(msgspec.Struct):
+        id: str
+
+    data: list[Model]
+
+
+DECODE_OPENAI = msgspec.json.Decoder(OpenAIChunk).decode
+
+
+def decode_openai(line: bytes) -> Event:
+    chunk = DECODE_OPENAI(line.removeprefix(b"data:"))
+    return Event(
+        "".join(choice.delta.content or "" for choice in chunk.choices if choice.delta),
+        next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), None),
+        chunk.usage.neutral() if chunk.usage else None,
+        chunk.error,
+    )
+
+
+def openai_models(content: bytes) -> list[str]:
+    return [model.id for model in msgspec.json.decode(content, type=OpenAIModels).data]
+
+
+def openai_body(model: str, messages: Messages, options: dict[str, Any]) -> bytes:
+    rest = {"stream": True, "stream_options": {"include_usage": True}}
+    return msgspec.json.encode({"model": model, "messages": messages, **options, **rest})
+
+
+# --- Ollama ----------------------------------------------------------------------------------------------------------
+
+
+class OllamaChunk(msgspec.Struct):
+    """Counts that are 0 are left out by the server."""
+
+    message: Delta | None = None
+    done: bool = False
+    done_reason: str | None = None
+    eval_count: int = 0
+    prompt_eval_count: int = 0
+    error: Any = None
+
+
+class OllamaModels(msgspec.Struct):
+    class Model(msgspec.Struct):
+        name: str
+
+    models: list[Model]
+
+
+DECODE_OLLAMA = msgspec.json.Decoder(OllamaChunk).decode
+
+
+def decode_ollama(line: bytes) -> Event:
+    chunk = DECODE_OLLAMA(line)
+    return Event(
+        (chunk.message and chunk.message.content) or "",
+        chunk.done_reason if chunk.done else None,
+        Usage(chunk.eval_count, chunk.prompt_eval_count, 0) if chunk.done else None,
+        chunk.error,
+    )
+
+
+def ollama_models(content: bytes) -> list[str]:
+    return [model.name for model in msgspec.json.decode(content, type=OllamaModels).models]
+
+
+OLLAMA_NAMES = {"max_tokens": "num_predict"}
+
+
+def ollama_body(model: str, messages: Messages, options: dict[str, Any]) -> bytes:
+    renamed = {OLLAMA_NAMES.get(name, name): value for name, value in options.items() if name != "ignore_eos"}
+    return msgspec.json.encode({"model": model, "messages": messages, "stream": True, "options": renamed})
+
+
+DIALECTS: dict[Api, Dialect] = {
+    "openai": Dialect(
+        chat_path="/v1/chat/completions",
+        models_path="/v1/models",
+        content=re.compile(rb'content": ?"(?!")'),  # reasoning_content is text too
+        last=re.compile(rb'"(?:finish_reason": ?"|usage": ?\{|error": ?[{"])'),
+        decode=decode_openai,
+        decode_models=openai_models,
+        body=openai_body,
+        exact_lengths=True,
+    ),
+    "ollama": Dialect(
+        chat_path="/api/chat",
+        models_path="/api/tags",
+        content=re.compile(rb'"(?:content|thinking)": ?"(?!")'),
+        last=re.compile(rb'"(?:done": ?true|error": ?[{"])'),
+        decode=decode_ollama,
+        decode_models=ollama_models,
+        body=ollama_body,
+        exact_lengths=False,
+    ),
+}
