@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -209,7 +209,7 @@ class Service:
 
 
 class Answer:
-    """A generation on its way. Iterate over it once, and close it, or it goes on without a reader.
+    """A generation on its way. Iterate over it, or listen and take; and close it, or it goes on without a reader.
 
     ``place`` is where it stood in the queue when it came.
     """
@@ -235,7 +235,7 @@ class Answer:
             for j in range(generation.params.n)
         }
         self._num_going = len(self._choices)
-        self._begun = time.monotonic()
+        self._begun = self._last = time.monotonic()
         self._outcome = "abort"
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -281,25 +281,45 @@ class Answer:
             seconds,
         )
 
+    @property
+    def finished(self) -> bool:
+        """Every choice has."""
+        return not self._num_going
+
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """``wake`` is called whenever there may be something to take; None: nobody is to be called."""
+        self._stream.listen(wake)
+
     async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
         """The deltas as they come, those of one step together; ends when every choice has finished.
 
+        Raises what ``take`` raises.
+        """
+        while not self.finished:
+            await self._stream.arrival()
+            if deltas := self.take():
+                yield deltas
+
+    def take(self) -> list[Delta] | None:
+        """What has come since the last call: one delta a choice, in which many tokens may be; None if nothing has.
+
         Raises EngineError and RequestTimeout.
         """
-        usage = self.generation.usage
-        last = self._begun
         try:
-            while self._num_going:
-                outputs = await self._stream.get()
-                now, before = time.monotonic(), usage.completion_tokens
-                if deltas := self._feed(outputs):
-                    self._metrics.tokens(usage.completion_tokens - before, now - last, first=before == 0)
-                    last = now
-                    yield deltas
-            self._outcome = "finished"
+            outputs = self._stream.take()
+            if not outputs:
+                return None
+            now, before = time.monotonic(), self.generation.usage.completion_tokens
+            if deltas := self._feed(outputs):
+                count = self.generation.usage.completion_tokens - before
+                self._metrics.tokens(count, now - self._last, first=before == 0)
+                self._last = now
         except CLLMError as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise
+        if self.finished:
+            self._outcome = "finished"
+        return deltas
 
     def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
         """One delta for each choice that they belong to."""

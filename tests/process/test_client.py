@@ -28,7 +28,7 @@ def run(test, **more):
             await asyncio.wait_for(test(client), 20)
         finally:
             await client.close()
-        assert client._process.returncode is not None
+        assert client._process.ended.is_set()
 
     asyncio.run(main())
 
@@ -38,11 +38,17 @@ def ask(client, name, prompt=(97,), terms=(), **params):
     return client.submit([Request(name, [*prompt], SamplingParams(temperature=0, **params), *terms)])
 
 
+async def received(stream):
+    """The next outputs."""
+    await stream.arrival()
+    return stream.take()
+
+
 async def tokens(stream):
     """All tokens of a stream of one sequence."""
     outputs = []
     while not outputs or not outputs[-1].finish:
-        outputs += await stream.get()
+        outputs += await received(stream)
     return [output.token for output in outputs]
 
 
@@ -64,7 +70,7 @@ def test_a_closed_stream_is_aborted():
 
     async def test(client):
         stream = ask(client, "long", n=2, max_tokens=1000, ignore_eos=True)
-        await stream.get()
+        await received(stream)
         client.close_stream(stream)
         assert await tokens(ask(client, "next", max_tokens=2)) == [98, 99]
         assert client.stats.num_running == client.stats.num_waiting == 0
@@ -90,10 +96,10 @@ def test_a_reader_that_leaves_takes_nothing_from_the_others():
 
     async def test(client):
         first, second = (ask(client, name, max_tokens=900, ignore_eos=True) for name in "ab")
-        await first.get()
+        await received(first)
         client.close_stream(first)
         for _ in range(5):
-            await second.get()
+            await received(second)
         client.close_stream(second)
         assert await tokens(ask(client, "next", [1], max_tokens=3)) == [2, 3, 4]
         assert client.stats.num_running == client.stats.num_waiting == 0
@@ -122,7 +128,7 @@ def test_limits_of_its_own_end_a_request():
     async def test(client):
         busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(2)]
         waits = ask(client, "waits", terms=("", Priority.NORMAL, None, 0.1))
-        (output,) = await waits.get()
+        (output,) = await received(waits)
         assert (output.token, output.finish) == (-1, "timeout")
         client.close_stream(busy[0])
         takes = ask(client, "takes", terms=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True)
@@ -138,7 +144,7 @@ def test_the_engine_explains_itself():
     async def test(client):
         busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
         while client.stats.num_steps < 3:
-            await busy[1].get()
+            await received(busy[1])
         gone, *asked = (asyncio.ensure_future(client.explain(count)) for count in (9, 1, 3))
         await asyncio.sleep(0)
         gone.cancel()
@@ -160,7 +166,7 @@ def test_a_dead_engine_fails_its_streams_and_comes_back():
 
     async def test(client):
         stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
-        await stream.get()
+        await received(stream)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL"):
             await tokens(stream)
@@ -182,7 +188,7 @@ def test_what_cannot_start_is_a_startup_error(tmp_path):
         client = EngineClient(EngineParams(path=str(tmp_path / "missing.gguf")))
         with pytest.raises(StartupError):
             await client.start()
-        assert client._process.returncode is not None
+        assert client._process.ended.is_set()
         await client.close()
 
     pytest.importorskip("llama_cpp")

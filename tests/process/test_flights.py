@@ -1,7 +1,5 @@
 """What is the same is computed once: joining, leaving, results; without an engine."""
 
-import asyncio
-
 import pytest
 
 from cllm.core.output import TokenOutput
@@ -32,7 +30,7 @@ class Air:
         for i, token in enumerate(tokens):
             last = i == len(tokens) - 1
             output = TokenOutput(name, index, token, finish if last else "", True, cached)
-            self.flights.put(output, 1000.0)
+            self.flights.put([output], 1000.0)
             cached = 0
 
     def is_empty(self):
@@ -43,8 +41,7 @@ class Air:
 
 def read(stream):
     """What has come since the last call: (name, index, token, finish)."""
-    outputs, stream._outputs = stream._outputs, []
-    return [(one.request_id, one.index, one.token, str(one.finish)) for one in outputs]
+    return [(one.request_id, one.index, one.token, str(one.finish)) for one in stream.take()]
 
 
 def test_who_comes_later_gets_all_from_the_beginning():
@@ -227,7 +224,7 @@ def test_the_end_of_the_engine_is_told_to_all_readers():
     for stream in streams:
         assert [token for _, _, token, _ in read(stream)] == [10]
         with pytest.raises(EngineError, match="gone"):
-            asyncio.run(stream.get())
+            stream.take()
         assert air.flights.leave(stream) == []
     air.say("a", 11)
     assert air.is_empty()

@@ -283,7 +283,8 @@ async def read_streams(client: EngineClient, work: Work) -> None:
         stream = client.submit([request])
         ended = False
         while not ended:
-            ended = any(output.finish for output in await stream.get())
+            await stream.arrival()
+            ended = any(output.finish for output in stream.take())
         client.close_stream(stream)
 
     await asyncio.gather(*map(read, work.requests()))

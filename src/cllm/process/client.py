@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -22,8 +20,9 @@ from cllm.engine.engine import Abort, Add, Close, Explain
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import Backlog, QueueLimits
 from cllm.process.flights import Flights, Stream
-from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.results import ResultCache
+from cllm.process.spawn import EngineProcess, spawn
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
@@ -31,17 +30,6 @@ log = logging.getLogger("cllm.process")
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
 CLOSE_TIMEOUT = 5.0
 USUAL_LOAD_SECONDS = 5.0  # of a model, until that is known
-
-
-def engine_environment() -> dict[str, str]:
-    """Ours, and a word to glibc: big blocks of memory in big pages, where the system leaves that to programs.
-
-    A KV cache is laid out six times as fast then.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc.hugetlb" not in tunables:
-        tunables += (":" if tunables else "") + "glibc.malloc.hugetlb=1"
-    return os.environ | {"GLIBC_TUNABLES": tunables}
 
 
 class EngineClient:
@@ -68,9 +56,11 @@ class EngineClient:
         backlog = Backlog(limits or QueueLimits(), params.policy, params.weights)
         self._flights = Flights(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
+        self._loaded: asyncio.Future[ModelInfo]
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
+        self._backoff = FIRST_BACKOFF  # before the next start
         self._spawned = time.monotonic()
         self._load_seconds = USUAL_LOAD_SECONDS
 
@@ -80,94 +70,73 @@ class EngineClient:
         self._watch = asyncio.create_task(self._serve_and_restart())
 
     async def _spawn(self) -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # not what lies in the current folder
-            "-m",
-            "cllm.process.child",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 22,
-            env=engine_environment(),
-            start_new_session=True,  # signals to our process group are for us: running streams may finish
-        )
-        self._process, self.pid = process, process.pid
+        self._loaded = asyncio.get_running_loop().create_future()
         self._spawned = time.monotonic()
-        self._write(frame(self._params))
+        process = self._process = await spawn(self._take)
+        self.pid = process.pid
+        process.write(frame(self._params))
+        ended: asyncio.Future[Any] = asyncio.ensure_future(process.ended.wait())
         try:
-            while True:
-                message = await self._read(process)
-                if isinstance(message, Ready):
-                    break
-                if isinstance(message, Failed):
-                    raise StartupError(message.reason)
-                if isinstance(message, Loading) and self._on_loading:
-                    self._on_loading(message.share)
-                if message is None:
-                    raise StartupError(
-                        f"the engine died while it loaded the model ({await describe_exit(process)}): try cllm doctor"
-                    )
+            await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not self._loaded.done():
+                raise StartupError(
+                    f"the engine died while it loaded the model ({process.describe_end()}): try cllm doctor"
+                )
+            self.info = self._loaded.result()
         except BaseException:
-            await stop(process)
+            await process.stop()
             raise
-        self.info = message.info
-        self.stats = Stats(num_seq_ids=message.info.max_num_seqs, num_cells=message.info.num_cells)
+        finally:
+            ended.cancel()
+        self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._load_seconds = time.monotonic() - self._spawned
         self.ready = True
+
+    def _take(self, message: FromChild) -> None:
+        """What the engine says."""
+        match message:
+            case Stepped():
+                self._backoff = FIRST_BACKOFF
+                self.stats = message.stats
+                self._flights.backlog.observe(message.stats)
+                self._flights.put(message.outputs, time.monotonic())
+            case Explained():
+                answer(self._asked.popleft(), message.explanation)
+            case Loading():
+                if self._on_loading:
+                    self._on_loading(message.share)
+            case Ready():
+                self._loaded.set_result(message.info)
+            case Failed():
+                self._loaded.set_exception(StartupError(message.reason))
 
     def seconds_until_ready(self) -> float:
         """As it took the last time; 0 if it is ready."""
         return 0.0 if self.ready else max(1.0, self._load_seconds - (time.monotonic() - self._spawned))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> FromChild | None:
-        assert process.stdout is not None
-        try:
-            head = await process.stdout.readexactly(LENGTH.size)
-            body = await process.stdout.readexactly(LENGTH.unpack(head)[0])
-        except asyncio.IncompleteReadError:
-            return None
-        return _decoder.decode(body)
-
     async def _serve_and_restart(self) -> None:
-        backoff = FIRST_BACKOFF
         while True:
             process = self._process
             assert process is not None
-            try:
-                while (message := await self._read(process)) is not None:
-                    if isinstance(message, Stepped):
-                        backoff = FIRST_BACKOFF
-                        self._dispatch(message)
-                    elif isinstance(message, Explained):
-                        answer(self._asked.popleft(), message.explanation)
-            except Exception:  # whatever it is, nobody may wait for ever
-                log.exception("what the engine said was not understood")
-                await stop(process)
+            await process.ended.wait()
             self.ready = False
             if self._closing:
                 return
-            cause = await describe_exit(process)
+            cause = process.describe_end()
             log.error("the engine died (%s) with %d requests; starting it again", cause, len(self._flights))
             died = EngineError(f"The engine died ({cause}) and is being started again; please retry.")
             self.end_all(died)
             while self._asked:
                 answer(self._asked.popleft(), died)
             while not self.ready:
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, LONGEST_BACKOFF)
+                await asyncio.sleep(self._backoff)
+                self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
                 try:
                     await self._spawn()
                 except (StartupError, OSError) as error:
-                    log.error("the engine does not start: %s; next try in %.1f s", error, backoff)
+                    log.error("the engine does not start: %s; next try in %.1f s", error, self._backoff)
             self.num_restarts += 1
             log.warning("the engine is ready again")
-
-    def _dispatch(self, message: Stepped) -> None:
-        self.stats = message.stats
-        self._flights.backlog.observe(message.stats)
-        now = time.monotonic()
-        for output in message.outputs:
-            self._flights.put(output, now)
 
     def end_all(self, error: EngineError) -> None:
         """End every stream with ``error``."""
@@ -224,26 +193,21 @@ class EngineClient:
 
     def _write(self, data: bytes) -> None:
         assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # a dead engine is noticed by the reader
-            self._process.stdin.write(data)
+        self._process.write(data)
 
     async def close(self) -> None:
         """End the engine process; it is gone when this returns."""
         self._closing = True
         if self._watch is not None and self._watch.done() is False and not self.ready:
             self._watch.cancel()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and not self._process.ended.is_set():
             self._write(frame(Close()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT)
-            await stop(self._process)
+                await asyncio.wait_for(self._process.ended.wait(), CLOSE_TIMEOUT)
+            await self._process.stop()
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
-
-
-_decoder: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 
 
 def answer(asked: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
@@ -254,20 +218,3 @@ def answer(asked: asyncio.Future[Explanation], explanation: Explanation | Engine
         asked.set_exception(explanation)
     else:
         asked.set_result(explanation)
-
-
-async def stop(process: asyncio.subprocess.Process) -> None:
-    """Kill a process that still runs, and wait for its end."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def describe_exit(process: asyncio.subprocess.Process) -> str:
-    """How a process ended, in words."""
-    code = await process.wait()
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name
-    return f"exit code {code}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 
 from cllm.core.output import TokenOutput
 from cllm.core.request import Request
@@ -29,30 +30,42 @@ class Stream:
         self.flights: dict[str, Flight] = {}  # by the reader's names
         self._outputs: list[TokenOutput] = []
         self._error: CLLMError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def put(self, output: TokenOutput) -> None:
+        """Add ``output``; ``wake`` is to follow."""
         self._outputs.append(output)
-        self._wake()
 
     def fail(self, error: CLLMError) -> None:
         """Let the reader have ``error`` after the outputs that have come."""
         self._error = error
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """``wake`` is called when something has come, and must not raise."""
+        self._listener = wake
 
-    async def get(self) -> list[TokenOutput]:
-        """All outputs since the last call, at least one. Raises what ``fail`` was given."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    def wake(self) -> None:
+        if self._listener is not None:
+            self._listener()
+
+    def take(self) -> list[TokenOutput]:
+        """All outputs since the last call. Raises what ``fail`` was given, if there are none."""
         outputs, self._outputs = self._outputs, []
+        if not outputs and self._error is not None:
+            raise self._error
         return outputs
+
+    async def arrival(self) -> None:
+        """Return when there is something to take. For one at a time, and not beside a listener."""
+        if self._outputs or self._error:
+            return
+        arrived = asyncio.get_running_loop().create_future()
+        self.listen(lambda: None if arrived.done() else arrived.set_result(None))
+        try:
+            await arrived
+        finally:
+            self.listen(None)
 
 
 class Flight:
@@ -96,9 +109,9 @@ class Flight:
             for name in names:
                 stream.put(output if name == output.request_id else renamed(output, name))
 
-    def fail(self, error: CLLMError) -> None:
-        for stream in self._readers:
-            stream.fail(error)
+    @property
+    def readers(self) -> Iterable[Stream]:
+        return self._readers
 
     def place_now(self) -> Place:
         """Where it stands, at the latest."""
@@ -178,11 +191,18 @@ class Flights:
         sooner = flight.place.position <= own.position or flight.place_now().seconds < own.seconds
         return flight if sooner else None
 
-    def put(self, output: TokenOutput, now: float) -> None:
-        """The engine's next word on a request, at the moment ``now`` of time.monotonic."""
-        flight = self._flights.get(output.request_id)
-        if flight is None:
-            return
+    def put(self, outputs: list[TokenOutput], now: float) -> None:
+        """What a step of the engine gave, at the moment ``now`` of time.monotonic."""
+        woken: dict[Stream, None] = {}
+        for output in outputs:
+            flight = self._flights.get(output.request_id)
+            if flight is not None:
+                woken.update(dict.fromkeys(flight.readers))
+                self._put(flight, output, now)
+        for stream in woken:
+            stream.wake()
+
+    def _put(self, flight: Flight, output: TokenOutput, now: float) -> None:
         flight.put(output)
         if output.token >= 0 and output.index not in flight.first_token:
             if not flight.first_token:
@@ -234,8 +254,8 @@ class Flights:
         """The engine will say nothing more about any of them."""
         flights, self._flights, self._open = self._flights, {}, {}
         self.backlog.clear()
-        for flight in flights.values():
-            flight.fail(error)
+        for stream in {stream: None for flight in flights.values() for stream in flight.readers}:
+            stream.fail(error)
 
 
 def may_share(request: Request) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cllm.service import Answer, Delta
 
 T = TypeVar("T")
 
@@ -24,6 +25,15 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
+class Events(Protocol):
+    """An answer in the words of a dialect, as ready bytes. ``end`` or ``fault`` is the last that is asked for."""
+
+    def begin(self) -> bytes: ...
+    def deltas(self, deltas: list[Delta]) -> bytes: ...
+    def end(self) -> bytes: ...
+    def fault(self, error: Exception) -> bytes: ...
+
+
 def streaming(app: ASGIApp) -> ASGIApp:
     """``app``, whose streams send past the layers between: these look at the beginning of an answer only."""
 
@@ -34,66 +44,139 @@ def streaming(app: ASGIApp) -> ASGIApp:
 
 
 class EventStream(Response):
-    """Sends events that are ready bytes.
+    """Sends an answer as it comes.
 
-    A disconnect is watched for beside the writing, so that the end comes, and what was held for the stream is given
-    back, as soon as the client has gone, whether or not there is something to write.
+    Tokens are written where they arrive, in the call that brings them: to wake a task for each of them would cost more
+    than all the rest. What comes while a client does not read is kept and sent as one.
+
+    A disconnect is watched for beside, so that the end comes, and what was held for the stream is given back, as soon
+    as the client has gone, whether or not there is something to write.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None], headers: dict[str, str] | None = None
-    ) -> None:
-        """``on_end`` is called when nothing more will be sent, whatever ended it."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+    def __init__(self, answer: Answer, events: Events, headers: dict[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
+        self._answer = answer
         self._events = events
-        self._on_end = on_end
-        self._sending = False
+        self._writing: asyncio.Task[None] | None = None  # that waits until the client has read
         self._num_sent = 0
+        self._is_last = False  # nothing follows what was written last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._send(receive, scope.get(DIRECT_SEND, send))
+            await self._run(receive, scope.get(DIRECT_SEND, send))
         finally:
-            self._on_end()
+            self._answer.close()
 
-    async def _send(self, receive: Receive, send: Send) -> None:
-        writing = asyncio.create_task(self._write(send))
+    async def _run(self, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(disconnected(receive))
-        stalled = 0
         try:
-            while True:
-                sent = self._num_sent
-                done, _ = await asyncio.wait({writing, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED)
-                if done:
-                    break
-                if self._num_sent != sent:
-                    stalled = 0
-                    continue
-                if self._sending:
-                    stalled += 1
-                    if stalled * HEARTBEAT >= WRITE_TIMEOUT:
-                        break
-                else:
-                    await send({"type": "http.response.body", "body": HEARTBEAT_BYTES, "more_body": True})
+            self._write(self._events.begin())
+            self._answer.listen(self._pump)
+            self._pump()
+            await self._beat(watching)
         finally:
-            watching.cancel()
-            writing.cancel()
-            await asyncio.gather(writing, watching, return_exceptions=True)
-        if not writing.cancelled() and (error := writing.exception()):
-            raise error
+            self._answer.listen(None)
+            tasks = [task for task in (watching, self._writing) if task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._ended.done():
+            self._ended.result()
 
-    async def _write(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for data in events:
-                self._sending = True
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                self._sending = False
-                self._num_sent += 1
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _beat(self, watching: asyncio.Task[None]) -> None:
+        """Return when all has been sent, the client has gone or has not read for too long; break silence meanwhile."""
+        stalled = 0
+        while True:
+            sent = self._num_sent
+            if (await asyncio.wait({self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED))[0]:
+                return
+            if self._num_sent != sent:
+                stalled = 0
+            elif self._writing is None:
+                self._write(HEARTBEAT_BYTES)
+            else:
+                stalled += 1
+                if stalled * HEARTBEAT >= WRITE_TIMEOUT:
+                    return
+
+    def _pump(self) -> None:
+        """Write all that has come."""
+        try:
+            while self._writing is None and not self._is_last and (data := self._take()) is not None:
+                self._write(data)
+        except Exception as error:  # noqa: BLE001  # of this stream alone; others are in the same call
+            self._end(error)
+
+    def _take(self) -> bytes | None:
+        try:
+            deltas = self._answer.take()
+            if deltas is None:
+                return None
+            data = self._events.deltas(deltas) if deltas else b""
+            if self._answer.finished:
+                self._is_last = True
+                data += self._events.end()
+        except Exception as error:  # noqa: BLE001  # the status line has gone out: it must go into the stream
+            self._is_last = True
+            data = self._events.fault(error)
+        return data
+
+    def _write(self, data: bytes) -> None:
+        if not data and not self._is_last:
+            return
+        self._num_sent += 1
+        message = {"type": "http.response.body", "body": data, "more_body": not self._is_last}
+        self._writing = begin(self._send(message))
+        if self._writing is not None:
+            self._writing.add_done_callback(self._written)
+        elif self._is_last:
+            self._end()
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        self._writing = None
+        if task.cancelled():
+            return
+        if self._is_last or task.exception():
+            self._end(task.exception())
+        else:
+            self._num_sent += 1
+            self._pump()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        if self._ended.done():
+            return
+        if error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+
+def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
+    """Do ``work`` on the spot; if it has to wait, a task ends it."""
+    steps = work.__await__()
+    try:
+        future = next(steps)
+    except StopIteration:
+        return None
+    return asyncio.create_task(end(steps, future))
+
+
+async def end(steps: Generator[Any, Any, None], future: asyncio.Future[Any]) -> None:
+    """Go on with work that waits for ``future``."""
+    try:
+        while True:
+            await asyncio.wait([future])
+            future = next(steps)
+    except StopIteration:
+        pass
+    finally:
+        steps.close()
 
 
 async def disconnected(receive: Receive) -> None:

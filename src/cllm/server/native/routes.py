@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +21,7 @@ from cllm.server.body import Body, documented, read_body
 from cllm.server.errors import error_event
 from cllm.server.queueing import TermsBody, place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Generation, Service
+from cllm.service import Answer, Delta, Generation, Service
 
 router = APIRouter(tags=["cLLM"])
 
@@ -139,7 +138,7 @@ async def submit(request: Request, body: GenerateBody) -> Answer:
 
 
 def event_stream(answer: Answer) -> EventStream:
-    return EventStream(stream(answer), answer.close, place_headers(answer.place))
+    return EventStream(answer, TokenEvents(answer.generation), place_headers(answer.place))
 
 
 async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
@@ -162,17 +161,26 @@ async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def stream(answer: Answer) -> AsyncGenerator[bytes, None]:
-    head = b'data: {"id":"%s",' % answer.generation.request_id.encode()
-    finish = ""
-    try:
-        async for deltas in answer:
-            for delta in deltas:
-                finish = delta.finish
-                if delta.text:
-                    yield head + b'"token":' + to_json(delta.text) + b',"done":false}\n\n'
-    except Exception as error:  # noqa: BLE001  # the status line has gone out: what happened must go into the stream
-        yield error_event(error)
-        finish = "error"
-    tokens = answer.generation.usage.completion_tokens
-    yield head + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % (finish.encode(), tokens)
+class TokenEvents:
+    """See Events."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._head = b'data: {"id":"%s",' % generation.request_id.encode()
+        self._finish = ""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        self._finish = deltas[-1].finish
+        texts = (to_json(delta.text) for delta in deltas if delta.text)
+        return b"".join(self._head + b'"token":' + text + b',"done":false}\n\n' for text in texts)
+
+    def end(self) -> bytes:
+        last = self._finish.encode(), self._generation.usage.completion_tokens
+        return self._head + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % last
+
+    def fault(self, error: Exception) -> bytes:
+        self._finish = "error"
+        return error_event(error) + self.end()

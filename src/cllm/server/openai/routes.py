@@ -94,8 +94,7 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = Chunks(head, chat=chat, include_usage=include_usage)
-        return EventStream(chunks.stream(answer), answer.close, headers)
+        return EventStream(answer, Chunks(generation, head, chat=chat, include_usage=include_usage), headers)
     with answer:
         choices = await until_disconnect(request, collect(answer, chat=chat))
     content = {**head, "choices": choices, "usage": usage_object(generation.usage)}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from pydantic_core import to_json
 
 from cllm.server.errors import error_event
-from cllm.service import Answer, Delta, Usage
+from cllm.service import Delta, Generation, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,10 +22,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Chunks:
-    """The chunks of one stream, as ready bytes."""
+    """The chunks of one stream: see Events. Whatever happens, [DONE] comes last."""
 
-    def __init__(self, head: dict[str, Any], *, chat: bool, include_usage: bool) -> None:
+    def __init__(self, generation: Generation, head: dict[str, Any], *, chat: bool, include_usage: bool) -> None:
         """``head``: id, object, created and model, which every chunk repeats."""
+        self._generation = generation
         self._chat = chat
         self._include_usage = include_usage
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
@@ -48,24 +48,20 @@ class Chunks:
         empty = b'"delta":{}' if self._chat else b'"text":""'
         return self._choice(index, empty + b',"logprobs":null,"finish_reason":"%s"}' % reason.encode())
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n"
-
     def of(self, delta: Delta) -> bytes:
         data = self.text(delta.index, delta.text) if delta.text else b""
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
-    async def stream(self, answer: Answer) -> AsyncGenerator[bytes, None]:
-        """The whole stream; a fault becomes an error event, and [DONE] always comes last."""
-        try:
-            if self._chat:
-                yield b"".join(self.first(i) for i in range(answer.generation.params.n))
-            async for deltas in answer:
-                data = b"".join(map(self.of, deltas))
-                if data:
-                    yield data
-            if self._include_usage:
-                yield self.usage(answer.generation.usage)
-        except Exception as error:  # noqa: BLE001  # the status line has gone out: it must go into the stream
-            yield error_event(error)
-        yield DONE
+    def begin(self) -> bytes:
+        return b"".join(self.first(i) for i in range(self._generation.params.n)) if self._chat else b""
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        return b"".join(map(self.of, deltas))
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n" + DONE
+
+    def fault(self, error: Exception) -> bytes:
+        return error_event(error) + DONE
