@@ -38,8 +38,11 @@ class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     layout: str = "auto"
+    kv_type: str = "f16"
     kv_memory: int = 1 << 31
     n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_ubatch: int = 512
     n_gpu_layers: int = 99
     use_mmap: bool = True
     use_mlock: bool = False
@@ -76,8 +79,11 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
         max_num_seqs=params.max_num_seqs,
         max_num_batched_tokens=params.max_num_batched_tokens,
         layout=params.layout,
+        kv_type=params.kv_type,
         kv_memory=params.kv_memory,
         n_threads=params.n_threads,
+        n_threads_batch=params.n_threads_batch,
+        n_ubatch=params.n_ubatch,
         n_gpu_layers=params.n_gpu_layers,
         on_gpu=uses_gpu(params),
         kv_bytes_per_token=params.kv_bytes_per_token,
