@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
+
+if TYPE_CHECKING:
+    from cllm.backends.llama_cpp.backend import LlamaCppParams
 
 MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
 
@@ -72,9 +76,17 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
             costs=Costs(step=0.005, row=0.0005, token=0.0001),
         )
     with loadable():
-        from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
+        from cllm.backends.llama_cpp.backend import LlamaCppBackend
 
-    llama_params = LlamaCppParams(
+    return LlamaCppBackend(Path(params.path), llama_cpp_params(params), progress)
+
+
+def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
+    """What of it llama.cpp is told."""
+    with loadable():
+        from cllm.backends.llama_cpp.backend import LlamaCppParams
+
+    return LlamaCppParams(
         context_length=params.context_length,
         max_num_seqs=params.max_num_seqs,
         max_num_batched_tokens=params.max_num_batched_tokens,
@@ -90,7 +102,6 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
         use_mmap=params.use_mmap,
         use_mlock=params.use_mlock,
     )
-    return LlamaCppBackend(Path(params.path), llama_params, progress)
 
 
 @contextmanager

@@ -116,6 +116,19 @@ class LlamaCppBackend:
         """Load ``path``; ``progress`` is told the loaded share, 0 to 1. Raises StartupError if it cannot be loaded."""
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
+        self._path = path
+        self._open(params)
+
+    def reopen(self, params: LlamaCppParams) -> None:
+        """Another context, as ``params`` say, for the weights as they are loaded. Snapshots are lost.
+
+        Raises StartupError if it cannot be had; there is none then.
+        """
+        lib.llama_free(self._context)
+        self._open(params)
+
+    def _open(self, params: LlamaCppParams) -> None:
+        path = self._path
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
@@ -123,7 +136,7 @@ class LlamaCppBackend:
         windowed = lib.llama_model_n_swa(self._model) > 0
         plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model) or windowed)
         sizes = fit(params, trained, plain=plain)
-        self._path, self._params, self._sizes, self._plain = path, params, sizes, plain
+        self._params, self._sizes, self._plain = params, sizes, plain
         self._pads = plain and not params.on_gpu
         self._portable = plain
         self._snapshots: dict[int, Bytes] = {}

@@ -1,0 +1,402 @@
+"""``cllm tune``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from cllm import __version__
+from cllm.bench.measure import Bench, CandidateError
+from cllm.bench.quality import TEXT, Quality
+from cllm.bench.requantize import (
+    Form,
+    Requantized,
+    best_of,
+    estimated_bytes,
+    original_form,
+    read_form,
+    try_forms,
+    workplace,
+    write_form,
+)
+from cllm.bench.tune import (
+    KV_KL_LIMIT,
+    KV_TYPE,
+    Choice,
+    Outcome,
+    Tuned,
+    applied,
+    final_figures,
+    knobs,
+    search,
+    starting_choice,
+    works,
+)
+from cllm.cli.doctor import cpu_name
+from cllm.cli.progress import Bar, loading_bar
+from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
+from cllm.config import Loaded, plant, value_at
+from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.engine.settings import engine_params
+from cllm.errors import StartupError
+from cllm.models import catalog, hub
+from cllm.models.gguf import GgufHeader, read_header, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cllm.bench.measure import Speeds, Work
+
+MAX_TEXT_TOKENS = 1024  # whose logits lie in a file, some 600 KB each for a large vocabulary
+
+FileFlag = Annotated[Path | None, Parameter(show_default=False)]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What --json prints."""
+
+    model: str
+    cpu: str
+    cores: int
+    seconds: float
+    settings: Tuned
+    recommended: Choice
+    kv_quality: dict[str, Quality]
+    original_form: str | None
+    forms: list[Requantized]
+    recommended_form: str | None
+
+
+def tune(
+    model: ModelArgument = None,
+    /,
+    *,
+    minutes: Annotated[
+        float, Parameter(validator=Number(gt=0), help="How long the settings are measured, about; more is surer.")
+    ] = 4.0,
+    out: Annotated[
+        Path | None, Parameter(help="The YAML file to write. [default: it is printed]", show_default=False)
+    ] = None,
+    requantize: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Also try other types for the weights, of the output head and of the body: speed beside the cost in "
+            "quality. Takes as long as it takes to write some ten copies, which are temporary.",
+        ),
+    ] = False,
+    text: Annotated[
+        Path | None,
+        Parameter(
+            help="A UTF-8 text on which quality is judged, best one like those of your users; 1024 tokens of it are "
+            "read. [default: a page of English]",
+            show_default=False,
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        Parameter(
+            help="With --requantize: write the fastest copy that costs little quality as this file.",
+            show_default=False,
+        ),
+    ] = None,
+    write_as: Annotated[
+        str | None,
+        Parameter(
+            help="With --write: try this form alone, as BODY+HEAD (such as Q4_0+Q6_K), and write it.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, Parameter(negative="", help="Print one JSON object in place of the YAML.")] = False,
+    config: ConfigFlag = None,
+    settings: ModelFlags | None = None,
+) -> None:
+    """Find the settings that make a model fastest on this machine, and write them as YAML for cllm serve --config.
+
+    Threads, the size of a pass, layout and type of the KV cache are measured in turn, each candidate in a child process
+    against the present value; what is not faster by more than the noise stays as it is. The report goes to stderr. Keep
+    the machine quiet meanwhile.
+    """
+    begun = time.monotonic()
+    loaded = settings_from_flags(config, settings, model)
+    tree = loaded.settings
+    if tree.backend.name != "llama_cpp":
+        raise StartupError(f"backend.name is {tree.backend.name}; only llama_cpp can be tuned")
+    check_options(requantize=requantize, out=out, write=write, write_as=write_as)
+    words = TEXT if text is None else read_text(text)
+    with hub.stderr_progress() as progress:
+        path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
+    params, header = engine_params(tree, path), read_header(path)
+    tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[:MAX_TEXT_TOKENS]
+    if len(tokens) < 2:
+        raise StartupError(f"{text} is too short to judge quality by")
+    form = read_form(write_as, header) if write_as else None
+
+    with interrupted_by_sigterm(), Bench() as bench, closing(loading_bar(f"cllm: measuring {path.name}")) as bar:
+        tuning = Tuning(bench, bar, params, tokens, minutes * 60)
+        tuned = tuning.tune()
+        forms = tuning.requantize(header, form) if requantize else []
+        chosen = form or chosen_form(forms, header)
+        if write and chosen:
+            write_copy(path, write, chosen, bar)
+    report = Report(
+        catalog.model_name(path),
+        cpu_name(),
+        os.cpu_count() or 1,
+        round(time.monotonic() - begun, 1),
+        tuned,
+        tuned.recommended,
+        tuning.kv_quality,
+        str(original_form(header)) if requantize else None,
+        forms,
+        best.form if (best := best_of(forms)) else None,
+    )
+    yaml = yaml_text(loaded, report)
+    print_report(report)
+    if out is not None:
+        save(out, yaml)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    elif out is None:
+        print(yaml, end="")
+    if write and chosen:
+        print(f"{write}: {chosen}, {size_text(write.stat().st_size)}", file=sys.stderr)
+    elif write:
+        print("cllm: no form is faster at little cost, so no copy was written", file=sys.stderr)
+        sys.exit(1)
+
+
+class Tuning:
+    """What is measured, and how far it is."""
+
+    def __init__(self, bench: Bench, bar: Bar, params: EngineParams, tokens: list[int], seconds: float) -> None:
+        self.bench, self.bar, self.params, self.tokens, self.seconds = bench, bar, params, tokens, seconds
+        self.start = starting_choice(params, os.cpu_count() or 1)
+        self.kv_quality: dict[str, Quality] = {}
+        self.begun = time.monotonic()
+
+    def measure(self, choice: Choice, work: Work) -> Speeds:
+        changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
+        self.bar.update(min(1.0, (time.monotonic() - self.begun) / self.seconds), ", ".join(changes) or "as it is")
+        return self.bench.measure(applied(self.params, choice), work)
+
+    def tune(self) -> Tuned:
+        """Raises StartupError if the model cannot be measured as it is."""
+        try:
+            self.works = works(lambda work: self.measure(self.start, work), self.params.max_num_seqs, self.seconds)
+        except CandidateError as error:
+            raise StartupError(f"the model cannot be measured: {error}") from None
+        cores = os.cpu_count() or 1
+        tries = knobs(self.start, self.works, cores, self.params.max_num_batched_tokens)
+        left = self.seconds - (time.monotonic() - self.begun)
+        self.tuned = search(tries, final_figures(self.works), self.start, self.measure, self.refuse, left)
+        return self.tuned
+
+    def refuse(self, key: str, choice: Choice) -> str:
+        """Cells of another type must not change the answers much."""
+        if key != KV_TYPE:
+            return ""
+        with tempfile.TemporaryDirectory(prefix="cllm-tune-") as folder:
+            try:
+                self.bench.write_logits(applied(self.params, self.start), self.tokens, Path(folder) / "logits")
+                quality = self.bench.quality(applied(self.params, choice), self.tokens, Path(folder) / "logits")
+            except CandidateError as error:
+                return f"its quality cannot be measured: {error}"
+        self.kv_quality[str(choice[key])] = quality
+        return "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
+
+    def requantize(self, header: GgufHeader, form: Form | None) -> list[Requantized]:
+        params = applied(self.params, self.start | self.tuned.recommended)
+        logits = 4 * len(self.tokens) * (header.array_lengths.get("tokenizer.ggml.tokens", 0))
+        largest = int(1.1 * header.tensor_bytes) if form is None else estimated_bytes(form, header)
+        with workplace(logits + largest) as folder:
+
+            def progress(text: str, share: float) -> None:
+                self.bar.update(share, text)
+
+            figures = final_figures(self.works)
+            return try_forms(self.bench, params, figures, self.tokens, [form] if form else None, folder, progress)
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that nothing temporary is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def check_options(*, requantize: bool, out: Path | None, write: Path | None, write_as: str | None) -> None:
+    """Mistakes that need not wait for minutes."""
+    if write and not requantize:
+        raise StartupError("--write needs --requantize")
+    if write_as and not write:
+        raise StartupError("--write-as needs --write")
+    for file in filter(None, (out, write)):
+        if file.is_dir():
+            raise StartupError(f"{file} is a folder; name the file to write")
+        if not file.parent.is_dir():
+            raise StartupError(f"There is no folder {file.parent}")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise StartupError(f"{file} cannot be written")
+    if write and write.exists():
+        raise StartupError(f"{write} exists; name another file")
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"--text {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"--text {path} is not UTF-8") from None
+
+
+def save(path: Path, yaml: str) -> None:
+    try:
+        path.write_text(yaml, encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"{path}: cllm serve --config {path}", file=sys.stderr)
+
+
+def chosen_form(forms: list[Requantized], header: GgufHeader) -> Form | None:
+    best = best_of(forms)
+    return None if best is None else read_form(best.form, header)
+
+
+def write_copy(source: Path, target: Path, form: Form, bar: Bar) -> None:
+    """Whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        copy = Path(folder) / "copy.gguf"
+        write_form(source, copy, form, lambda share: bar.update(share, f"writing {target.name}"))
+        copy.replace(target)
+
+
+def yaml_text(loaded: Loaded, report: Report) -> str:
+    """The settings that were given, and those that were chosen; cllm serve --config takes it."""
+    import yaml
+
+    given = {key: value_at(loaded.settings, key) for key, origin in loaded.origins.items() if origin != "default"}
+    tree: dict[str, Any] = {}
+    for key, value in (given | report.recommended).items():
+        plant(tree, key, value)
+    lines = [
+        f"cLLM {__version__}: cllm tune, {time.strftime('%Y-%m-%d %H:%M')}, {report.seconds / 60:.1f} minutes",
+        f"{report.model} on {report.cpu}, {report.cores} cores",
+        *verdict(report.settings),
+    ]
+    body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
+    return "".join(f"# {line}\n" for line in lines) + body
+
+
+# --- for a person ----------------------------------------------------------------------------------------------------
+
+
+def verdict(tuned: Tuned) -> list[str]:
+    """What was gained, in lines."""
+    if tuned.before is None or tuned.after is None:
+        return ["nothing was faster than the present settings by more than the noise"]
+    if not tuned.confirmed:
+        return ["what seemed faster was not when it was measured once more, so the present settings stay"]
+    lines = [f"{key}: {value}" for key, value in tuned.chosen.items()]
+    gains = [f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}" for figure in tuned.before.speeds]
+    noise = f"{tuned.after.gain:+.1%} in the mean, noise {tuned.after.noise:.1%}"
+    return [", ".join(lines), f"tokens/s: {', '.join(gains)}; {noise}"]
+
+
+def rate(outcome: Outcome, figure: str) -> str:
+    """The median of the rounds; "" if there was none."""
+    if not outcome.speeds.get(figure):
+        return ""
+    speed = statistics.median(outcome.speeds[figure])
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+
+
+def gain(outcome: Outcome) -> tuple[str, str]:
+    """And its noise, which one round does not show."""
+    if outcome.failure:
+        return "", ""
+    rounds = max(map(len, outcome.speeds.values()))
+    return f"{outcome.gain:+.1%}", f"{outcome.noise:.1%}" if rounds > 1 else ""
+
+
+def in_words(quality: Quality) -> str:
+    return f"KL divergence {quality.kl:.4f}, top-1 agreement {quality.top1:.1%} over {quality.num_tokens} tokens"
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    console.print(tried_table(report.settings))
+    for line in [
+        *(f"{key} was not measured: no time was left; --minutes gives more" for key in report.settings.skipped),
+        *(f"kv.type {name}: {in_words(quality)}" for name, quality in report.kv_quality.items()),
+        *verdict(report.settings),
+    ]:
+        console.print(line, markup=False, highlight=False)
+    if report.original_form:
+        print_forms(report, console)
+
+
+def tried_table(tuned: Tuned) -> Any:
+    from rich.table import Table
+
+    figures = list(dict.fromkeys(figure for tried in tuned.tried for figure in tried.outcome.speeds))
+    table = Table("setting", "value", *figures, "gain", "noise", "", title="tokens/s")
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    above = ""
+    for tried in tuned.tried:
+        if tried.key != above and above:
+            table.add_section()
+        present = tried.key != above
+        speeds = [rate(tried.outcome, figure) for figure in figures]
+        gained = ("", "") if present else gain(tried.outcome)
+        remark = tried.outcome.failure or tried.note or ("chosen" if tried.chosen else "")
+        name = tried.key.removeprefix("backend.llama_cpp.") if present else ""
+        table.add_row(name, str(tried.value), *speeds, *gained, remark)
+        above = tried.key
+    return table
+
+
+def print_forms(report: Report, console: Console) -> None:
+    from rich.table import Table
+
+    figures = list(dict.fromkeys(name for form in report.forms for name in form.original.speeds))
+    title = f"against {report.original_form}"
+    table = Table("form", "size", *figures, "gain", "noise", "KL", "top-1", "", title=title)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for form in report.forms:
+        speeds = [rate(form.outcome, figure) for figure in figures]
+        cost = ("", "") if form.quality is None else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
+        remark = form.outcome.failure or ("best" if form.form == report.recommended_form else "")
+        table.add_row(form.form, size_text(form.num_bytes), *speeds, *gain(form.outcome), *cost, remark)
+    console.print(table)
+    lines = [
+        "tokens/s; KL: mean divergence of the next token's probabilities from the original's, in nats;",
+        "top-1: positions with the same most probable token",
+    ]
+    if not report.recommended_form:
+        lines.append("no form is faster by more than the noise at little cost")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
