@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from cllm.engine.build import EngineParams
 from cllm.errors import StartupError
 
 T = TypeVar("T")
-Choice = dict[str, object]
+Choice = dict[str, Any]
 """Values of settings by their dotted keys."""
 Clock = Callable[[], float]
 
@@ -40,7 +40,7 @@ FIELDS = {
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1  # shares that are worth a line in a file; that are worth giving up `auto` for
 KV_KL_LIMIT = 0.01  # nats; what nobody asked for must not change the answers more
-HOPELESS = {1: 0.6, 2: 0.95}  # rounds -> ratio; who was below it in all of them is not measured any more
+HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}  # rounds -> ratio; who was below it in all of them is not measured any more
 MEASUREMENTS = 60  # of one candidate each, about, for which the time is to suffice
 
 
@@ -72,7 +72,8 @@ class Tried(msgspec.Struct, frozen=True):
 class Tuned(msgspec.Struct, frozen=True):
     """What came of it. before and after: the defaults and all choices, measured in turn; None if nothing was chosen.
 
-    confirmed: the choices are faster in this last measurement too. skipped: settings for which no time was left.
+    confirmed: the choices are faster in this last measurement too. skipped: settings for which there was nothing to try
+    or no time left.
     """
 
     tried: list[Tried]
@@ -194,9 +195,7 @@ def search(
         return race(runners, lambda it: figures_of(figures, lambda work: measure(it, work)), going_on)
 
     for i, knob in enumerate(knobs):
-        if not knob.values:
-            continue
-        if clock() >= end:
+        if not knob.values or clock() >= end:
             skipped.append(knob.key)
             continue
         candidates = {str(value): choice | {knob.key: value} for value in (choice[knob.key], *knob.values)}
@@ -278,20 +277,20 @@ def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) 
 def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) -> list[Knob]:
     """What to try for each setting. One sequence decodes with n_threads, all else with n_threads_batch.
 
-    Passes over more tokens than a step of the work has cannot be told apart, so they are not tried.
+    Passes over more tokens than a step of the work has cannot be told apart, so one of them is enough.
     """
     shares = {cores, cores * 3 // 4, cores // 2, cores // 4, 1 if cores <= 4 else cores}
     threads = sorted(shares - {0}, reverse=True)
-    step = min(max_num_batched_tokens, works.many.num_seqs * works.many.prompt_tokens)
-    passes = [size for size in (2048, 1024, 512, 256, 128) if size <= step]
-    prompt, decode = Figure("prompt", works.many), Figure("decode", works.many)
-    both = [Figure("prompt", works.long), Figure("decode", works.long)]
+    step = min(max_num_batched_tokens, works.long.num_seqs * works.long.prompt_tokens)
+    passes = [size for size in (2048, 1024, 512, 256, 128) if size <= step and size != min(start[UBATCH], step)]
+    several = [Figure("prompt", works.many), Figure("decode", works.many)]
+    prompt, decode = Figure("prompt", works.long), Figure("decode", works.long)
     tries: list[tuple[str, list[object], list[Figure], float]] = [
-        (BATCH_THREADS, [*threads], [prompt, decode], LEAST_GAIN),
+        (BATCH_THREADS, [*threads], several, LEAST_GAIN),
         (THREADS, [*threads], [Figure("decode", works.one)], LEAST_GAIN),
         (UBATCH, [*passes], [prompt], LEAST_GAIN),
-        (LAYOUT, ["auto" if start[LAYOUT] == "unified" else "unified"], both[1:], CLEAR_GAIN),
-        (KV_TYPE, ["f16", "q8_0", "q4_0"], both, LEAST_GAIN),
+        (LAYOUT, ["auto" if start[LAYOUT] == "unified" else "unified"], [decode], CLEAR_GAIN),
+        (KV_TYPE, ["f16", "q8_0", "q4_0"], [prompt, decode], LEAST_GAIN),
     ]
     return [
         Knob(key, [value for value in values if value != start[key]], figures, least)

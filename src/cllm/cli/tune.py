@@ -59,9 +59,8 @@ if TYPE_CHECKING:
 
     from cllm.bench.measure import Speeds, Work
 
+NOISY = 0.3  # a share from which the machine, and not the settings, is what was measured
 MAX_TEXT_TOKENS = 1024  # whose logits lie in a file, some 600 KB each for a large vocabulary
-
-FileFlag = Annotated[Path | None, Parameter(show_default=False)]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -142,6 +141,8 @@ def tune(
     tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[:MAX_TEXT_TOKENS]
     if len(tokens) < 2:
         raise StartupError(f"{text} is too short to judge quality by")
+    if requantize and header.split_count > 1:
+        raise StartupError(f"--requantize needs the model in one file; this one has {header.split_count}")
     form = read_form(write_as, header) if write_as else None
 
     with interrupted_by_sigterm(), Bench() as bench, closing(loading_bar(f"cllm: measuring {path.name}")) as bar:
@@ -304,7 +305,12 @@ def yaml_text(loaded: Loaded, report: Report) -> str:
         *verdict(report.settings),
     ]
     body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
-    return "".join(f"# {line}\n" for line in lines) + body
+    return "".join(f"# {one_line(line)}\n" for line in lines) + body
+
+
+def one_line(text: str) -> str:
+    """Names of files may hold anything, and YAML knows many ends of a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 # --- for a person ----------------------------------------------------------------------------------------------------
@@ -320,6 +326,14 @@ def verdict(tuned: Tuned) -> list[str]:
     gains = [f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}" for figure in tuned.before.speeds]
     noise = f"{tuned.after.gain:+.1%} in the mean, noise {tuned.after.noise:.1%}"
     return [", ".join(lines), f"tokens/s: {', '.join(gains)}; {noise}"]
+
+
+def unquiet(tuned: Tuned) -> list[str]:
+    """A line if other programs were in the way."""
+    noise = max((tried.outcome.noise for tried in tuned.tried), default=0.0)
+    if noise < NOISY:
+        return []
+    return [f"the machine was not quiet (noise up to {noise:.0%}): what was chosen is right for such a machine alone"]
 
 
 def rate(outcome: Outcome, figure: str) -> str:
@@ -348,8 +362,9 @@ def print_report(report: Report) -> None:
     console = Console(stderr=True)
     console.print(tried_table(report.settings))
     for line in [
-        *(f"{key} was not measured: no time was left; --minutes gives more" for key in report.settings.skipped),
+        *(f"{key} not measured: nothing to try, or no time (--minutes gives more)" for key in report.settings.skipped),
         *(f"kv.type {name}: {in_words(quality)}" for name, quality in report.kv_quality.items()),
+        *unquiet(report.settings),
         *verdict(report.settings),
     ]:
         console.print(line, markup=False, highlight=False)
