@@ -142,7 +142,7 @@ def test_who_dies_is_out() -> None:
     assert tuned.recommended == {THREADS: 2}
     assert [tried.outcome.failure for tried in tuned.tried] == ["", "it died of SIGSEGV", ""]
     assert sum(choice[THREADS] == 1 for choice in machine.choices) == 1
-    with pytest.raises(StartupError, match="4 cannot be measured: never"):
+    with pytest.raises(StartupError, match="the present settings cannot be measured: never"):
         Machine(lambda choice: (_ for _ in ()).throw(CandidateError("never"))).tune()
 
 

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 
 from cllm.bench.quality import Quality, compare
-from cllm.bench.stages import batches
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
 
 WINDOW = 512  # tokens of a text that know of each other
-FIRST_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; and of the longest job so far
+LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; and of the longest measurement so far
 
 
 class CandidateError(Exception):
@@ -105,7 +104,9 @@ class Bench:
         child = self._child_for(job.params.path)
         assert child.stdin is not None
         assert child.stdout is not None
-        limit = FIRST_TIMEOUT if self._longest is None else TIMEOUT + TIMES_LONGEST * self._longest
+        limit = LONG_TIMEOUT
+        if self._longest is not None and isinstance(job, Measure):
+            limit = TIMEOUT + TIMES_LONGEST * self._longest
         timer = threading.Timer(limit, child.kill)
         begun = time.monotonic()
         timer.start()
@@ -120,7 +121,8 @@ class Bench:
         seconds = time.monotonic() - begun
         if not answer:
             raise CandidateError(self._why_it_ended(limit if seconds >= limit else None))
-        self._longest = max(seconds, self._longest or 0.0)
+        if isinstance(job, Measure):
+            self._longest = max(seconds, self._longest or 0.0)
         return answer
 
     def _child_for(self, path: str) -> subprocess.Popen[bytes]:
@@ -197,8 +199,8 @@ def run(backend: Backend, work: Work) -> Speeds:
         seqs.append(Sequence(Request("", prompt, SamplingParams()), 0, 0, info.context_length))
         seqs[-1].seq_id = seq_id
     begun = time.perf_counter()
-    for batch in batches(info.max_num_batched_tokens, seqs, 1):
-        backend.forward(batch)
+    for rows in prompt_rows(seqs, info.max_num_batched_tokens):
+        backend.forward(Batch(rows, []))
     between = time.perf_counter()
     for step in range(work.steps):
         for seq in seqs:
@@ -208,6 +210,23 @@ def run(backend: Backend, work: Work) -> Speeds:
     return Speeds(
         work.num_seqs * work.prompt_tokens / (between - begun), work.num_seqs * work.steps / (ended - between)
     )
+
+
+def prompt_rows(seqs: list[Sequence], space: int) -> Iterator[list[Row]]:
+    """The prompts in steps of ``space`` tokens, as many of them in each as fit."""
+    rows: list[Row] = []
+    left = space
+    for seq in seqs:
+        start = 0
+        while start < seq.num_tokens:
+            count = min(left, seq.num_tokens - start)
+            rows.append(Row(seq, start, count, int(start + count == seq.num_tokens)))
+            start, left = start + count, left - count
+            if not left:
+                yield rows
+                rows, left = [], space
+    if rows:
+        yield rows
 
 
 def judge(backend: Backend, job: Judge) -> Quality | None:

@@ -143,7 +143,7 @@ def try_forms(
     """Measure ``forms``, or those that are worth a try, in the order in which they were tried.
 
     tokens: the text on which quality is judged. Each form lies in ``folder`` only while it is measured. Raises
-    StartupError if the original cannot be measured or a form cannot be written.
+    StartupError if the original cannot be measured.
     """
     source, logits = Path(params.path), folder / "logits"
     header = read_header(source)
@@ -155,7 +155,10 @@ def try_forms(
     def tried(form: Form) -> Requantized:
         file = folder / "candidate.gguf"
         try:
-            write_form(source, file, form, lambda share: progress(f"writing {form}", share))
+            try:
+                write_form(source, file, form, lambda share: progress(f"writing {form}", share))
+            except StartupError as error:
+                return Requantized(str(form), 0, Outcome({}), Outcome({}, failure=str(error)), None)
             candidate = msgspec.structs.replace(params, path=str(file))
 
             def measure(model: EngineParams) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 All candidates for a setting, and what it is now, are measured in turn, round after round, so that a slow minute of the
 machine meets all of them. What counts is the ratio to the present value in the same round: a candidate is taken if the
-median of these ratios is better by more than their noise. In the end the defaults and all that was chosen are measured
-against each other once more, and what does not show then is not recommended.
+median of these ratios is better by more than their noise. In the end the settings as they were and all that was chosen
+are measured against each other once more, and what does not show then is not recommended.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """What came of it. before and after: the defaults and all choices, measured in turn; None if nothing was chosen.
+    """What came of it. before and after: the settings as they were and all choices, measured in turn; None if nothing
+    was chosen.
 
     confirmed: the choices are faster in this last measurement too. skipped: settings for which there was nothing to try
     or no time left.
@@ -198,7 +199,8 @@ def search(
         if not knob.values or clock() >= end:
             skipped.append(knob.key)
             continue
-        candidates = {str(value): choice | {knob.key: value} for value in (choice[knob.key], *knob.values)}
+        candidates = {"the present settings": choice}
+        candidates |= {str(value): choice | {knob.key: value} for value in knob.values}
         until = clock() + (end - clock()) * sizes[i] / sum(sizes[i:])
         outcomes = raced(candidates, knob.figures, until)
         best, notes = pick(candidates, outcomes, knob, refuse)
@@ -208,7 +210,7 @@ def search(
         choice = candidates[best]
     if choice == start:
         return Tuned(tried, skipped, {})
-    outcomes = raced({"the defaults": start, "the choices": choice}, final, end)
+    outcomes = raced({"the present settings": start, "what was chosen": choice}, final, end)
     before, after = outcomes.values()
     return Tuned(tried, skipped, changed(start, choice), before, after)
 

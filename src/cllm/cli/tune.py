@@ -21,6 +21,7 @@ from cllm import __version__
 from cllm.bench.measure import Bench, CandidateError
 from cllm.bench.quality import TEXT, Quality
 from cllm.bench.requantize import (
+    SIZE_LIMIT,
     Form,
     Requantized,
     best_of,
@@ -145,10 +146,16 @@ def tune(
         raise StartupError(f"--requantize needs the model in one file; this one has {header.split_count}")
     form = read_form(write_as, header) if write_as else None
 
-    with interrupted_by_sigterm(), Bench() as bench, closing(loading_bar(f"cllm: measuring {path.name}")) as bar:
-        tuning = Tuning(bench, bar, params, tokens, minutes * 60)
+    needed = bytes_needed(header, len(tokens), form) if requantize else 0
+    with (
+        interrupted_by_sigterm(),
+        workplace(needed) as folder,
+        Bench() as bench,
+        closing(loading_bar(f"cllm: measuring {path.name}")) as bar,
+    ):
+        tuning = Tuning(bench, bar, params, tokens, folder, minutes * 60)
         tuned = tuning.tune()
-        forms = tuning.requantize(header, form) if requantize else []
+        forms = tuning.requantize(form) if requantize else []
         chosen = form or chosen_form(forms, header)
         if write and chosen:
             write_copy(path, write, chosen, bar)
@@ -182,8 +189,11 @@ def tune(
 class Tuning:
     """What is measured, and how far it is."""
 
-    def __init__(self, bench: Bench, bar: Bar, params: EngineParams, tokens: list[int], seconds: float) -> None:
-        self.bench, self.bar, self.params, self.tokens, self.seconds = bench, bar, params, tokens, seconds
+    def __init__(
+        self, bench: Bench, bar: Bar, params: EngineParams, tokens: list[int], folder: Path, seconds: float
+    ) -> None:
+        self.bench, self.bar, self.params, self.tokens = bench, bar, params, tokens
+        self.folder, self.seconds = folder, seconds
         self.start = starting_choice(params, os.cpu_count() or 1)
         self.kv_quality: dict[str, Quality] = {}
         self.begun = time.monotonic()
@@ -209,26 +219,24 @@ class Tuning:
         """Cells of another type must not change the answers much."""
         if key != KV_TYPE:
             return ""
-        with tempfile.TemporaryDirectory(prefix="cllm-tune-") as folder:
-            try:
-                self.bench.write_logits(applied(self.params, self.start), self.tokens, Path(folder) / "logits")
-                quality = self.bench.quality(applied(self.params, choice), self.tokens, Path(folder) / "logits")
-            except CandidateError as error:
-                return f"its quality cannot be measured: {error}"
+        logits = self.folder / "logits"
+        try:
+            self.bench.write_logits(applied(self.params, self.start), self.tokens, logits)
+            quality = self.bench.quality(applied(self.params, choice), self.tokens, logits)
+        except CandidateError as error:
+            return f"its quality cannot be measured: {error}"
         self.kv_quality[str(choice[key])] = quality
         return "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
 
-    def requantize(self, header: GgufHeader, form: Form | None) -> list[Requantized]:
+    def requantize(self, form: Form | None) -> list[Requantized]:
+        """With the settings that were chosen; ``form`` alone, if there is one."""
         params = applied(self.params, self.start | self.tuned.recommended)
-        logits = 4 * len(self.tokens) * (header.array_lengths.get("tokenizer.ggml.tokens", 0))
-        largest = int(1.1 * header.tensor_bytes) if form is None else estimated_bytes(form, header)
-        with workplace(logits + largest) as folder:
+        figures, forms = final_figures(self.works), None if form is None else [form]
 
-            def progress(text: str, share: float) -> None:
-                self.bar.update(share, text)
+        def progress(text: str, share: float) -> None:
+            self.bar.update(share, text)
 
-            figures = final_figures(self.works)
-            return try_forms(self.bench, params, figures, self.tokens, [form] if form else None, folder, progress)
+        return try_forms(self.bench, params, figures, self.tokens, forms, self.folder, progress)
 
 
 @contextmanager
@@ -239,6 +247,12 @@ def interrupted_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def bytes_needed(header: GgufHeader, num_tokens: int, form: Form | None) -> int:
+    """For a candidate and the original's logits."""
+    candidate = SIZE_LIMIT * header.tensor_bytes if form is None else estimated_bytes(form, header)
+    return int(candidate) + 4 * num_tokens * header.array_lengths.get("tokenizer.ggml.tokens", 0)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -401,6 +415,9 @@ def print_forms(report: Report, console: Console) -> None:
     table = Table("form", "size", *figures, "gain", "noise", "KL", "top-1", "", title=title)
     for column in table.columns[1:-1]:
         column.justify = "right"
+    if report.forms:
+        speeds = [rate(report.forms[0].original, figure) for figure in figures]
+        table.add_row(report.original_form, "", *speeds, "", "", "", "", "as it is")
     for form in report.forms:
         speeds = [rate(form.outcome, figure) for figure in figures]
         cost = ("", "") if form.quality is None else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
