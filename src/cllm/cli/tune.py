@@ -57,6 +57,7 @@ from cllm.models.gguf import GgufHeader, read_header, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from cllm.bench.measure import Speeds, Work
 
@@ -386,49 +387,52 @@ def print_report(report: Report) -> None:
         print_forms(report, console)
 
 
-def tried_table(tuned: Tuned) -> Any:
+def new_table(title: str, *columns: str) -> Table:
+    """Narrow enough for 80 columns; words over words, numbers at the right."""
     from rich.table import Table
 
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    for column in columns:
+        words = column in ("setting", "form", "")
+        table.add_column(column.replace(" ", "\n"), justify="left" if words else "right", no_wrap=column == "form")
+    return table
+
+
+def tried_table(tuned: Tuned) -> Table:
     figures = list(dict.fromkeys(figure for tried in tuned.tried for figure in tried.outcome.speeds))
-    table = Table("setting", "value", *figures, "gain", "noise", "", title="tokens/s")
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    table = new_table("tokens/s", "setting", "value", *figures, "gain", "noise", "")
     above = ""
     for tried in tuned.tried:
-        if tried.key != above and above:
-            table.add_section()
         present = tried.key != above
+        name = tried.key.removeprefix("backend.llama_cpp.") if present else ""
         speeds = [rate(tried.outcome, figure) for figure in figures]
         gained = ("", "") if present else gain(tried.outcome)
         remark = tried.outcome.failure or tried.note or ("chosen" if tried.chosen else "")
-        name = tried.key.removeprefix("backend.llama_cpp.") if present else ""
         table.add_row(name, str(tried.value), *speeds, *gained, remark)
         above = tried.key
     return table
 
 
 def print_forms(report: Report, console: Console) -> None:
-    from rich.table import Table
-
     figures = list(dict.fromkeys(name for form in report.forms for name in form.original.speeds))
-    title = f"against {report.original_form}"
-    table = Table("form", "size", *figures, "gain", "noise", "KL", "top-1", "", title=title)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    if report.forms:
-        speeds = [rate(report.forms[0].original, figure) for figure in figures]
-        table.add_row(report.original_form, "", *speeds, "", "", "", "", "as it is")
+    table = new_table("tokens/s and quality", "form", "size", *figures, "gain", "noise", "KL", "top-1")
+    original = next((form.original for form in report.forms if form.original.speeds), Outcome({}))
+    table.add_row(report.original_form, "", *(rate(original, figure) for figure in figures))
+    failures = []
     for form in report.forms:
+        if form.outcome.failure:
+            failures.append(f"{form.form}: {form.outcome.failure}")
+            continue
         speeds = [rate(form.outcome, figure) for figure in figures]
         cost = ("", "") if form.quality is None else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
-        remark = form.outcome.failure or ("best" if form.form == report.recommended_form else "")
-        table.add_row(form.form, size_text(form.num_bytes), *speeds, *gain(form.outcome), *cost, remark)
+        table.add_row(form.form, size_text(form.num_bytes), *speeds, *gain(form.outcome), *cost)
     console.print(table)
-    lines = [
-        "tokens/s; KL: mean divergence of the next token's probabilities from the original's, in nats;",
-        "top-1: positions with the same most probable token",
-    ]
-    if not report.recommended_form:
-        lines.append("no form is faster by more than the noise at little cost")
-    for line in lines:
+    for line in [
+        *failures,
+        "The first one is the model as it is. KL: mean divergence of the next token's probabilities from its, in nats.",
+        "top-1: positions with the same most probable token.",
+        f"{report.recommended_form} is the fastest at little cost"
+        if report.recommended_form
+        else "no form is faster by more than the noise at little cost",
+    ]:
         console.print(line, markup=False, highlight=False)
