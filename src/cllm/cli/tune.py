@@ -53,7 +53,7 @@ from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
-from cllm.models.gguf import GgufHeader, read_header, size_text
+from cllm.models.gguf import GgufHeader, check_kv_type, read_header, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,6 +194,7 @@ class Tuning:
         self, bench: Bench, bar: Bar, params: EngineParams, tokens: list[int], folder: Path, seconds: float
     ) -> None:
         self.bench, self.bar, self.params, self.tokens = bench, bar, params, tokens
+        self.header = read_header(Path(params.path))
         self.folder, self.seconds = folder, seconds
         self.start = starting_choice(params, os.cpu_count() or 1)
         self.kv_quality: dict[str, Quality] = {}
@@ -202,6 +203,10 @@ class Tuning:
     def measure(self, choice: Choice, work: Work) -> Speeds:
         changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
         self.bar.update(min(1.0, (time.monotonic() - self.begun) / self.seconds), ", ".join(changes) or "as it is")
+        try:
+            check_kv_type(self.header, choice[KV_TYPE])
+        except StartupError as error:
+            raise CandidateError(str(error)) from None
         return self.bench.measure(applied(self.params, choice), work)
 
     def tune(self) -> Tuned:
@@ -348,7 +353,7 @@ def unquiet(tuned: Tuned) -> list[str]:
     noise = max((tried.outcome.noise for tried in tuned.tried), default=0.0)
     if noise < NOISY:
         return []
-    return [f"the machine was not quiet (noise up to {noise:.0%}): what was chosen is right for such a machine alone"]
+    return [f"the machine was not quiet (noise up to {noise:.0%}): measure again when it is"]
 
 
 def rate(outcome: Outcome, figure: str) -> str:
