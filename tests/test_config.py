@@ -114,6 +114,8 @@ def test_seed_file_loads_as_it_is() -> None:
     assert settings.kv.max_memory_mb == 8192
     assert settings.backend.llama_cpp.model_dump() == {
         "n_threads": 8,
+        "n_threads_batch": None,
+        "n_ubatch": 512,
         "n_gpu_layers": 99,
         "use_mmap": True,
         "use_mlock": False,

@@ -139,6 +139,11 @@ class KV(Section):
         description="partitioned gives each sequence its own cells, the fastest for unrelated requests; unified is one "
         "pool for all, the better one for long shared prefixes; auto follows the load.",
     )
+    type: Literal["f16", "q8_0", "q4_0"] = Field(
+        default="f16",
+        description="How keys and values are stored: q8_0 takes half of f16's memory, q4_0 a quarter; both change the "
+        "answers a little and may be slower.",
+    )
     max_memory_mb: int | None = Field(
         default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses from what is free."
     )
@@ -171,6 +176,15 @@ class LlamaCpp(Section):
 
     n_threads: int | None = Field(
         default=None, ge=1, le=1024, description="Threads that compute; null takes all cores."
+    )
+    n_threads_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads for steps of more than one token: prompts, several sequences; null takes n_threads.",
+    )
+    n_ubatch: int = Field(
+        default=512, ge=1, le=8192, description="Tokens computed in one pass over the weights, at most."
     )
     n_gpu_layers: int = Field(
         default=99, ge=-1, le=10_000, description="Layers kept on the GPU, where there is one; 0 is none, -1 is all."

@@ -30,7 +30,8 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 LLAMA = pytest.mark.llama
 # State that cannot be trimmed, such state beside attention, a sliding window.
 TINY = ("mamba", "lfm2", "gemma3")
-LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in ("partitioned", "unified", *TINY)]
+WHICH = ("partitioned", "unified", "q8_0", *TINY)
+LLAMA_KINDS = [pytest.param(f"llama.cpp {which}", marks=LLAMA) for which in WHICH]
 UNIFIED = ["fake unified", LLAMA_KINDS[1]]
 KINDS = ["fake partitioned", "fake unified", *LLAMA_KINDS]
 CHANGEABLE = ["fake unified", pytest.param("llama.cpp auto", marks=LLAMA)]
@@ -51,6 +52,8 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
 
         if layout in TINY:
             path, layout = request.getfixturevalue("tiny_model")(layout), "unified"  # which they cannot have
+        if layout == "q8_0":
+            layout, sizes["kv_type"] = "partitioned", "q8_0"
         return LlamaCppBackend(path, LlamaCppParams(layout=layout, n_threads=1, n_gpu_layers=0, **sizes))
 
     return make
@@ -161,7 +164,7 @@ def test_info(kind, backend):
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
     recurrent = kind in ("llama.cpp mamba", "llama.cpp lfm2")
-    assert info.layout == ("partitioned" if kind.split()[1] in TINY else kind.split()[1])
+    assert info.layout == ("unified" if "unified" in kind else "partitioned")
     assert (info.num_spare_ids > 0) == (info.layout == "unified")
     assert info.can_trim == (not recurrent)
     assert not (recurrent and info.can_change_layout)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cllm.errors import StartupError
-from cllm.models.gguf import TENSOR_TYPES, GgufHeader, kv_bytes_per_token, read_header
+from cllm.models.gguf import TENSOR_TYPES, GgufHeader, check_kv_type, kv_bytes_per_token, read_header
 
 TOKENS = ["a", "b", "é", "x" * 40]
 
@@ -216,6 +216,15 @@ def test_a_long_string_is_not_built(tmp_path: Path) -> None:
     assert "claims" in refusal(file)
 
 
+def test_kv_types(tmp_path: Path) -> None:
+    """A head must divide into the blocks of its type."""
+    lengths = {"attention__key_length": 64, "attention__value_length": 48}
+    header = read_header(write(tmp_path / "f.gguf", TOKENS, block_count=1, attention__head_count=1, **lengths))
+    check_kv_type(header, "f16")
+    with pytest.raises(StartupError, match=r"q8_0 stores 32 numbers together, but a value of this model has 48"):
+        check_kv_type(header, "q8_0")
+
+
 class TestKvBytesPerToken:
     """Two bytes a number, keys and values, over all layers."""
 
@@ -227,6 +236,8 @@ class TestKvBytesPerToken:
         lengths = {"attention__key_length": 128, "attention__value_length": 64}
         header = self.header(tmp_path, block_count=28, **numbers, **lengths)
         assert kv_bytes_per_token(header) == 2 * 28 * 8 * (128 + 64)
+        assert kv_bytes_per_token(header, "q8_0") == 34 * 28 * 8 * (4 + 2)
+        assert kv_bytes_per_token(header, "q4_0") == 18 * 28 * 8 * (4 + 2)
 
     def test_from_width(self, tmp_path: Path) -> None:
         header = self.header(tmp_path, block_count=4, attention__head_count=8, embedding_length=512)

@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
     "chat": ("cllm.cli.chat:chat", CHAT),
     "generate": ("cllm.cli.generate:generate", GENERATE),
+    "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
     "doctor": ("cllm.cli.doctor:doctor", "Check this machine and say what cLLM will do on it."),
     "bench": ("cllm.cli.bench:app", "Measure a server under load."),
     "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),

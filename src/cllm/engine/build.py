@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
+
+if TYPE_CHECKING:
+    from cllm.backends.llama_cpp.backend import LlamaCppParams
 
 MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
 
@@ -38,8 +42,11 @@ class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     layout: str = "auto"
+    kv_type: str = "f16"
     kv_memory: int = 1 << 31
     n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_ubatch: int = 512
     n_gpu_layers: int = 99
     use_mmap: bool = True
     use_mlock: bool = False
@@ -69,22 +76,32 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
             costs=Costs(step=0.005, row=0.0005, token=0.0001),
         )
     with loadable():
-        from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
+        from cllm.backends.llama_cpp.backend import LlamaCppBackend
 
-    llama_params = LlamaCppParams(
+    return LlamaCppBackend(Path(params.path), llama_cpp_params(params), progress)
+
+
+def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
+    """What of it llama.cpp is told."""
+    with loadable():
+        from cllm.backends.llama_cpp.backend import LlamaCppParams
+
+    return LlamaCppParams(
         context_length=params.context_length,
         max_num_seqs=params.max_num_seqs,
         max_num_batched_tokens=params.max_num_batched_tokens,
         layout=params.layout,
+        kv_type=params.kv_type,
         kv_memory=params.kv_memory,
         n_threads=params.n_threads,
+        n_threads_batch=params.n_threads_batch,
+        n_ubatch=params.n_ubatch,
         n_gpu_layers=params.n_gpu_layers,
         on_gpu=uses_gpu(params),
         kv_bytes_per_token=params.kv_bytes_per_token,
         use_mmap=params.use_mmap,
         use_mlock=params.use_mlock,
     )
-    return LlamaCppBackend(Path(params.path), llama_params, progress)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from cllm.config import Settings
 from cllm.engine.build import EngineParams, uses_gpu
 from cllm.errors import StartupError
 from cllm.models.catalog import resolve
-from cllm.models.gguf import kv_bytes_per_token, read_header
+from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
 from cllm.models.memory import kv_budget, ram_cache_budget
 
 
@@ -32,7 +32,10 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         layout=settings.kv.layout,
+        kv_type=settings.kv.type,
         n_threads=llama.n_threads,
+        n_threads_batch=llama.n_threads_batch,
+        n_ubatch=llama.n_ubatch,
         n_gpu_layers=llama.n_gpu_layers,
         use_mmap=llama.use_mmap,
         use_mlock=llama.use_mlock,
@@ -46,17 +49,19 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
     )
     if path is None:
         return params
-    header = read_header(path)
-    kv = settings.kv
+    header, kv = read_header(path), settings.kv
+    check_kv_type(header, kv.type)
+    bytes_per_token = kv_bytes_per_token(header, kv.type) or 0
     kv_memory = kv_budget(
         header,
+        bytes_per_token,
         kv.max_memory_mb * 1_000_000 if kv.max_memory_mb else None,
         settings.model.max_context_length,
         on_gpu=uses_gpu(params),
     )
     return msgspec.structs.replace(
         params,
-        kv_bytes_per_token=kv_bytes_per_token(header) or 0,
+        kv_bytes_per_token=bytes_per_token,
         kv_memory=kv_memory,
         ram_cache_bytes=ram_cache_budget(header, kv_memory) if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,
         disk_cache=kv.disk_cache or "",

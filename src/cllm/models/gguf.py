@@ -61,6 +61,9 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     42: ("Q2_0", 64, 18),
 }
 
+KV_BLOCKS = {name.lower(): block for name, *block in TENSOR_TYPES.values() if name in ("F16", "Q8_0", "Q4_0")}
+"""The types of KV cells by their names in the settings: elements in a block, bytes of a block."""
+
 # GGUF's value types: the letter that ``struct`` has for them.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, UINT32 = 8, 9, 4
@@ -129,8 +132,8 @@ def read_header(path: Path, *, keep_strings: Collection[str] = ()) -> GgufHeader
         raise StartupError(f"Cannot read {path}: {error}") from None
 
 
-def kv_bytes_per_token(header: GgufHeader) -> int | None:
-    """Bytes of one token's keys and values over all layers with f16 cells; an upper bound under sliding windows.
+def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
+    """Bytes of one token's keys and values over all layers; an upper bound under sliding windows.
 
     None where the metadata does not tell: attention with compressed keys, recurrent layers that are not listed.
     """
@@ -147,7 +150,20 @@ def kv_bytes_per_token(header: GgufHeader) -> int | None:
     lengths = [_head_length(header, f"attention.{part}_length", heads) for part in ("key", "value")]
     if len(counts) != layers or any(length is None for length in lengths):
         return None
-    return 2 * sum(counts) * sum(length for length in lengths if length is not None)
+    elements, num_bytes = KV_BLOCKS[kv_type]
+    return sum(counts) * sum(length for length in lengths if length is not None) * num_bytes // elements
+
+
+def check_kv_type(header: GgufHeader, kv_type: str) -> None:
+    """Raises StartupError if keys or values do not divide into the blocks of the type."""
+    elements, _ = KV_BLOCKS[kv_type]
+    for part in ("key", "value"):
+        length = _head_length(header, f"attention.{part}_length", header.number("attention.head_count"))
+        if length is not None and length % elements:
+            raise StartupError(
+                f"kv.type {kv_type} stores {elements} numbers together, but a {part} of this model has {length}: "
+                "take kv.type f16"
+            )
 
 
 def fingerprint(path: Path) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from cllm.errors import StartupError
-from cllm.models.gguf import GgufHeader, kv_bytes_per_token, size_text
+from cllm.models.gguf import GgufHeader, size_text
 
 USUAL_KV_BYTES = 4 << 30
 USUAL_RAM_CACHE_BYTES = 4 << 30
@@ -42,17 +42,19 @@ def _container_limit() -> int | None:
     return None if limit == "max" else max(0, int(limit) - used)
 
 
-def kv_budget(header: GgufHeader, wanted_bytes: int | None, context_length: int | None, *, on_gpu: bool) -> int:
+def kv_budget(
+    header: GgufHeader, bytes_per_token: int, wanted_bytes: int | None, context_length: int | None, *, on_gpu: bool
+) -> int:
     """Bytes for the KV cache: what was asked for, else half of what the weights leave, 4 GiB at most.
 
-    Raises StartupError with the sizes if the model, or one sequence of ``context_length`` tokens, does not fit. With
-    ``on_gpu`` the weights lie elsewhere and only llama.cpp can tell.
+    bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the model, or one sequence
+    of ``context_length`` tokens, does not fit. With ``on_gpu`` the weights lie elsewhere and only llama.cpp can tell.
     """
     available = available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
     weights = header.tensor_bytes * max(1, header.split_count) + COMPUTE_BYTES  # parts are of one size, about
-    one_sequence = (kv_bytes_per_token(header) or 0) * (context_length or MIN_CONTEXT)
+    one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = weights + (wanted_bytes or one_sequence)
     if need > available:
         what = "its KV cache" if wanted_bytes else f"a KV cache of {context_length or MIN_CONTEXT} tokens"

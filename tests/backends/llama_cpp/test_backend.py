@@ -1,4 +1,4 @@
-"""What only llama.cpp does: tiles that are filled up."""
+"""What only llama.cpp does: tiles that are filled up, cells of other types."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cllm import LLM
 from cllm.backends.llama_cpp.backend import PADDED, PADDED_CONTEXT, TILE, LlamaCppBackend, LlamaCppParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.errors import StartupError
 
 pytestmark = pytest.mark.llama
 
@@ -105,3 +107,38 @@ def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
     assert sizes == [TILE, 56]
     assert np.isfinite(logits).all()
     backend.close()
+
+
+def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
+    """They change logits a little and answers not at all; they are smaller, and no state of theirs fits elsewhere."""
+    questions = known_questions(30, seed=11)
+    prints, sizes = set(), []
+    for kv_type in ("f16", "q8_0"):
+        llm = LLM(kv_type=kv_type, model_max_context_length=1024, scheduler_max_num_seqs=8)
+        prints.add(llm.info.fingerprint)
+        sizes.append(llm.info.kv_bytes_per_token)
+        prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
+        answers = llm.generate(prompts, SamplingParams(temperature=0))
+        assert [answer.text for answer in answers] == [question.answer for question in questions]
+    assert len(prints) == 2
+    assert sizes[1] * 32 == sizes[0] * 17
+    with pytest.raises(StartupError, match=r"kv\.type q8_0 stores 32 numbers together, but a key .* has 16"):
+        LLM(str(tiny_model("gemma3")), kv_type="q8_0")
+    with pytest.raises(StartupError, match=r"with q4_0 cells .* n_embd_head_k=16"):  # as of a draft model
+        LlamaCppBackend(tiny_model("gemma3"), LlamaCppParams(kv_type="q4_0"))
+
+
+def test_threads_and_passes(builtin_path: Path, monkeypatch):
+    """They reach llama.cpp, and what they are not told they take from each other."""
+    from cllm.backends.llama_cpp import backend as module
+
+    seen, init = [], module.lib.llama_init_from_model
+
+    def spy(model, params):
+        seen.append((params.n_threads, params.n_threads_batch, params.n_ubatch))
+        return init(model, params)
+
+    monkeypatch.setattr(module.lib, "llama_init_from_model", spy)
+    for options in ({"n_threads": 1}, {"n_threads": 1, "n_threads_batch": 2, "n_ubatch": 64}):
+        LlamaCppBackend(builtin_path, LlamaCppParams(context_length=256, max_num_seqs=1, **options)).close()
+    assert seen == [(1, 1, 512), (1, 2, 64)]

@@ -28,28 +28,32 @@ NOTHING = np.zeros(0, np.uint8)
 MAX_SEQ_IDS = 256  # of libllama; in the unified layout those from n_seq_max on can hold tokens too
 SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
 MIN_SAMPLES = 16  # room for guesses where few sequences run
-PHYSICAL_BATCH = 512  # tokens that llama.cpp computes in one pass over the weights
 TILE = 64  # queries in its attention kernel for prompts; fewer take one that is twice as slow for each
 PADDED, PADDED_CONTEXT = 48, 512  # tokens, and tokens before them, from which filling a tile up costs less than that
 NO_CELLS = 1  # what llama_decode returns when a batch does not fit, and has changed nothing
 USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
+KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
 class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load: sizes in tokens, memory in bytes.
+    """How to load: sizes in tokens, memory in bytes; kv_type is one of KV_TYPES, n_ubatch the tokens of one pass.
 
-    context_length None means as the model and the memory allow; max_num_seqs is a limit, ``fit`` may take fewer.
+    n_threads None means all cores, n_threads_batch None as n_threads, context_length None as the model and the memory
+    allow; max_num_seqs is a limit, ``fit`` may take fewer.
     """
 
     context_length: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     layout: str = "partitioned"
+    kv_type: str = "f16"
     kv_memory: int = 1 << 31
     kv_bytes_per_token: int = 0
     n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_ubatch: int = 512
     n_gpu_layers: int = 99
     on_gpu: bool = False
     use_mmap: bool = True
@@ -112,6 +116,19 @@ class LlamaCppBackend:
         """Load ``path``; ``progress`` is told the loaded share, 0 to 1. Raises StartupError if it cannot be loaded."""
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
+        self._path = path
+        self._open(params)
+
+    def reopen(self, params: LlamaCppParams) -> None:
+        """Another context, as ``params`` say, for the weights as they are loaded. Snapshots are lost.
+
+        Raises StartupError if it cannot be had; there is none then.
+        """
+        lib.llama_free(self._context)
+        self._open(params)
+
+    def _open(self, params: LlamaCppParams) -> None:
+        path = self._path
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
@@ -119,7 +136,7 @@ class LlamaCppBackend:
         windowed = lib.llama_model_n_swa(self._model) > 0
         plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model) or windowed)
         sizes = fit(params, trained, plain=plain)
-        self._path, self._params, self._sizes, self._plain = path, params, sizes, plain
+        self._params, self._sizes, self._plain = params, sizes, plain
         self._pads = plain and not params.on_gpu
         self._portable = plain
         self._snapshots: dict[int, Bytes] = {}
@@ -153,7 +170,7 @@ class LlamaCppBackend:
             layout_seconds=layout_seconds,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
-            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {'' if self._portable else sizes}",
+            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {params.kv_type} {'' if self._portable else sizes}",
         )
 
     def _open_context(self, layout: str) -> None:
@@ -224,15 +241,19 @@ class LlamaCppBackend:
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
         c_params.n_batch = params.max_num_batched_tokens
-        c_params.n_ubatch = min(PHYSICAL_BATCH, params.max_num_batched_tokens)
+        c_params.n_ubatch = min(params.n_ubatch, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
         c_params.n_outputs_max = max_samples(params, sizes)
         c_params.n_threads = threads
-        c_params.n_threads_batch = threads
+        c_params.n_threads_batch = params.n_threads_batch or threads
+        c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
+        if params.kv_type != "f16":  # llama.cpp reads quantized values in no other way
+            c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         c_params.kv_unified = layout == "unified"
         c_params.no_perf = True
         context = lib.llama_init_from_model(self._model, c_params)
-        return check_pointer(context, f"not enough memory for a context of {c_params.n_ctx} tokens of {self._path}")
+        what = f"no context of {c_params.n_ctx} tokens with {params.kv_type} cells can be had of {self._path}"
+        return check_pointer(context, what)
 
     def _check_architecture(self, path: Path) -> None:
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):

@@ -7,27 +7,39 @@ The child writes a line ``i n`` on stdout for each tensor, and the reason of a f
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cllm.errors import StartupError
+from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header
 
 TENSOR_LINE = re.compile(rb"\[ *(\d+)/ *(\d+)\]")
 
 
 def quantize(
-    source: Path, target: Path, type_name: str, *, threads: int | None, progress: Callable[[float], None]
+    source: Path,
+    target: Path,
+    body: str | None,
+    *,
+    head: str | None = None,
+    threads: int | None,
+    progress: Callable[[float], None],
 ) -> None:
-    """Write ``source`` (F16 or F32) as ``target`` in the llama.cpp file type ``type_name``, such as ``Q4_K_M``.
+    """Write ``source`` as ``target`` in the llama.cpp file type ``body``, such as ``Q4_K_M``.
 
-    threads: None for one a core. ``progress`` gets the share of tensors begun, 0 to 1. An interrupt ends the work;
-    ``target`` is then incomplete. Raises StartupError with llama.cpp's reason.
+    body: None leaves all tensors but the head as they are. head: the type of the output head, such as ``Q6_K``; None is
+    what the file type has there. A source that is quantized itself loses by it a second time. threads: None for one a
+    core. ``progress`` gets the share of tensors begun, 0 to 1. An interrupt ends the work; ``target`` is then
+    incomplete. Raises StartupError with llama.cpp's reason.
     """
-    command = [sys.executable, "-P", "-m", __name__, str(source), str(target), type_name, str(threads or 0)]
+    job = json.dumps([str(source), str(target), body, head, threads or 0])
+    command = [sys.executable, "-P", "-m", __name__, job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             for line in child.stdout or ():
@@ -39,10 +51,17 @@ def quantize(
             raise
     if child.returncode != 0:
         reason = errors[-1] if errors else f"the process ended with {child.returncode}"
-        raise StartupError(f"llama.cpp could not quantize to {type_name}: {reason}")
+        types = " with head ".join(filter(None, (body, head)))
+        raise StartupError(f"llama.cpp could not quantize to {types}: {reason}")
 
 
-def _quantize_here(source: str, target: str, type_name: str, threads: str) -> int:
+def head_name(header: GgufHeader) -> str:
+    """The tensor that turns the last hidden state into logits; where there is none of its own, the embedding does."""
+    names = {tensor.name for tensor in header.tensors}
+    return "output.weight" if "output.weight" in names else "token_embd.weight"
+
+
+def _quantize_here(source: str, target: str, body: str | None, head: str | None, threads: int) -> int:
     from llama_cpp import llama_cpp as lib
 
     from cllm.backends.llama_cpp.library import LOG_LEVEL_ERROR
@@ -57,11 +76,29 @@ def _quantize_here(source: str, target: str, type_name: str, threads: str) -> in
 
     lib.llama_log_set(on_log, ctypes.c_void_p(0))
     params = lib.llama_model_quantize_default_params()
-    params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{type_name}")
-    params.nthread = int(threads)
+    params.nthread = threads
+    params.allow_requantize = True
+    if head is not None:
+        own = head_name(read_header(Path(source))) == "output.weight"
+        setattr(params, "output_tensor_type" if own else "token_embedding_type", getattr(lib, f"GGML_TYPE_{head}"))
+    if body is not None:
+        params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{body}")
+    else:
+        header = read_header(Path(source))
+        params.ftype = header.metadata.get("general.file_type", lib.LLAMA_FTYPE_MOSTLY_Q8_0)
+        params.tt_overrides = _as_they_are(header, lib)
     return int(lib.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)))
+
+
+def _as_they_are(header: GgufHeader, lib: Any) -> Any:
+    """llama.cpp's list of patterns of names, and types; what has the type already is copied. NULL ends it."""
+    kinds = {name: kind for kind, (name, _, _) in TENSOR_TYPES.items()}
+    overrides = (lib.llama_model_tensor_override * (len(header.tensors) + 1))()
+    for override, tensor in zip(overrides, header.tensors, strict=False):
+        override.pattern, override.type = f"^{re.escape(tensor.name)}$".encode(), kinds[tensor.type]
+    return overrides
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(_quantize_here(*sys.argv[1:]))
+    sys.exit(_quantize_here(*json.loads(sys.argv[1])))

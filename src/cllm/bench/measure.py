@@ -1,0 +1,266 @@
+"""Speed and quality of a model under some parameters, measured in a child process that may die of them.
+
+The child keeps the weights loaded and opens a context for each job; a candidate that crashes, or takes all memory, or
+never ends, is out, and the next job finds a new child. It reads a job a line on stdin and answers with a line on
+stdout; what goes wrong is the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import numpy as np
+
+from cllm.bench.quality import Quality, compare
+from cllm.core.batch import Batch, Row, Trim
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.engine.build import EngineParams, build_backend, llama_cpp_params
+from cllm.errors import CLLMError, StartupError
+
+if TYPE_CHECKING:
+    from cllm.backends.base import Backend, Logits
+    from cllm.backends.llama_cpp.backend import LlamaCppBackend
+
+WINDOW = 512  # tokens of a text that know of each other
+LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; and of the longest measurement so far
+
+
+class CandidateError(Exception):
+    """This candidate cannot be measured; the message says why, on one line."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """``num_seqs`` unrelated prompts of ``prompt_tokens`` at once, then ``steps`` in which all of them decode."""
+
+    num_seqs: int
+    prompt_tokens: int
+    steps: int
+
+
+class Speeds(msgspec.Struct, frozen=True):
+    """Tokens a second of all sequences together."""
+
+    prompt: float
+    decode: float
+
+
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Answered with Speeds."""
+
+    params: EngineParams
+    work: Work
+
+
+class Judge(msgspec.Struct, tag=True, frozen=True):
+    """Compute the logits behind each of ``tokens``: into ``file`` if ``write``; else answer with Quality against it."""
+
+    params: EngineParams
+    tokens: list[int]
+    file: str
+    write: bool
+
+
+class Bench:
+    """The parent's side. A context manager, which leaves no child behind."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors: Any = None
+        self._path = ""
+        self._longest: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def measure(self, params: EngineParams, work: Work) -> Speeds:
+        """Raises CandidateError."""
+        return msgspec.json.decode(self._ask(Measure(params, work)), type=Speeds)
+
+    def write_logits(self, params: EngineParams, tokens: list[int], file: Path) -> None:
+        """Raises CandidateError."""
+        self._ask(Judge(params, tokens, str(file), write=True))
+
+    def quality(self, params: EngineParams, tokens: list[int], file: Path) -> Quality:
+        """Against what ``write_logits`` has written for the same tokens. Raises CandidateError."""
+        return msgspec.json.decode(self._ask(Judge(params, tokens, str(file), write=False)), type=Quality)
+
+    def _ask(self, job: Measure | Judge) -> bytes:
+        child = self._child_for(job.params.path)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        limit = LONG_TIMEOUT
+        if self._longest is not None and isinstance(job, Measure):
+            limit = TIMEOUT + TIMES_LONGEST * self._longest
+        timer = threading.Timer(limit, child.kill)
+        begun = time.monotonic()
+        timer.start()
+        try:
+            child.stdin.write(msgspec.json.encode(job) + b"\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+        seconds = time.monotonic() - begun
+        if not answer:
+            raise CandidateError(self._why_it_ended(limit if seconds >= limit else None))
+        if isinstance(job, Measure):
+            self._longest = max(seconds, self._longest or 0.0)
+        return answer
+
+    def _child_for(self, path: str) -> subprocess.Popen[bytes]:
+        if self._child is not None and path == self._path:
+            return self._child
+        self._end()
+        self._path = path
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # _end closes it
+        command = [sys.executable, "-P", "-m", __name__]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=-1
+        )
+        return self._child
+
+    def _why_it_ended(self, timeout: float | None) -> str:
+        assert self._child is not None
+        code = self._child.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        self._end()
+        if timeout is not None:
+            return f"it did not end within {timeout:.0f} s"
+        if code < 0:
+            memory = ", maybe for want of memory" if -code == signal.SIGKILL else ""
+            return f"it died of {signal.Signals(-code).name}{memory}"
+        return lines[-1] if lines else f"it ended with exit code {code}"
+
+    def _end(self) -> None:
+        if self._child is None:
+            return
+        self._child.kill()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
+        self._child.wait()
+        self._errors.close()
+        self._child = None
+
+
+# --- the child -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    backend: LlamaCppBackend | None = None
+    for line in sys.stdin.buffer:
+        job = msgspec.json.decode(line, type=Measure | Judge)
+        params = sized(job)
+        if backend is None:
+            backend = build_backend(params)  # type: ignore[assignment]
+        else:
+            backend.reopen(llama_cpp_params(params))
+        assert backend is not None
+        if params.layout not in ("auto", backend.info.layout):
+            raise StartupError(f"this model has no {params.layout} KV cache")
+        answer = run(backend, job.work) if isinstance(job, Measure) else judge(backend, job)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def sized(job: Measure | Judge) -> EngineParams:
+    """Room for the job and no more."""
+    if isinstance(job, Measure):
+        num_seqs, context = job.work.num_seqs, job.work.prompt_tokens + job.work.steps + 1
+    else:
+        num_seqs, context = 1, WINDOW
+    return msgspec.structs.replace(job.params, max_num_seqs=num_seqs, context_length=context, kv_memory=1 << 62)
+
+
+def run(backend: Backend, work: Work) -> Speeds:
+    info, words = backend.info, random.Random(0)
+    seqs = []
+    for seq_id in range(work.num_seqs):
+        prompt = words.choices(range(info.vocabulary_size), k=work.prompt_tokens)
+        seqs.append(Sequence(Request("", prompt, SamplingParams()), 0, 0, info.context_length))
+        seqs[-1].seq_id = seq_id
+    begun = time.perf_counter()
+    for rows in prompt_rows(seqs, info.max_num_batched_tokens):
+        backend.forward(Batch(rows, []))
+    between = time.perf_counter()
+    for step in range(work.steps):
+        for seq in seqs:
+            seq.append(step)
+        backend.forward(Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], []))
+    ended = time.perf_counter()
+    return Speeds(
+        work.num_seqs * work.prompt_tokens / (between - begun), work.num_seqs * work.steps / (ended - between)
+    )
+
+
+def prompt_rows(seqs: list[Sequence], space: int) -> Iterator[list[Row]]:
+    """The prompts in steps of ``space`` tokens, as many of them in each as fit."""
+    rows: list[Row] = []
+    left = space
+    for seq in seqs:
+        start = 0
+        while start < seq.num_tokens:
+            count = min(left, seq.num_tokens - start)
+            rows.append(Row(seq, start, count, int(start + count == seq.num_tokens)))
+            start, left = start + count, left - count
+            if not left:
+                yield rows
+                rows, left = [], space
+    if rows:
+        yield rows
+
+
+def judge(backend: Backend, job: Judge) -> Quality | None:
+    shape = (len(job.tokens), backend.info.vocabulary_size)
+    reference = np.memmap(job.file, np.float32, "w+" if job.write else "r", shape=shape)
+    kl, same = 0.0, 0
+    for start, logits in logits_of(backend, job.tokens):
+        rows = slice(start, start + len(logits))
+        if job.write:
+            reference[rows] = logits
+        else:
+            divergence, agrees = compare(reference[rows], logits)
+            kl, same = kl + float(divergence.sum()), same + int(agrees.sum())
+    if job.write:
+        reference.flush()
+        return None
+    return Quality(kl / len(job.tokens), same / len(job.tokens), len(job.tokens))
+
+
+def logits_of(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits]]:
+    """A position, and the logits behind the tokens from there on, shape (some, vocabulary)."""
+    space = backend.info.max_num_samples
+    for window in range(0, len(tokens), WINDOW):
+        text = tokens[window : window + WINDOW]
+        seq = Sequence(Request("", text, SamplingParams()), 0, 0, WINDOW)
+        seq.seq_id = 0
+        for start in range(0, len(text), space):
+            draft = tuple(text[start + 1 : start + space])
+            batch = Batch([Row(seq, start, 1, 1 + len(draft), draft)], [] if start else [Trim(0, 0)])
+            yield window + start, backend.forward(batch)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CLLMError as error:
+        sys.exit(" ".join(str(error).split()))

@@ -1,0 +1,188 @@
+"""Other types for the weights: what they gain in speed on this machine, and what they cost in quality.
+
+A form of a model is named by its body and its head, such as Q4_0+Q6_K. The head, the matrix that makes logits, is
+computed for every decoded token and is large where the vocabulary is; its best type differs from CPU to CPU. So heads
+are tried first, with the body as it is, and then bodies with the best of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from cllm.backends.llama_cpp.quantize import head_name, quantize
+from cllm.bench.measure import Bench, CandidateError
+from cllm.bench.quality import Quality
+from cllm.bench.tune import LEAST_GAIN, MIN_ROUNDS, Figure, Outcome, figures_of, race
+from cllm.engine.build import EngineParams
+from cllm.errors import StartupError
+from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header, size_text
+
+HEADS = ("Q4_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+BODIES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
+"""llama.cpp's file types, and the tensor type that most of their weights have."""
+SIZE_LIMIT = 1.1  # of the original's size; what is larger pays for speed with memory
+KL_LIMIT = 0.03  # nats, above which a form is not recommended; --write-as takes any
+SHARE_OF_ROOM = 1.2  # of what is written, that must be free
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is done, 0 to 1."""
+
+
+class Form(msgspec.Struct, frozen=True):
+    """The types of a model's body and head. ``body`` is a file type, or the original's type: then it stays as it is."""
+
+    body: str
+    head: str
+
+    def __str__(self) -> str:
+        return f"{self.body}+{self.head}"
+
+
+class Requantized(msgspec.Struct, frozen=True):
+    """One form against the original. quality is None where it could not be measured."""
+
+    form: str
+    num_bytes: int
+    original: Outcome
+    outcome: Outcome
+    quality: Quality | None
+
+    @property
+    def recommended(self) -> bool:
+        return self.quality is not None and self.quality.kl <= KL_LIMIT and self.outcome.beats(LEAST_GAIN)
+
+
+def original_form(header: GgufHeader) -> Form:
+    """The body's type is the one that most of its bytes have."""
+    head = head_name(header)
+    sizes = Counter[str]()
+    for tensor in header.tensors:
+        if tensor.name != head:
+            sizes[tensor.type] += tensor.num_bytes
+    return Form(sizes.most_common(1)[0][0], next(tensor.type for tensor in header.tensors if tensor.name == head))
+
+
+def read_form(text: str, header: GgufHeader) -> Form:
+    """From "BODY+HEAD". Raises StartupError that says what there is."""
+    body, _, head = text.partition("+")
+    known = {*BODIES, original_form(header).body}
+    if body not in known or head not in HEADS:
+        raise StartupError(
+            f"{text} is not a form: write BODY+HEAD, with a body of {', '.join(sorted(known))} and a head of "
+            f"{', '.join(HEADS)}"
+        )
+    return Form(body, head)
+
+
+def heads_to_try(header: GgufHeader) -> list[Form]:
+    original = original_form(header)
+    return small_ones([Form(original.body, head) for head in HEADS if head != original.head], header)
+
+
+def bodies_to_try(header: GgufHeader, head: str) -> list[Form]:
+    original = original_form(header)
+    return small_ones([Form(body, head) for body, kind in BODIES.items() if kind != original.body], header)
+
+
+def small_ones(forms: list[Form], header: GgufHeader) -> list[Form]:
+    """Those that are not much larger than the original, by estimate."""
+    return [form for form in forms if estimated_bytes(form, header) <= SIZE_LIMIT * header.tensor_bytes]
+
+
+def estimated_bytes(form: Form, header: GgufHeader) -> int:
+    """As if every matrix of the body had the one type."""
+    blocks = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
+    head, kept = head_name(header), original_form(header).body == form.body
+    total = 0
+    for tensor in header.tensors:
+        name = form.head if tensor.name == head else BODIES.get(form.body, form.body)
+        if len(tensor.shape) < 2 or (kept and tensor.name != head):
+            total += tensor.num_bytes
+        else:
+            elements, _ = blocks[tensor.type]
+            num_elements = tensor.num_bytes // blocks[tensor.type][1] * elements
+            total += num_elements // blocks[name][0] * blocks[name][1]
+    return total
+
+
+def write_form(source: Path, target: Path, form: Form, progress: Callable[[float], None]) -> None:
+    """Raises StartupError with llama.cpp's reason; ``target`` may then be incomplete."""
+    body = None if form.body == original_form(read_header(source)).body else form.body
+    quantize(source, target, body, head=form.head, threads=None, progress=progress)
+
+
+@contextmanager
+def workplace(num_bytes: int) -> Iterator[Path]:
+    """A folder for files of so many bytes in all, gone afterwards. Raises StartupError if there is no room."""
+    with tempfile.TemporaryDirectory(prefix="cllm-tune-") as folder:
+        free = shutil.disk_usage(folder).free
+        if free < SHARE_OF_ROOM * num_bytes:
+            raise StartupError(
+                f"this needs {size_text(int(SHARE_OF_ROOM * num_bytes))} in {Path(folder).parent}, which has "
+                f"{size_text(free)} free; TMPDIR names another folder"
+            )
+        yield Path(folder)
+
+
+def try_forms(
+    bench: Bench,
+    params: EngineParams,
+    figures: list[Figure],
+    tokens: list[int],
+    forms: list[Form] | None,
+    folder: Path,
+    progress: Progress,
+) -> list[Requantized]:
+    """Measure ``forms``, or those that are worth a try, in the order in which they were tried.
+
+    tokens: the text on which quality is judged. Each form lies in ``folder`` only while it is measured. Raises
+    StartupError if the original cannot be measured.
+    """
+    source, logits = Path(params.path), folder / "logits"
+    header = read_header(source)
+    try:
+        bench.write_logits(params, tokens, logits)
+    except CandidateError as error:
+        raise StartupError(f"the original's quality cannot be measured: {error}") from None
+
+    def tried(form: Form) -> Requantized:
+        file = folder / "candidate.gguf"
+        try:
+            try:
+                write_form(source, file, form, lambda share: progress(f"writing {form}", share))
+            except StartupError as error:
+                return Requantized(str(form), 0, Outcome({}), Outcome({}, failure=str(error)), None)
+            candidate = msgspec.structs.replace(params, path=str(file))
+
+            def measure(model: EngineParams) -> dict[str, float]:
+                progress(f"measuring {form}", 1.0)
+                return figures_of(figures, lambda work: bench.measure(model, work))
+
+            outcomes = race({"the original": params, str(form): candidate}, measure, lambda done: done < MIN_ROUNDS)
+            original, outcome = outcomes.values()
+            quality = None
+            if not outcome.failure:
+                with suppress(CandidateError):
+                    quality = bench.quality(candidate, tokens, logits)
+            return Requantized(str(form), file.stat().st_size, original, outcome, quality)
+        finally:
+            file.unlink(missing_ok=True)
+
+    if forms is not None:
+        return [tried(form) for form in forms]
+    found = [tried(form) for form in heads_to_try(header)]
+    best = best_of(found)
+    head = original_form(header).head if best is None else read_form(best.form, header).head
+    return found + [tried(form) for form in bodies_to_try(header, head)]
+
+
+def best_of(found: list[Requantized]) -> Requantized | None:
+    """The fastest of those that cost little quality and are faster at all."""
+    return max((one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None)

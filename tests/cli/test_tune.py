@@ -1,0 +1,120 @@
+"""``cllm tune``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cllm.bench.tune import BATCH_THREADS, KV_TYPE, LAYOUT, THREADS, Choice, Outcome, Tuned
+from cllm.cli.settings_flags import settings_from_flags
+from cllm.cli.tune import Report, verdict, yaml_text
+from cllm.config import load_settings
+
+BEFORE = Outcome({"prompt": [100.0, 110.0, 90.0], "decode 1": [9.0, 10.0, 11.0]})
+
+
+def report(chosen: Choice, gain: float = 0.2) -> Report:
+    after = Outcome({"prompt": [120.0], "decode 1": [12.34]}, gain, 0.05)
+    tuned = Tuned([], [], chosen, BEFORE, after) if chosen else Tuned([], [], {})
+    return Report("a model\u2028x", "a CPU", 8, 61.0, tuned, tuned.recommended, {}, None, [], None)
+
+
+def test_the_yaml_is_settings(tmp_path: Path) -> None:
+    """What was given, and what was chosen in its place; the comment says what it gained."""
+    given = {"scheduler.max_num_seqs": 16, "backend.llama_cpp.n_threads": 7, "scheduler.weights": {"user-a": 2.0}}
+    loaded = settings_from_flags(None, given, "some model: #1.gguf")
+    chosen: Choice = {BATCH_THREADS: 8, THREADS: 4, LAYOUT: "unified", KV_TYPE: "q8_0"}
+    text = yaml_text(loaded, report(chosen))
+    assert "prompt 100 -> 120, decode 1 10.0 -> 12.3; +20.0% in the mean, noise 5.0%" in text
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    read = load_settings(tmp_path / "c.yaml", {}, {})
+    tuned = {**given, "model.path": "some model: #1.gguf", **chosen}
+    assert read.settings == load_settings(None, {}, tuned).settings
+    assert {key for key, origin in read.origins.items() if origin != "default"} == set(tuned)
+
+
+@pytest.mark.parametrize("gain", [None, 0.04, -0.1])
+def test_the_yaml_of_nothing(tmp_path: Path, gain: float | None) -> None:
+    """Nothing was chosen, or it did not show again: comments, which are settings too."""
+    found = report({} if gain is None else {THREADS: 4}, gain or 0.0)
+    text = yaml_text(settings_from_flags(None, {}), found)
+    assert all(line.startswith("#") for line in text.splitlines())
+    assert "present settings" in verdict(found.settings)[0]
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    assert load_settings(tmp_path / "c.yaml", {}, {}).settings == load_settings(None, {}, {}).settings
+
+
+def test_help(cllm) -> None:
+    _, out, _ = cllm("tune", "--help")
+    for option in ("--minutes", "--out", "--requantize", "--text", "--write", "--write-as", "--json", "--config"):
+        assert option in out
+    assert "--kv.type" in out
+    assert "tune" in cllm("--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("none.gguf",), "There is no file none.gguf"),
+        (("--backend.name", "fake"), "only llama_cpp can be tuned"),
+        (("--minutes", "0"), "minutes"),
+        (("--out", "."), ". is a folder"),
+        (("--out", "none/c.yaml"), "There is no folder none"),
+        (("--write", "m.gguf"), "--write needs --requantize"),
+        (("--requantize", "--write-as", "Q4_0+Q4_0"), "--write-as needs --write"),
+        (("--requantize", "--write", "there.gguf"), "there.gguf exists"),
+        (("--requantize", "--text", "none.txt"), "--text none.txt cannot be read"),
+        (("--requantize", "--text", "there.gguf"), "--text there.gguf is not UTF-8"),
+    ],
+)
+def test_mistakes(cllm, tmp_path: Path, monkeypatch, arguments: tuple[str, ...], words: str) -> None:
+    """One line, before anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.gguf").write_bytes(b"\xff\xfe")
+    code, out, err = cllm("tune", *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert words in err
+
+
+@pytest.mark.llama
+def test_mistakes_that_the_model_shows(cllm, builtin_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("")
+    options = ("tune", builtin_path, "--requantize")
+    for arguments, words in (
+        (("--text", tmp_path / "short.txt"), "too short to judge quality by"),
+        (("--write", tmp_path / "m.gguf", "--write-as", "Q4"), "Q4 is not a form"),
+    ):
+        code, out, err = cllm(*options, *arguments)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert words in err
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_the_whole_command(cllm, builtin_path: Path, tmp_path: Path, monkeypatch) -> None:
+    """A report, a YAML that loads, a copy that was asked for; nothing temporary is left."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    yaml, copy = tmp_path / "c.yaml", tmp_path / "copy.gguf"
+    options = ("--minutes", "0.05", "--out", yaml, "--json", "--threads", "1")
+    code, out, err = cllm("tune", builtin_path, *options, "--requantize", "--write", copy, "--write-as", "Q4_0+Q4_0")
+    assert code == 0
+    found = json.loads(out)
+    assert {tried["key"] for tried in found["settings"]["tried"]} | set(found["settings"]["skipped"]) == {
+        "backend.llama_cpp.n_threads_batch",
+        "backend.llama_cpp.n_threads",
+        "backend.llama_cpp.n_ubatch",
+        "kv.layout",
+        "kv.type",
+    }
+    (form,) = found["forms"]
+    assert form["form"] == "Q4_0+Q4_0"
+    assert 0 < form["quality"]["kl"] < 5
+    assert all(word in err for word in ("tokens/s", "n_threads_batch", "Q4_0+Q4_0", "KL"))
+    assert load_settings(yaml, {}, {}).settings.model.path == str(builtin_path)
+    assert copy.stat().st_size < 0.7 * builtin_path.stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "copy.gguf", "temporary"]
+    assert not list((tmp_path / "temporary").iterdir())
+    assert cllm("generate", "--model", copy, "--chat", "What is 2 plus 3?", "--max-tokens", "8").code == 0
