@@ -1,8 +1,10 @@
 """Where the speed goes between llama_decode and the socket: the same work at every stage of the way.
 
-The work: N prompts of P tokens at once, each continued by D tokens. Stages: the backend alone; with sampling; with
-scheduler (the engine in this process); the engine in its own process; with detokenizing (the service); over HTTP in
-one piece; over HTTP as streams. Speed is N * D tokens over the time from the first prompt to the last token.
+The work: N prompts at once, each continued by D tokens. They have been computed before, and lie in the cells: what is
+measured is decoding, and not how prompts are cut that arrive one after the other. Stages: the backend alone; with
+sampling; with scheduler (the engine in this process); the engine in its own process; with detokenizing (the service);
+over HTTP in one piece; over HTTP as streams. Speed is N * D tokens over the time from the first request to the last
+token.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ STAGES = (
     "+ HTTP, in one piece",
     "+ HTTP, streamed",
 )
+BY_HAND = STAGES[:2]
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
 MODEL = "m"
 PAUSE = 0.3  # seconds between two runs, for threads that spin
@@ -92,6 +95,8 @@ class Work:
     def __init__(self, size: Size, vocabulary: Vocabulary, number: int = 0) -> None:
         """Works with different numbers share no prompt."""
         self.size = size
+        self.number = number
+        self._vocabulary = vocabulary
         self.params = SamplingParams(
             temperature=size.temperature, top_k=40, top_p=0.95, max_tokens=size.num_tokens, ignore_eos=True
         )
@@ -106,6 +111,10 @@ class Work:
             name: getattr(self.params, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
         }
         self.tasks = [Task(openai_body(MODEL, talk, options), size.num_tokens) for talk in talks]
+
+    def before(self) -> Work:
+        """The same prompts, one token each: after it they are in the cells."""
+        return Work(msgspec.structs.replace(self.size, num_tokens=1), self._vocabulary, self.number)
 
     @property
     def context(self) -> int:
@@ -143,7 +152,11 @@ def run_size(
         for i in range(-1, rounds):  # the first one warms up
             for stage in STAGES if i % 2 else reversed(STAGES):
                 count += 1
-                work = Work(size, vocabulary, count)  # so that nothing of it is cached anywhere
+                work = Work(size, vocabulary, count)  # of which nothing is cached anywhere
+                if stage in BY_HAND:
+                    prefill_by_hand(engine, work)
+                else:
+                    stages[stage](work.before())
                 time.sleep(PAUSE)
                 begun = time.perf_counter()
                 stages[stage](work)
@@ -235,34 +248,33 @@ def sequences(count: int) -> str:
 # --- the stages ------------------------------------------------------------------------------------------------------
 
 
-def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
-    """The batches that the engine would make, without it. Without a sampler every token is the same."""
+def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
+    """As the engine would have them; the seq_id is the place."""
     seqs = [Sequence(request, 0, i, backend.info.context_length) for i, request in enumerate(work.requests())]
     for seq_id, seq in enumerate(seqs):
         seq.seq_id = seq_id
-    for batch in batches(backend.info.max_num_batched_tokens, seqs, work.size.num_tokens):
+    return seqs
+
+
+def prefill_by_hand(engine: Engine, work: Work) -> None:
+    """All of the prompts but the last token, in the cells that were the engine's."""
+    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
+    space = engine.backend.info.max_num_batched_tokens
+    for seq in sequences_of(engine.backend, work):
+        for start in range(0, seq.num_prompt_tokens - 1, space):
+            engine.backend.forward(Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], []))
+
+
+def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
+    """The batches that the engine would make, without it. Without a sampler every token is the same."""
+    seqs = sequences_of(backend, work)
+    for _ in range(work.size.num_tokens):
+        batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
         logits = backend.forward(batch)
-        sampling = [row.seq for row in batch.rows if row.num_samples]
-        tokens = sampler.sample(batch, logits) if sampler and sampling else [1] * len(sampling)
-        for seq, token in zip(sampling, tokens, strict=True):
+        tokens = sampler.sample(batch, logits) if sampler else [1] * len(seqs)
+        for seq, token in zip(seqs, tokens, strict=True):
             seq.append(token)
     backend.forward(Batch([], [Trim(seq_id, 0) for seq_id in range(len(seqs))]))  # as it was
-
-
-def batches(space: int, seqs: list[Sequence], num_tokens: int) -> Iterator[Batch]:
-    """Prompts in chunks of ``space`` tokens, then steps in which all decode."""
-    while lacking := [seq for seq in seqs if seq.num_computed_tokens < seq.num_prompt_tokens]:
-        left, rows = space, []
-        for seq in lacking:
-            count = min(left, seq.num_prompt_tokens - seq.num_computed_tokens)
-            if count:
-                samples = int(seq.num_computed_tokens + count == seq.num_prompt_tokens)
-                rows.append(Row(seq, seq.num_computed_tokens, count, samples))
-                seq.num_computed_tokens += count
-                left -= count
-        yield Batch(rows, [])
-    for _ in range(num_tokens - 1):
-        yield Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
 
 
 def step_engine(engine: Engine, work: Work) -> None:
@@ -270,12 +282,6 @@ def step_engine(engine: Engine, work: Work) -> None:
         engine.handle(Add(request))
     while engine.scheduler.has_work():
         engine.step()
-    forget(engine)
-
-
-def forget(engine: Engine) -> None:
-    """Let the next run find nothing of this one."""
-    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
 
 
 async def read_streams(client: EngineClient, work: Work) -> None:
@@ -371,6 +377,5 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
             num_steps += 1
     while engine.scheduler.has_work():
         engine.step()
-    forget(engine)
     watch.seconds["decode"] -= watch.seconds["build"]
     return {part: round(seconds / max(1, num_steps) * 1e6, 1) for part, seconds in watch.seconds.items()}
