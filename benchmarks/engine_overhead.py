@@ -34,6 +34,7 @@ def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: s
         layout=layout,
         kv_memory=1 << 40,
         n_threads=threads,
+        speculation="off",
     )
     return build_engine(build_backend(params), params)
 

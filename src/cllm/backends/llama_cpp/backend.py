@@ -176,6 +176,7 @@ class LlamaCppBackend:
     def _open_context(self, layout: str) -> None:
         self._context = self._make_context(layout)
         self._memory = lib.llama_get_memory(self._context)
+        self._logits_address = 0
         self._num_ids = max(self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0)
         self._states = States(self._context, self._sizes.max_num_seqs, layout, portable=self._portable)
 
@@ -305,8 +306,16 @@ class LlamaCppBackend:
             self._trim(padded.seq.seq_id, padded.start + padded.size)
         if code != 0:
             raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
+        return self._read_logits()[: batch.num_samples]
+
+    def _read_logits(self) -> Logits:
+        """A view of llama.cpp's buffer, in its full size; it moves seldom, and to make a view anew takes a while."""
         pointer = lib.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(pointer, (batch.num_samples, self.info.vocabulary_size))
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_address:
+            self._logits_address = address
+            self._logits = np.ctypeslib.as_array(pointer, (self.info.max_num_samples, self.info.vocabulary_size))
+        return self._logits
 
     def _fill(self, batch: Batch) -> None:
         """Write the rows into the arrays of the llama_batch, after checking what would abort the process."""
