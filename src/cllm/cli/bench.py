@@ -288,7 +288,8 @@ def stages(
     /,
     *,
     sequences: Annotated[
-        tuple[int, ...], Parameter(validator=Positive, negative="", help="How many at a time; once for each size.")
+        tuple[int, ...],
+        Parameter(validator=Positive, negative="", consume_multiple=True, help="How many at a time, such as 1 8 32."),
     ] = (1, 8, 32),
     rounds: Annotated[int, Parameter(validator=Positive, help="Runs of each stage, in turn; one more warms up.")] = 5,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
