@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -273,15 +271,6 @@ def test_no_model_is_named(models: object) -> None:
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(StartupError, match="cannot be measured"):
         find_model(Target(url))
-
-
-@pytest.mark.parametrize("module", ["cllm.bench.load", "cllm.bench.stages"])
-def test_needs_the_bench_extra(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    for loaded in ("cllm.bench.load", "cllm.bench.servers", "cllm.bench.stages"):
-        monkeypatch.delitem(sys.modules, loaded, raising=False)
-    with pytest.raises(StartupError, match="needs the extra `bench`"):
-        importlib.import_module(module)
 
 
 # Reading and counting.

@@ -12,23 +12,18 @@ Times are seconds of ``time.perf_counter``, taken when bytes are read: events th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from email.utils import parsedate
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from cllm.bench.connection import BrokenHTTP, CannotConnect, Connections
 from cllm.bench.dialects import DIALECTS, Api, Dialect, Event, Usage
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
-
-try:
-    import aiohttp
-except ImportError:
-    raise StartupError("The load client needs the extra `bench`: pip install 'cllm[bench]'") from None
 
 T = TypeVar("T")
 
@@ -37,8 +32,7 @@ Progress = Callable[[int], None]
 
 REFUSALS = {429, 503}
 FINISH_REASONS = {"stop", "length"}
-CONNECT_TIMEOUT = 10.0  # seconds
-FIRST_TIMEOUT = aiohttp.ClientTimeout(30.0)  # for the list of models
+FIRST_TIMEOUT = 30.0  # seconds, for the list of models
 DETAIL = 200  # characters that are kept of what a server says
 
 
@@ -79,8 +73,8 @@ class Answer:
         self._rest = b""
         self._content: list[bytes] = []
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Take the bytes that were read at ``now``, cut anywhere."""
+    def feed(self, data: bytes, now: float) -> bool:
+        """Take the bytes that were read at ``now``, cut anywhere. True if the task wants to go away now."""
         self.ended = now
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -91,6 +85,9 @@ class Answer:
                     self._content.append(line)
             if self.dialect.last.search(line):
                 self._feed_last(line)
+        if self.task.cancel_after is not None and len(self.content_times) >= self.task.cancel_after:
+            self.cancelled = True
+        return self.cancelled
 
     def _feed_last(self, line: bytes) -> None:
         event = self._decode(line)
@@ -215,8 +212,8 @@ async def _run_load(
         num_ended += 1
         progress(num_ended)
 
-    async with _session(target) as session:
-        client = Client(session, target)
+    with closing(connections(target)) as server:
+        client = Client(server, target)
         await client.closed_loop(tasks[:warmup], concurrency, ended)
         wall, cpu = time.perf_counter(), time.process_time()
         if arrivals is None:
@@ -229,12 +226,12 @@ async def _run_load(
 
 
 class Client:
-    """Sends tasks over the connections of one session."""
+    """Sends tasks to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
-        self._session = session
+    def __init__(self, server: Connections, target: Target) -> None:
+        self._server = server
         self._dialect = target.dialect
-        self._url = target.url + self._dialect.chat_path
+        self._timeout = target.timeout
 
     async def closed_loop(self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]) -> list[Answer]:
         """The answers in the order in which they ended."""
@@ -274,12 +271,15 @@ class Client:
     async def ask(self, task: Task) -> Answer:
         answer = Answer(task, time.perf_counter(), self._dialect)
         try:
-            await self._read(answer)
-        except TimeoutError:
-            answer.fail("timeout")
-        except aiohttp.ClientConnectorError as error:
-            answer.fail("cannot connect", connect_failure(error))
-        except (aiohttp.ClientError, OSError) as error:
+            async with asyncio.timeout(self._timeout):
+                await self._read(answer)
+        except TimeoutError as error:
+            answer.fail("timeout", error)
+        except CannotConnect as error:
+            answer.fail("cannot connect", error)
+        except BrokenHTTP as error:
+            answer.fail("broken HTTP", error)
+        except OSError as error:
             answer.fail("connection lost", error)
         if answer.failure or answer.refused:
             answer.ended = time.perf_counter()
@@ -287,20 +287,14 @@ class Client:
         return answer
 
     async def _read(self, answer: Answer) -> None:
-        async with self._session.post(self._url, data=answer.task.body, allow_redirects=False) as response:
-            if response.status != 200:
-                content = await response.content.read(4096)
-                answer.refused = response.status in REFUSALS
-                if not (answer.refused and answer.task.may_be_refused):
-                    answer.fail(f"HTTP {response.status}", content.decode(errors="replace"))
-                elif not says_when(retry_after := response.headers.get("Retry-After", "")):
-                    answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
-                return
-            async for data in response.content.iter_any():
-                answer.feed(data, time.perf_counter())
-                if answer.task.cancel_after is not None and len(answer.content_times) >= answer.task.cancel_after:
-                    answer.cancelled = True
-                    return  # which closes the connection, since the answer was not read to its end
+        response = await self._server.request(self._dialect.chat_path, answer.task.body, answer.feed)
+        if response.status == 200:
+            return
+        answer.refused = response.status in REFUSALS
+        if not (answer.refused and answer.task.may_be_refused):
+            answer.fail(f"HTTP {response.status}", response.body.decode(errors="replace"))
+        elif not says_when(retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")):
+            answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
 
 
 def says_when(retry_after: str) -> bool:
@@ -311,48 +305,36 @@ def says_when(retry_after: str) -> bool:
 async def _find_model(target: Target, wanted: str | None) -> str:
     path = target.dialect.models_path
     try:
-        async with (
-            _session(target) as session,
-            session.get(target.url + path, timeout=FIRST_TIMEOUT) as response,
-        ):
-            status, content = response.status, await response.read()
-    except aiohttp.ClientConnectorError as error:
-        _refuse(target, connect_failure(error))
-    except (aiohttp.ClientError, OSError) as error:
+        with closing(connections(target)) as server:
+            async with asyncio.timeout(FIRST_TIMEOUT):
+                response = await server.request(path)
+    except BrokenHTTP as error:
+        _refuse(target, f"broken HTTP: {error}")
+    except OSError as error:
         _refuse(target, str(error) or type(error).__name__)
     if wanted is not None:
         return wanted
-    if status != 200:
-        _refuse(target, f"{path} answered {status}: {content[:DETAIL].decode(errors='replace')}")
+    if response.status != 200:
+        _refuse(target, f"{path} answered {response.status}: {response.body[:DETAIL].decode(errors='replace')}")
     try:
-        return target.dialect.decode_models(content)[0]
+        return target.dialect.decode_models(response.body)[0]
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
         _refuse(target, f"{path} names no model; name it with --model")
-
-
-def connect_failure(error: aiohttp.ClientConnectorError) -> str:
-    """Why there is no connection; aiohttp speaks of TLS even where there is to be none."""
-    if isinstance(error.os_error, ConnectionError) and error.os_error.errno:
-        return f"cannot connect to {error.host}:{error.port}: {os.strerror(error.os_error.errno)}"
-    return str(error).replace(" ssl:default", "")
 
 
 def _refuse(target: Target, reason: str) -> NoReturn:
     raise StartupError(f"{printable(target.url)} cannot be measured: {printable(reason)}")
 
 
-@asynccontextmanager
-async def _session(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
+def connections(target: Target) -> Connections:
+    """To be closed. Raises StartupError if the target's URL is none of HTTP."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    async with aiohttp.ClientSession(
-        headers=headers,
-        connector=aiohttp.TCPConnector(limit=0, force_close=not target.keep_alive),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(target.timeout, sock_connect=CONNECT_TIMEOUT),
-    ) as session:
-        yield session
+    try:
+        return Connections(target.url, headers, keep_alive=target.keep_alive)
+    except ValueError as error:
+        _refuse(target, str(error))
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
 from cllm.bench.dialects import openai_body
-from cllm.bench.load import Target
+from cllm.bench.load import Target, connections, printable
 from cllm.bench.servers import cllm, load
 from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.batch import Batch, Row, Trim
@@ -33,6 +33,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import EngineParams, build_backend, build_engine, build_vocabulary
 from cllm.engine.engine import Add, Engine
+from cllm.errors import StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient
 from cllm.process.messages import Stepped, frame
@@ -306,19 +307,18 @@ async def read_answers(service: Service, work: Work) -> None:
 
 
 async def post_all(target: Target, work: Work) -> None:
-    import aiohttp  # of the extra `bench`; cllm.bench.load has said so if it is missing
-
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800)) as session:
+    with closing(connections(target)) as server:
 
         async def post(task: Task) -> None:
             body = msgspec.json.decode(task.body) | {"stream": False}
             del body["stream_options"]
-            async with session.post(f"{target.url}/v1/chat/completions", json=body) as response:
-                response.raise_for_status()
-                answer = await response.json()
-                assert answer["usage"]["completion_tokens"] == work.size.num_tokens
+            response = await server.request(target.dialect.chat_path, msgspec.json.encode(body))
+            if response.status != 200:
+                raise StartupError(f"a request failed: HTTP {response.status}: {printable(response.body.decode())}")
+            assert msgspec.json.decode(response.body)["usage"]["completion_tokens"] == work.size.num_tokens
 
-        await asyncio.gather(*map(post, work.tasks))
+        async with asyncio.timeout(target.timeout):
+            await asyncio.gather(*map(post, work.tasks))
 
 
 # --- the parts of a step ---------------------------------------------------------------------------------------------
