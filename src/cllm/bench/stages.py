@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
-from cllm.bench.dialects import openai_body
+from cllm.bench.dialects import DIALECTS, Api
 from cllm.bench.load import Target
-from cllm.bench.servers import cllm, load
+from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -51,7 +51,7 @@ STAGES = (
     "+ HTTP, streamed",
 )
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
-MODEL = "m"
+SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")  # servers have other defaults
 PAUSE = 0.3  # seconds between two runs, for threads that spin
 
 Progress = Callable[[float, str], None]
@@ -99,13 +99,14 @@ class Work:
         texts = ["".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)]
         starts = range(0, len(texts), size.prompt_words)
         prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]
-        talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        self.talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
         template = ChatTemplate(vocabulary)
-        self.prompts = [template.encode(talk, []) for talk in talks]
-        options = {
-            name: getattr(self.params, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
-        }
-        self.tasks = [Task(openai_body(MODEL, talk, options), size.num_tokens) for talk in talks]
+        self.prompts = [template.encode(talk, []) for talk in self.talks]
+        self.tasks = self.tasks_in("openai")
+
+    def tasks_in(self, api: Api) -> list[Task]:
+        body, options = DIALECTS[api].body, {name: getattr(self.params, name) for name in SENT}
+        return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
 
     @property
     def context(self) -> int:
