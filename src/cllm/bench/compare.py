@@ -8,6 +8,7 @@ as many short requests as run at a time.
 from __future__ import annotations
 
 import datetime
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -94,8 +95,8 @@ def compare(options: Options, machine: dict[str, str], progress: Progress) -> Re
 class Comparison:
     def __init__(self, options: Options, machine: dict[str, str]) -> None:
         self.options = options
-        self._bound = needed("llama-batched-bench", options.peers)
         self._header = read_header(options.model)
+        self._bound = needed("llama-batched-bench", options.peers)
         self._vocabulary = build_vocabulary(EngineParams(path=str(options.model)))
         self._num_works = 0
         sample = self._work(8, options.max_tokens)
@@ -250,7 +251,7 @@ class Comparison:
 
     def _measure(self, job: Job) -> Found:
         found = measure(job)
-        self.results.machine["llama.cpp uses"] = found.system
+        self.results.machine["llama.cpp uses"] = ", ".join(re.findall(r"(\w+) = 1", found.system))
         return found
 
     def _server_run(self, name: str, settings: str, num_seqs: int, i: int, work: Work, *, keep_alive: bool) -> Run:

@@ -151,7 +151,7 @@ def figures(results: Results) -> list[Figure]:
     for num_seqs in sizes:
         name, target = f"output tokens/s, cLLM / llama-server, {num_seqs}", TO_LLAMA_SERVER.get(num_seqs)
         add(name, speed[num_seqs](CLLM, LLAMA_SERVER, ratio), target)
-        name = f"the bound in the same run: llama-batched-bench / llama-server, {num_seqs}"
+        name = f"the bound of it, llama-batched-bench / llama-server, {num_seqs}"
         add(name, speed[num_seqs](BOUND, LLAMA_SERVER, ratio), None)
     for num_seqs in sizes:
         pair = paired(results.runs, num_seqs, lambda run: run.ttft_ms)
