@@ -371,8 +371,7 @@ def compare(
 ) -> None:
     """Measure cLLM and its peers in turn on one model, and write the page that tells it.
 
-    Peers are llama-server and llama-batched-bench, and where installed llama-bench, Ollama and llama-cpp-python's
-    example server.
+    Peers: llama-server, llama-batched-bench; if there llama-bench, Ollama, llama-cpp-python's example server.
     """
     from cllm.bench.performance import Results, figures, read_results, write_page
 
