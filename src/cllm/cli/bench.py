@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -397,6 +398,7 @@ def compare(
             threads=threads or os.cpu_count() or 1,
             curves=curves,
         )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended then too
         with closing(loading_bar("comparing")) as bar:
             results = measure(options, machine(), bar.update)
         if json is not None:
