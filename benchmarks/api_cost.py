@@ -9,28 +9,11 @@ median is above --most.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-from pathlib import Path
 
-from cllm.bench.load import find_model
-from cllm.bench.servers import cllm, load
+from cllm.bench.servers import MODEL, cllm, cpu_seconds, load
 from cllm.bench.workload import Words, word_tasks
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def server_pid(port: int) -> int:
-    """The process that was started to listen on ``port``."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        words = (folder / "cmdline").read_bytes().split(b"\0")
-        if str(port).encode() in words and b"serve" in words:
-            return int(folder.name)
-    raise SystemExit(f"no server on port {port}")
 
 
 def main() -> None:
@@ -43,15 +26,13 @@ def main() -> None:
     costs = []
     flags = ("--backend.name", "fake", "--max-num-seqs", options.streams, "--context", options.tokens + 256)
     with cllm(None, *flags) as target:
-        pid = server_pid(int(target.url.rpartition(":")[2]))
-        model = find_model(target)
         for i in range(-1, options.rounds):
             tasks = word_tasks(
-                options.streams, Words(model=model, prompt_words=4, max_tokens=options.tokens, seed=i + 1)
+                options.streams, Words(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1)
             )
-            begun = cpu_seconds(pid)
+            begun = cpu_seconds(target.pid)
             outcome = load(target, tasks, options.streams)
-            cost = (cpu_seconds(pid) - begun) / (options.streams * options.tokens) * 1e6
+            cost = (cpu_seconds(target.pid) - begun) / (options.streams * options.tokens) * 1e6
             client = outcome.cpu / (options.streams * options.tokens) * 1e6
             print(f"{cost:.1f} us a token in the API process, {client:.1f} in the client", flush=True)
             if i >= 0:

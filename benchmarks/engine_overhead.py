@@ -19,10 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+from cllm.bench.in_process import closed_loop
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import EngineParams, build_backend, build_engine
-from cllm.engine.engine import Add, Engine
+from cllm.engine.engine import Engine
 
 
 def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: str) -> Engine:
@@ -43,20 +44,9 @@ def engine_speed(engine: Engine, num_seqs: int, num_prompt: int, num_decode: int
     """Tokens per second of the decoding steps."""
     vocabulary = engine.backend.info.vocabulary_size
     params = SamplingParams(temperature=0, max_tokens=num_decode, ignore_eos=True)
-    for i in range(num_seqs):
-        prompt = [(7919 * (i + 1) * (j + 1)) % (vocabulary - 300) for j in range(num_prompt)]
-        engine.handle(Add(Request(f"r{i}-{time.monotonic_ns()}", prompt, params)))
-    tokens, seconds = 0, 0.0
-    while engine.scheduler.has_work():
-        decoding = len(engine.scheduler.running) == num_seqs and all(
-            seq.num_lacking_tokens == 1 for seq in engine.scheduler.running
-        )
-        begun = time.perf_counter()
-        outputs = engine.step()
-        if decoding:
-            seconds += time.perf_counter() - begun
-            tokens += len(outputs)
-    return tokens / seconds
+    prompts = [[(7919 * (i + 1) * (j + 1)) % (vocabulary - 300) for j in range(num_prompt)] for i in range(num_seqs)]
+    requests = [Request(f"r{i}-{time.monotonic_ns()}", prompt, params) for i, prompt in enumerate(prompts)]
+    return closed_loop(engine, requests, num_seqs)[0]
 
 
 def peer_speed(options: argparse.Namespace, num_seqs: int) -> float:

@@ -472,7 +472,7 @@ def main() -> None:
     report = Report()
     for name in options.names or BENCHMARKS:
         if name in ("shared-prefix", "long-prompt", "small-pool") and not LLAMA_SERVER.exists():
-            sys.exit(f"{LLAMA_SERVER} is missing: benchmarks/build_peers.py")
+            sys.exit(f"{LLAMA_SERVER} is missing: python benchmarks/build_peers.py")
         print(f"{name}: {BENCHMARKS[name].__doc__}", flush=True)
         BENCHMARKS[name](options, report)
     if options.json:

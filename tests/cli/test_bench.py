@@ -243,3 +243,46 @@ def test_stages(cllm, builtin_path: Path, tmp_path: Path) -> None:
     code, _, err = cllm("bench", "stages", "nowhere.gguf", *options)
     assert code == 2
     assert "nowhere.gguf" in err
+
+
+def test_compare_refuses_early(cllm, tmp_path: Path) -> None:
+    """One line each, before anything is measured."""
+    here = ("--out", tmp_path)
+    (tmp_path / "wrong.json").write_text("[]")
+    for options, word in (
+        ((tmp_path / "none.gguf", *here), "none.gguf"),
+        (("--rounds", "2", *here), "rounds"),
+        (("--concurrency", "0", *here), "concurrency"),
+        (("--out", tmp_path / "none" / "page.md"), "is no folder"),
+        (("--json", tmp_path / "none" / "a.json", *here), "is no folder"),
+        (("--from", tmp_path / "none.json", *here), "cannot be read"),
+        (("--from", tmp_path / "wrong.json", *here), "no results"),
+        (("--build", "--peers", tmp_path, *here), "leave --peers out"),
+    ):
+        code, out, err = cllm("bench", "compare", *options)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert word in err
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.json"]
+
+
+@pytest.mark.llama
+def test_compare_needs_its_peers(cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, out, err = cllm("bench", "compare", builtin_path, "--peers", tmp_path, "--out", tmp_path)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "llama-batched-bench is neither in" in err
+    assert "--build" in err
+
+
+def test_compare_writes_the_page_again(cllm, tmp_path: Path) -> None:
+    """From the numbers alone; what missed its target is told."""
+    run = {"num_seqs": 8, "round": 0, "num_requests": 16, "num_succeeded": 16}
+    runs = [run | {"system": name, "output_tokens_per_s": speed} for name, speed in (("cLLM", 9), ("llama-server", 10))]
+    sizes = ("model_bytes", "prompt_words", "prompt_tokens", "max_tokens", "context", "threads", "rounds")
+    setup = dict.fromkeys(sizes, 3) | {"model": "m", "concurrency": [8]}
+    (tmp_path / "a.json").write_text(json.dumps({"date": "d", "machine": {}, "setup": setup, "runs": runs}))
+    code, out, _ = cllm("bench", "compare", "--from", tmp_path / "a.json", "--out", tmp_path)
+    assert code == 0
+    assert out.splitlines()[0] == str(tmp_path / "performance.md")
+    assert "missed: output tokens/s, cLLM / llama-server, 8: 0.900, target 1.05" in out
+    assert "**missed** by 14.3%" in (tmp_path / "performance.md").read_text()

@@ -1,26 +1,39 @@
-"""Servers to be measured: cLLM and llama-server, each started on a free port and gone at the end."""
+"""Servers to be measured, each started on a free port and gone at the end, with all its processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from cllm.bench.dialects import Api
 from cllm.bench.load import Outcome, Target, run_load
+from cllm.bench.peers import FOLDER
 from cllm.bench.workload import Task
 from cllm.errors import StartupError
 
 START_TIMEOUT = 180.0  # seconds
-LLAMA_SERVER = Path(".tools/peers/build/bin/llama-server")  # where benchmarks/build_peers.py puts it
+STOP_TIMEOUT = 20.0
+LLAMA_SERVER = FOLDER / "llama-server"
+MODEL = "m"  # the name that all servers are asked for
+
+
+class Server(Target, frozen=True):
+    """A server that runs: its process, and the seconds from its start until it was ready."""
+
+    pid: int = 0
+    start_s: float = 0.0
 
 
 def free_port() -> int:
@@ -30,25 +43,46 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[object], health: str, *, keep_alive: bool = True) -> Iterator[Target]:
-    """Start ``command``, whose "PORT" is replaced, wait until ``health`` answers 200, and end it with SIGTERM."""
-    port = free_port()
+def running(
+    command: Sequence[object],
+    health: str,
+    *,
+    port: int | None = None,
+    keep_alive: bool = True,
+    api: Api = "openai",
+    environment: Mapping[str, str] = {},
+) -> Iterator[Server]:
+    """Start ``command``, whose "PORT" is replaced, wait until ``health`` answers 200, and end it with SIGTERM.
+
+    Raises StartupError if it does not start.
+    """
+    port = port or free_port()
     words = [str(word).replace("PORT", str(port)) for word in command]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        words,
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + START_TIMEOUT
         while not answers(url + health):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
                 raise StartupError(f"{' '.join(words)} does not start")
-            time.sleep(0.05)
-        yield Target(url, timeout=1800.0, keep_alive=keep_alive)
+            time.sleep(0.01)
+        start_s = time.perf_counter() - begun
+        yield Server(url, timeout=1800.0, keep_alive=keep_alive, api=api, pid=process.pid, start_s=start_s)
     finally:
-        process.terminate()
         try:
-            process.wait(20)
+            process.terminate()
+            process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            pass
+        finally:  # a second Ctrl-C comes here too
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -60,7 +94,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Target]:
+def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Server]:
     """cLLM with ``flags`` of ``cllm serve``; without a model the built-in one."""
     command = [
         sys.executable,
@@ -71,18 +105,95 @@ def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManage
         "--port",
         "PORT",
         "--model.name",
-        "m",
+        MODEL,
         *flags,
     ]
     return running(command, "/ready")
 
 
-def llama_server(model: Path, *flags: object) -> contextlib.AbstractContextManager[Target]:
+def llama_server(
+    model: Path, *flags: object, program: Path = LLAMA_SERVER, threads: int | None = None
+) -> contextlib.AbstractContextManager[Server]:
     """llama-server with ``flags``; a connection for each request, because it loses some that are kept."""
-    threads = os.cpu_count()
+    threads = threads or os.cpu_count()
     return running(
-        [LLAMA_SERVER, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags], "/health", keep_alive=False
+        [program, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags], "/health", keep_alive=False
     )
+
+
+@contextlib.contextmanager
+def ollama(program: Path, model: Path, threads: int, num_seqs: int, context: int) -> Iterator[Server]:
+    """An ``ollama serve`` of our own, which knows this model alone, under another name in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        environment = {
+            "OLLAMA_HOST": f"127.0.0.1:{port}",
+            "OLLAMA_MODELS": folder,
+            "OLLAMA_NUM_PARALLEL": str(num_seqs),
+            "OLLAMA_KEEP_ALIVE": "-1",
+        }
+        modelfile = Path(folder, "Modelfile")
+        modelfile.write_text(f"FROM {model.absolute()}\nPARAMETER num_ctx {context}\nPARAMETER num_thread {threads}\n")
+        with running([program, "serve"], "/api/version", port=port, api="ollama", environment=environment) as server:
+            command = [str(program), "create", MODEL, "-f", str(modelfile)]
+            done = subprocess.run(
+                command, env=os.environ | environment, capture_output=True, text=True, errors="replace", check=False
+            )
+            if done.returncode:
+                raise StartupError(f"ollama create failed: {' '.join(done.stderr.split()[-30:])}")
+            yield server
+
+
+@contextlib.contextmanager
+def example_server(
+    script: Path, model: Path, threads: int, unified: bool, num_seqs: int, context: int
+) -> Iterator[Server]:
+    """llama-cpp-python's example server, on the libraries beside ``script``."""
+    port = free_port()
+    options = {
+        "path": str(model.absolute()),
+        "alias": MODEL,
+        "n_ctx": num_seqs * context,
+        "n_seq_max": num_seqs,
+        "n_batch": 512,
+        "n_ubatch": 512,
+        "threads": threads,
+        "threads_batch": threads,
+        "kv_unified": unified,
+        "store_logits": False,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.json")
+        config.write_bytes(msgspec.json.encode({"server": {"port": port}, "model": options}))
+        libraries = dict.fromkeys(("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"), str(script.parent))
+        with running([sys.executable, script, "-C", config], "/healthz", port=port, environment=libraries) as server:
+            yield server
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used; 0 where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mb(pid: int) -> float | None:
+    """Proportional set size of a process and all below it, in MB; None where there is no /proc."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        return None
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family, total = [pid], 0
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE)
+            total += int(found[1]) if found else 0
+    return total * 1024 / 1e6
 
 
 def load(

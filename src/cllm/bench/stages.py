@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
-from cllm.bench.dialects import openai_body
+from cllm.bench.dialects import DIALECTS, Api
 from cllm.bench.load import Target, connections, printable
-from cllm.bench.servers import cllm, load
+from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.workload import SYLLABLES, Task
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -55,7 +55,7 @@ STAGES = (
 )
 BY_HAND = STAGES[:2]
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
-MODEL = "m"
+SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")  # servers have other defaults
 PAUSE = 0.3  # seconds between two runs, for threads that spin
 
 Progress = Callable[[float, str], None]
@@ -105,13 +105,14 @@ class Work:
         texts = ["".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)]
         starts = range(0, len(texts), size.prompt_words)
         prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]
-        talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        self.talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
         template = ChatTemplate(vocabulary)
-        self.prompts = [template.encode(talk, []) for talk in talks]
-        options = {
-            name: getattr(self.params, name) for name in ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
-        }
-        self.tasks = [Task(openai_body(MODEL, talk, options), size.num_tokens) for talk in talks]
+        self.prompts = [template.encode(talk, []) for talk in self.talks]
+        self.tasks = self.tasks_in("openai")
+
+    def tasks_in(self, api: Api) -> list[Task]:
+        body, options = DIALECTS[api].body, {name: getattr(self.params, name) for name in SENT}
+        return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
 
     def before(self) -> Work:
         """The same prompts, one token each: after it they are in the cells."""
@@ -259,11 +260,16 @@ def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
 
 def prefill_by_hand(engine: Engine, work: Work) -> None:
     """All of the prompts but the last token, in the cells that were the engine's."""
-    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
+    forget(engine)
     space = engine.backend.info.max_num_batched_tokens
     for seq in sequences_of(engine.backend, work):
         for start in range(0, seq.num_prompt_tokens - 1, space):
             engine.backend.forward(Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], []))
+
+
+def forget(engine: Engine) -> None:
+    """Nothing is in the cells after it."""
+    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
 
 
 def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -12,9 +17,12 @@ import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from cllm import __version__
 from cllm.bench.dialects import Api
 from cllm.bench.make_model import QUANTS, SHAPES
 from cllm.bench.make_model import make_model as write_model
+from cllm.bench.peers import BUILT, FOLDER
+from cllm.bench.peers import build as build_peers
 from cllm.bench.workload import (
     SHARED,
     WORKLOADS,
@@ -26,9 +34,11 @@ from cllm.bench.workload import (
     question_tasks,
     word_tasks,
 )
+from cllm.cli.doctor import cpu_name, installed
 from cllm.cli.progress import loading_bar
 from cllm.cli.talk import server_url
 from cllm.errors import StartupError
+from cllm.models.catalog import BUILTIN
 from cllm.models.gguf import size_text
 
 # What the project's seed measured: requests, at a time, tokens of an answer.
@@ -51,6 +61,8 @@ app = App(name="bench", help="Measure a server under load.")
 
 REQUESTS = {"overload": 500}  # 100 in the other workloads; many systems give a process 1024 open files
 MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
+
+PAGE = Path("docs/performance.md")  # of cllm bench compare
 
 Positive = Number(gte=1)
 AboveZero = Number(gt=0)
@@ -309,7 +321,6 @@ def stages(
 ) -> None:
     """Measure the same work at every stage from llama_decode to the socket, and what each stage costs."""
     from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
-    from cllm.models.catalog import BUILTIN
 
     check_files(None, plot, None)
     sizes = [Size(count, prompt_words, max_tokens, temperature, seed) for count in sequences]
@@ -327,6 +338,97 @@ def stages(
         print_stages(results, Console())
     if budget is not None and any(loss > budget for result in results for loss in losses(result)[1:]):
         sys.exit(1)
+
+
+@app.command
+def compare(
+    model: Annotated[
+        Path | None, Parameter(help="A GGUF file. [default: the built-in model]", show_default=False)
+    ] = None,
+    /,
+    *,
+    concurrency: Annotated[
+        tuple[int, ...], Parameter(validator=Positive, negative="", help="Requests at a time; once for each size.")
+    ] = (1, 8, 32),
+    rounds: Annotated[int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")] = 3,
+    prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 64,
+    threads: Annotated[
+        int | None,
+        Parameter(validator=Positive, help="Threads that compute, of each system. [default: all]", show_default=False),
+    ] = None,
+    peers: Annotated[
+        Path, Parameter(help="The folder of llama-server, llama-batched-bench, llama-bench; else they are on PATH.")
+    ] = FOLDER,
+    build: Annotated[
+        bool, Parameter(negative="", help="First build them, from the source that cLLM runs on, in .tools/peers.")
+    ] = False,
+    curves: Annotated[bool, Parameter(help="Also measure growth over requests at a time and over context.")] = True,
+    out: Annotated[Path, Parameter(help="The page, or its folder; pictures are put beside it.")] = PAGE,
+    json: Annotated[Path | None, Parameter(help="A file for all that was measured.", show_default=False)] = None,
+    source: Annotated[
+        Path | None,
+        Parameter(name="--from", help="Measure nothing; write the page from what --json wrote.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure cLLM and its peers in turn on one model, and write the page that tells it.
+
+    Peers: llama-server, llama-batched-bench; if there llama-bench, Ollama, llama-cpp-python's example server.
+    """
+    from cllm.bench.performance import Results, figures, read_results, write_page
+
+    out = out / PAGE.name if out.is_dir() else out
+    check_files(json, out.with_suffix(".svg"), None)
+    if source is not None:
+        results: Results = read_results(source)
+    else:
+        from cllm.bench.compare import Options
+        from cllm.bench.compare import compare as measure
+
+        if build:
+            if peers != FOLDER:
+                raise StartupError(f"--build builds in {FOLDER}; leave --peers out")
+            build_peers(BUILT, print)
+        options = Options(
+            model=model or BUILTIN,
+            peers=peers,
+            concurrency=sorted(set(concurrency)),
+            rounds=rounds,
+            prompt_words=prompt_words,
+            max_tokens=max_tokens,
+            threads=threads or os.cpu_count() or 1,
+            curves=curves,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended then too
+        with closing(loading_bar("comparing")) as bar:
+            results = measure(options, machine(), bar.update)
+        if json is not None:
+            write(json, msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    for path in write_page(results, out):
+        print(path)
+    for figure in figures(results):
+        if figure.met is False:
+            print(f"missed: {figure.name}: {figure.judged:.3f}{figure.unit}, target {figure.target:g}{figure.unit}")
+
+
+def machine() -> dict[str, str]:
+    """What a reader of figures wants to know of it; no names."""
+    return {
+        "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "cLLM": __version__ + commit(),
+        "llama.cpp": f"of llama-cpp-python {installed('llama-cpp-python')}",
+    }
+
+
+def commit() -> str:
+    """Of the checkout that runs, if git knows it."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f", commit {found.stdout.strip()}" if found.returncode == 0 else ""
 
 
 def checked_key(key: str | None) -> str | None:

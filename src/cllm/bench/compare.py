@@ -1,0 +1,386 @@
+"""cLLM beside its peers on one machine: the same model, threads, context per sequence and work, in turn.
+
+Every run starts its server anew and ends it, so that nothing else is loaded meanwhile and each start is timed. The
+order of a round is that of the one before turned. No prompt is sent twice. Before the clock starts each server answers
+as many short requests as run at a time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cllm.bench.in_process import Found, Job, measure
+from cllm.bench.load import Answer, Outcome
+from cllm.bench.peers import find, find_example_server, needed
+from cllm.bench.performance import (
+    BOUND,
+    CLLM,
+    ENGINE,
+    EXAMPLE,
+    LLAMA_SERVER,
+    OLLAMA,
+    Depth,
+    Parts,
+    Results,
+    Run,
+)
+from cllm.bench.report import latencies_of
+from cllm.bench.servers import Server, cllm, cpu_seconds, example_server, llama_server, load, memory_mb, ollama
+from cllm.bench.stages import Size, Work
+from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.errors import StartupError
+from cllm.models.gguf import kv_bytes_per_token, read_header
+from cllm.models.memory import available_bytes
+
+TEMPERATURE = 0.8
+WAVES = 2  # requests of each client
+BOUND_TRIES = 5
+FEWEST = 4  # requests of a run
+KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # of the run over kept connections
+CURVE_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
+CURVE_CONTEXT = (100, 500, 1000, 2000, 4000, 8000)  # tokens
+CURVE_SEQS = 8
+CURVE_TOKENS = 32
+CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of it
+
+Opener = Callable[[int, int], AbstractContextManager[Server]]
+"""(sequences at a time, context of each) -> a server that runs."""
+
+Progress = Callable[[float, str], None]
+Step = tuple[str, float, Callable[[], None]]
+"""What is done, its share of the work in any unit, and what to call for it."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What is compared. ``peers``: the folder of llama.cpp's programs."""
+
+    model: Path
+    peers: Path
+    concurrency: list[int]
+    rounds: int
+    prompt_words: int
+    max_tokens: int
+    threads: int
+    curves: bool
+    seed: int = 0
+
+
+def compare(options: Options, machine: dict[str, str], progress: Progress) -> Results:
+    """Measure everything. ``machine``: what is known of it, for the page.
+
+    Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run; other peers are skipped then.
+    """
+    comparison = Comparison(options, machine)
+    steps = [*comparison.steps()]
+    total, done = sum(weight for _, weight, _ in steps), 0.0
+    for text, weight, do in steps:
+        progress(done / total, text)
+        do()
+        done += weight
+    progress(1.0, "done")
+    return comparison.results
+
+
+class Comparison:
+    def __init__(self, options: Options, machine: dict[str, str]) -> None:
+        self.options = options
+        self._header = read_header(options.model)
+        self._bound = needed("llama-batched-bench", options.peers)
+        self._vocabulary = build_vocabulary(EngineParams(path=str(options.model)))
+        self._num_works = 0
+        sample = self._work(8, options.max_tokens)
+        self.context = -(-sample.context // CELLS) * CELLS
+        self._prompt_tokens = round(sum(map(len, sample.prompts)) / len(sample.prompts))
+        setup = {
+            "model": options.model.name,
+            "model_bytes": self._header.file_bytes,
+            "prompt_words": options.prompt_words,
+            "prompt_tokens": self._prompt_tokens,
+            "max_tokens": options.max_tokens,
+            "context": self.context,
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "concurrency": options.concurrency,
+        }
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self.results = Results(date=today, machine=dict(machine), setup=setup)
+        self.servers = self._servers()
+
+    def steps(self) -> Iterator[Step]:
+        options, results = self.options, self.results
+        if llama_bench := find("llama-bench", options.peers):
+            yield "llama-bench", 10, partial(self._llama_bench, llama_bench)
+        else:
+            results.skipped["llama-bench"] = f"neither in {options.peers} nor on PATH"
+        for num_seqs in options.concurrency:
+            for name, settings in self.servers.items():
+                for which in settings if len(settings) > 1 else ():
+                    yield self._step(results.trials, name, num_seqs, 0, which=which, waves=1)
+        for i in range(options.rounds):
+            for num_seqs in options.concurrency:
+                names = [BOUND, ENGINE, *self.servers]
+                for name in names if i % 2 == 0 else reversed(names):
+                    yield self._step(results.runs, name, num_seqs, i)
+        for name in self.servers:
+            yield self._step(
+                results.kept, name, KEPT_SEQS, 0, waves=KEPT_WAVES, num_tokens=KEPT_TOKENS, keep_alive=True
+            )
+        if options.curves:
+            yield from self._curve_steps()
+
+    def _curve_steps(self) -> Iterator[Step]:
+        results = self.results
+        for i, num_seqs in enumerate(CURVE_CONCURRENCY):
+            names = [CLLM, LLAMA_SERVER]
+            for name in names if i % 2 == 0 else reversed(names):
+                yield self._step(results.curve, name, num_seqs, 0, waves=1, num_tokens=CURVE_TOKENS)
+            yield f"a step of {num_seqs}", num_seqs + 4, partial(self._parts, num_seqs)
+        trained = self._header.number("context_length")
+        most = trained - 2 * CURVE_TOKENS if isinstance(trained, int) else CURVE_CONTEXT[-1]
+        room = (available_bytes() or 1 << 62) / 2 / (kv_bytes_per_token(self._header) or 1)
+        for context in CURVE_CONTEXT:
+            if context > most or CURVE_SEQS * (context + 2 * CELLS) > room:
+                results.skipped[f"context of {context}"] = "more than the model was made for, or than fits into memory"
+                continue
+            for do in (self._depth, self._depth_bound):
+                yield f"context of {context}", context / 50, partial(do, context)
+
+    # --- systems -----------------------------------------------------------------------------------------------------
+
+    def _servers(self) -> dict[str, dict[str, Opener]]:
+        """Name -> settings to be tried -> how it is started."""
+        options = self.options
+        model, threads = options.model, options.threads
+        program = needed("llama-server", options.peers)
+
+        def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
+            flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
+            return cllm(model, *flags, "--scheduler.speculation", "off", "--log.level", "error")
+
+        def theirs(*flags: object) -> Opener:
+            def start(num_seqs: int, context: int) -> AbstractContextManager[Server]:
+                sizes = ("-np", num_seqs, "-c", num_seqs * context, "--cache-ram", 0)
+                return llama_server(model, *sizes, *flags, program=program, threads=threads)
+
+            return start
+
+        servers: dict[str, dict[str, Opener]] = {
+            CLLM: {"default": ours},
+            LLAMA_SERVER: {"default": theirs(), "-b 512": theirs("-b", 512), "-kvu": theirs("-kvu")},
+        }
+        if found := find("ollama", options.peers):
+            servers[OLLAMA] = {"default": partial(ollama, found, model, threads)}
+        else:
+            self.results.skipped[OLLAMA] = "not installed"
+        try:
+            script = find_example_server(options.peers)
+        except StartupError as error:
+            self.results.skipped[EXAMPLE] = str(error)
+        else:
+            servers[EXAMPLE] = {
+                name: partial(example_server, script, model, threads, unified)
+                for name, unified in (("kv_unified", True), ("not kv_unified", False))
+            }
+        return servers
+
+    def _step(
+        self,
+        runs: list[Run],
+        name: str,
+        num_seqs: int,
+        i: int,
+        *,
+        which: str = "",
+        waves: int = WAVES,
+        num_tokens: int | None = None,
+        keep_alive: bool = False,
+    ) -> Step:
+        num_tokens = num_tokens or self.options.max_tokens
+
+        def do() -> None:
+            work = self._work(max(FEWEST, waves * num_seqs), num_tokens)
+            if name == BOUND:
+                runs.append(self._bound_run(num_seqs, i, work))
+            elif name == ENGINE:
+                runs.append(self._engine_run(num_seqs, i, work))
+            elif name not in self.results.skipped:
+                settings = which or self._fastest(name, num_seqs)
+                try:
+                    runs.append(self._server_run(name, settings, num_seqs, i, work, keep_alive=keep_alive))
+                except StartupError as error:
+                    if name in (CLLM, LLAMA_SERVER):
+                        raise
+                    self.results.skipped[name] = str(error)
+
+        return f"{name}, {num_seqs} at a time", waves * num_seqs * (num_tokens + 32) / 100 + 4, do
+
+    def _fastest(self, name: str, num_seqs: int) -> str:
+        """The settings that were the fastest with about so many sequences when they were tried."""
+        trials = [run for run in self.results.trials if run.system == name]
+        if not trials:
+            return next(iter(self.servers[name]))
+        nearest = min({run.num_seqs for run in trials}, key=lambda tried: abs(tried - num_seqs))
+        best = max((run for run in trials if run.num_seqs == nearest), key=lambda run: run.output_tokens_per_s)
+        self.results.chosen.setdefault(name, {})[nearest] = best.settings
+        return best.settings
+
+    # --- runs --------------------------------------------------------------------------------------------------------
+
+    def _work(self, num_requests: int, num_tokens: int) -> Work:
+        """Prompts that no other work has."""
+        self._num_works += 1
+        size = Size(num_requests, self.options.prompt_words, num_tokens, TEMPERATURE, self.options.seed)
+        return Work(size, self._vocabulary, self._num_works)
+
+    def _job(self, num_seqs: int, work: Work, **changes: Any) -> Job:
+        options: dict[str, Any] = {"context": self.context, "number": self._num_works, **changes}
+        return Job(
+            model=str(self.options.model), num_seqs=num_seqs, threads=self.options.threads, size=work.size, **options
+        )
+
+    def _measure(self, job: Job) -> Found:
+        found = measure(job)
+        self.results.machine["llama.cpp uses"] = ", ".join(re.findall(r"(\w+) = 1", found.system))
+        return found
+
+    def _server_run(self, name: str, settings: str, num_seqs: int, i: int, work: Work, *, keep_alive: bool) -> Run:
+        warm_up = self._work(num_seqs, KEPT_TOKENS)
+        with self.servers[name][settings](num_seqs, self.context) as server:
+            if keep_alive:
+                server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
+            load(server, warm_up.tasks_in(server.api), num_seqs, may_fail=True)
+            cpu = cpu_seconds(server.pid)
+            outcome = load(server, work.tasks_in(server.api), num_seqs, may_fail=True)
+            cpu = cpu_seconds(server.pid) - cpu
+            memory = memory_mb(server.pid)
+        run = run_of(outcome, name, settings, num_seqs, i)
+        run.start_s, run.memory_mb = server.start_s, memory
+        if name == CLLM and run.num_succeeded:
+            run.cpu_us_per_token = 1e6 * cpu / (run.output_tokens_per_s * outcome.wall)
+        return run
+
+    def _engine_run(self, num_seqs: int, i: int, work: Work) -> Run:
+        found = self._measure(self._job(num_seqs, work))
+        return Run(
+            system=ENGINE,
+            num_seqs=num_seqs,
+            round=i,
+            num_requests=work.size.num_seqs,
+            num_succeeded=work.size.num_seqs,
+            output_tokens_per_s=found.output_tokens_per_s,
+            decode_tokens_per_s=found.decode_tokens_per_s[0],
+            ttft_ms=found.ttft_ms,
+            load_s=found.load_s,
+        )
+
+    def _bound_run(self, num_seqs: int, i: int, work: Work) -> Run:
+        tokens = work.size.num_tokens
+        sizes = ("-c", num_seqs * self.context, "-npp", self._prompt_tokens, "-ntg", tokens, "-npl", num_seqs)
+        (found,) = self._batched_bench(1, *sizes)
+        return Run(
+            system=BOUND,
+            num_seqs=num_seqs,
+            round=i,
+            num_requests=num_seqs,
+            num_succeeded=num_seqs,
+            output_tokens_per_s=num_seqs * tokens / found["t"],
+            decode_tokens_per_s=found["speed_tg"],
+        )
+
+    def _parts(self, num_seqs: int) -> None:
+        work = self._work(num_seqs, CURVE_TOKENS)
+        self.results.parts.append(Parts(num_seqs, self._measure(self._job(num_seqs, work, parts=True)).step_us))
+
+    def _depth(self, context: int) -> None:
+        work = self._work(1, CURVE_TOKENS)
+        room = -(-(context + 2 * CURVE_TOKENS) // CELLS) * CELLS
+        found = self._measure(self._job(CURVE_SEQS, work, depth=context, context=room))
+        decoding = dict(zip((1, CURVE_SEQS), found.decode_tokens_per_s, strict=True))
+        depth = Depth(
+            system=ENGINE,
+            context=context,
+            prefill_tokens_per_s=found.prefill_tokens_per_s,
+            decode_tokens_per_s=decoding,
+        )
+        self.results.depths.append(depth)
+
+    def _depth_bound(self, context: int) -> None:
+        """The prompt is computed once and copied, as the engine does it."""
+        room = -(-(context + 2 * CURVE_TOKENS) // CELLS) * CELLS
+        sizes = ("-c", CURVE_SEQS * room, "-npp", context, "-ntg", CURVE_TOKENS, "-npl", f"1,{CURVE_SEQS}")
+        lines = self._batched_bench(2, *sizes, "-pps")
+        depth = Depth(
+            system=BOUND,
+            context=context,
+            prefill_tokens_per_s=lines[0]["speed_pp"],
+            decode_tokens_per_s={line["pl"]: line["speed_tg"] for line in lines},
+        )
+        self.results.depths.append(depth)
+
+    def _batched_bench(self, num_lines: int, *flags: object) -> list[dict[str, Any]]:
+        """It writes from a thread of its own, which it may not wait for when it ends; so it may take another try."""
+        threads = self.options.threads
+        common = ("-m", self.options.model, "-b", 2048, "-ub", 512, "-t", threads, "-tb", threads)
+        for _ in range(BOUND_TRIES):
+            output = output_of(self._bound, *common, "--output-format", "jsonl", *flags)
+            lines = [msgspec.json.decode(line) for line in output.splitlines() if line.startswith("{")]
+            if len(lines) == num_lines:
+                return lines
+        raise StartupError(f"{self._bound} printed no result for {' '.join(map(str, flags))}")
+
+    def _llama_bench(self, program: Path) -> None:
+        flags = ("-m", self.options.model, "-t", self.options.threads, "-p", 512, "-n", self.options.max_tokens)
+        for test in msgspec.json.decode(output_of(program, *flags, "-r", self.options.rounds, "-o", "json")):
+            name = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
+            self.results.llama_bench[name] = test["samples_ts"]
+
+
+def output_of(program: Path, *flags: object) -> str:
+    """What a program prints. Raises StartupError if it fails."""
+    done = subprocess.run(
+        [str(program), *map(str, flags)], capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise StartupError(f"{program} failed with {done.returncode}: {lines[-1] if lines else ''}")
+    return done.stdout
+
+
+def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) -> Run:
+    """What a load comes to."""
+    good = [answer for answer in outcome.answers if answer.succeeded or complete_without_usage(answer)]
+    latencies = latencies_of(good)
+    gaps = latencies["itl"]
+    return Run(
+        system=system,
+        settings=settings,
+        num_seqs=num_seqs,
+        round=i,
+        num_requests=len(outcome.answers),
+        num_succeeded=len(good),
+        failures=Counter(answer.failure for answer in outcome.answers if answer not in good),
+        output_tokens_per_s=sum(map(num_tokens, good)) / outcome.wall if good else 0.0,
+        ttft_ms=1e3 * float(np.mean(latencies["ttft"])) if good else None,
+        itl_p50_ms=1e3 * float(np.percentile(gaps, 50)) if gaps else None,
+        itl_p99_ms=1e3 * float(np.percentile(gaps, 99)) if gaps else None,
+    )
+
+
+def complete_without_usage(answer: Answer) -> bool:
+    """Some servers count no tokens in a stream, but say that it ended for its length: then it has all of them."""
+    return answer.failure == "no usage" and answer.finish_reason == "length"
+
+
+def num_tokens(answer: Answer) -> int:
+    return answer.output_tokens or answer.task.num_tokens or 0

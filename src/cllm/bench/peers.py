@@ -1,0 +1,165 @@
+"""The programs that cLLM is compared with: where they are, and how they are built.
+
+A comparison with llama-server or llama-batched-bench says something about the server only if both stand on the same
+llama.cpp, compiled with the same switches. So the source is the tree inside the llama-cpp-python sdist that uv.lock
+names, and the switches are those of pyproject.toml. SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv
+builds llama-cpp-python: -DGGML_CUDA=ON;-D...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from cllm.errors import StartupError
+
+ROOT = Path(__file__).resolve().parents[3]  # of a checkout
+BUILT = Path(".tools/peers")
+FOLDER = BUILT / "build" / "bin"
+PACKAGE = "llama-cpp-python"
+PROGRAMS = ("llama-server", "llama-bench", "llama-batched-bench")
+EXAMPLE_SERVER = "llama-cpp-python-server.py"  # examples/server/server.py of the sdist
+EXAMPLE_SERVER_NEEDS = ("openai", "safetensors", "websockets")
+
+# The web page would be downloaded during the build, TLS would need OpenSSL; a benchmark needs neither.
+OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+}
+
+Tell = Callable[[str], None]
+
+
+def find(program: str, folder: Path = FOLDER) -> Path | None:
+    """The program in ``folder``, else on PATH."""
+    there = shutil.which(program, path=str(folder)) or shutil.which(program)
+    return Path(there).absolute() if there else None
+
+
+def needed(program: str, folder: Path = FOLDER) -> Path:
+    """Raises StartupError if it is not there."""
+    if found := find(program, folder):
+        return found
+    raise StartupError(f"{program} is neither in {folder} nor on PATH; cllm bench compare --build builds it")
+
+
+def find_example_server(folder: Path = FOLDER) -> Path:
+    """llama-cpp-python's example server. Raises StartupError with what is missing.
+
+    It loads libmtmd, which is built beside llama-server, so it takes llama.cpp from ``folder`` too.
+    """
+    script = folder / EXAMPLE_SERVER
+    if not script.exists():
+        raise StartupError(f"{script} is not there; --build puts it there")
+    if lacking := [name for name in EXAMPLE_SERVER_NEEDS if not importlib.util.find_spec(name)]:
+        raise StartupError(f"it needs more packages: pip install {' '.join(lacking)}")
+    return script.absolute()
+
+
+def build(folder: Path, tell: Tell) -> None:
+    """Fetch and build the programs in ``folder``/build/bin. Raises StartupError if that cannot be done."""
+    if not (ROOT / "uv.lock").exists():
+        raise StartupError("peers can be built in a checkout of cLLM only: uv.lock names their source")
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    source, build_folder, log = folder / "llama.cpp", folder / "build", folder / "build.log"
+    example = build_folder / "bin" / EXAMPLE_SERVER
+    if not (source.exists() and example.exists()):
+        put_sources(folder, source, example, tell)
+
+    variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["extra-build-variables"][PACKAGE]
+    # Without the ceiling, git would call the commit of cLLM the build of llama.cpp.
+    environment = os.environ | variables | {"GIT_CEILING_DIRECTORIES": str(folder)}
+    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get("SKBUILD_CMAKE_ARGS", "").split(";")
+    arguments += [f"-D{name}={value}" for name, value in OPTIONS.items()]
+    cmake = find_cmake(folder)
+
+    tell(f"building {', '.join(PROGRAMS)} in {build_folder}, with {variables}; log: {log}")
+    with log.open("w") as output:
+        for command in (
+            [cmake, "-S", str(source), "-B", str(build_folder), *filter(None, arguments)],
+            [cmake, "--build", str(build_folder), "--parallel", str(os.cpu_count()), "--target", *PROGRAMS],
+        ):
+            if run(command, environment, output, tell):
+                raise StartupError(f"the build failed, see the end of {log}")
+
+
+def run(command: list[str], environment: dict[str, str], log: TextIO, tell: Tell) -> int:
+    """The exit status; what the command says goes to the log, how far it is is told every ten percent."""
+    print(f"$ {shlex.join(command)}", file=log, flush=True)
+    shown = 0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", file=log, flush=True)
+            percent = re.match(r"\[ *(\d+)%\]", line)
+            if percent and int(percent[1]) >= shown + 10:
+                shown = int(percent[1])
+                tell(f"  {shown} %")
+    return process.returncode
+
+
+def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
+    """Copy llama.cpp and the example server out of the sdist: from uv's cache if it lies there, else from PyPI."""
+    package = locked_package()
+    cache = Path(os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv")
+    pattern = f"sdists-v*/pypi/{PACKAGE}/{package['version']}/*/src/vendor/llama.cpp"
+    sdist = next((found.parents[1] for found in cache.glob(pattern)), None) or fetch(package["sdist"], folder, tell)
+    if not source.exists():
+        tell(f"copying llama.cpp from {sdist}")
+        partial = source.with_suffix(".partial")
+        shutil.copytree(sdist / "vendor" / "llama.cpp", partial, symlinks=True, dirs_exist_ok=True)
+        partial.rename(source)
+    example.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(sdist / "examples" / "server" / "server.py", example)
+
+
+def fetch(sdist: dict[str, str], folder: Path, tell: Tell) -> Path:
+    """The unpacked sdist, from PyPI."""
+    archive = folder / sdist["url"].rsplit("/", 1)[-1]
+    tell(f"fetching {sdist['url']}")
+    try:
+        urllib.request.urlretrieve(sdist["url"], archive)  # noqa: S310  # https, from uv.lock
+    except OSError as error:
+        raise StartupError(f"{sdist['url']} cannot be fetched: {error}") from None
+    if "sha256:" + hashlib.sha256(archive.read_bytes()).hexdigest() != sdist["hash"]:
+        raise StartupError(f"{archive} is not the file that uv.lock names")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return archive.with_suffix("").with_suffix("")
+
+
+def locked_package() -> dict[str, Any]:
+    packages: list[dict[str, Any]] = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    return next(package for package in packages if package["name"] == PACKAGE)
+
+
+def find_cmake(folder: Path) -> str:
+    if system := shutil.which("cmake"):
+        return system
+    private = folder / "cmake"
+    if not private.exists():
+        try:
+            subprocess.run([sys.executable, "-m", "venv", private], check=True)
+            subprocess.run([private / "bin" / "pip", "install", "--quiet", "cmake"], check=True)
+        except subprocess.CalledProcessError as error:
+            raise StartupError(f"there is no cmake, and it cannot be installed: {error}") from None
+    return str(private / "bin" / "cmake")

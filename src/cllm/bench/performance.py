@@ -1,0 +1,441 @@
+"""What ``cllm bench compare`` has measured, the targets it is held against, and the page and pictures that tell it."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cllm.errors import StartupError
+from cllm.models.gguf import size_text
+
+CLLM, ENGINE, BOUND, LLAMA_SERVER = "cLLM", "engine in process", "llama-batched-bench", "llama-server"
+OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One system at one concurrency in one round. Rates and latencies are those of successes; None: not measured.
+
+    output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s: of steps in which
+    all sequences decode. load_s: of the model alone. memory_mb: PSS of all its processes after the work.
+    cpu_us_per_token: of the process that was started, which of cLLM is the API process.
+    """
+
+    system: str
+    settings: str = ""
+    num_seqs: int
+    round: int
+    num_requests: int
+    num_succeeded: int
+    failures: dict[str, int] = {}
+    output_tokens_per_s: float
+    decode_tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    itl_p50_ms: float | None = None
+    itl_p99_ms: float | None = None
+    start_s: float | None = None
+    load_s: float | None = None
+    memory_mb: float | None = None
+    cpu_us_per_token: float | None = None
+
+
+class Parts(msgspec.Struct):
+    """Microseconds of a decoding step of the engine, by its parts."""
+
+    num_seqs: int
+    step_us: dict[str, float]
+
+
+class Depth(msgspec.Struct, kw_only=True):
+    """Speeds in tokens/s behind ``context`` tokens; decoding by the number of sequences."""
+
+    system: str
+    context: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: dict[int, float]
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """All that was measured; what ``--json`` writes and ``--from`` reads."""
+
+    date: str
+    machine: dict[str, str]
+    setup: dict[str, Any]
+    skipped: dict[str, str] = {}
+    """System -> why it was not measured."""
+    chosen: dict[str, dict[int, str]] = {}
+    """System -> concurrency -> the fastest settings of those tried."""
+    llama_bench: dict[str, list[float]] = {}
+    """Test -> tokens/s of each repetition."""
+    trials: list[Run] = []
+    runs: list[Run] = []
+    kept: list[Run] = []
+    """Over connections that are kept."""
+    curve: list[Run] = []
+    parts: list[Parts] = []
+    depths: list[Depth] = []
+
+
+def read_results(path: Path) -> Results:
+    """Raises StartupError with one line."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path} holds no results of cllm bench compare: {error}") from None
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """``values``: one of each round. Their median, or with ``every`` each of them, is to be at least ``target``,
+    or else at most.
+    """
+
+    name: str
+    values: list[float]
+    target: float | None = None
+    at_least: bool = True
+    every: bool = False
+    unit: str = ""
+
+    @property
+    def judged(self) -> float:
+        if not self.every:
+            return statistics.median(self.values)
+        return min(self.values) if self.at_least else max(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """None without a target."""
+        if self.target is None:
+            return None
+        return self.judged >= self.target if self.at_least else self.judged <= self.target
+
+    def verdict(self) -> str:
+        if self.target is None:
+            return ""
+        by = abs(self.judged - self.target)
+        distance = f"{by:.1f}{self.unit}" if self.unit else f"{by / self.target:.1%}"
+        return f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
+
+
+TO_BOUND, TO_ENGINE = 0.99, 0.97
+TO_LLAMA_SERVER = {1: 1.00, 8: 1.05, 32: 1.08}
+TTFT_CONCURRENCY = (8, 32)
+MEMORY_MB, START_S = 150.0, 1.5
+
+
+def figures(results: Results) -> list[Figure]:
+    """What is held against targets; what was not measured is not there."""
+    found: list[Figure] = []
+
+    def add(name: str, values: list[float], target: float | None, **how: Any) -> None:
+        if values:
+            found.append(Figure(name, values, target, **how))
+
+    sizes = sorted({run.num_seqs for run in results.runs})
+    for num_seqs in sizes:
+        pair = paired(results.runs, num_seqs, lambda run: run.decode_tokens_per_s)
+        add(f"decoding, engine in process / llama-batched-bench, {num_seqs}", pair(ENGINE, BOUND, ratio), TO_BOUND)
+    speed = {size: paired(results.runs, size, lambda run: run.output_tokens_per_s) for size in sizes}
+    for num_seqs in sizes:
+        name = f"output tokens/s, HTTP streaming / engine in process, {num_seqs}"
+        add(name, speed[num_seqs](CLLM, ENGINE, ratio), TO_ENGINE)
+    for num_seqs in sizes:
+        name, target = f"output tokens/s, cLLM / llama-server, {num_seqs}", TO_LLAMA_SERVER.get(num_seqs)
+        add(name, speed[num_seqs](CLLM, LLAMA_SERVER, ratio), target)
+        name = f"the bound of it, llama-batched-bench / llama-server, {num_seqs}"
+        add(name, speed[num_seqs](BOUND, LLAMA_SERVER, ratio), None)
+    for num_seqs in sizes:
+        pair = paired(results.runs, num_seqs, lambda run: run.ttft_ms)
+        target = 1.0 if num_seqs in TTFT_CONCURRENCY else None
+        add(f"mean TTFT, cLLM / llama-server, {num_seqs}", pair(CLLM, LLAMA_SERVER, ratio), target, at_least=False)
+    ours = [run for run in (*results.runs, *results.kept, *results.curve) if run.system == CLLM]
+    add("share of cLLM's requests that succeed", [success(run) for run in ours], 1.0, every=True)
+    for num_seqs in sizes:
+        pair = paired(results.runs, num_seqs, lambda run: run.memory_mb)
+        add(
+            f"memory, cLLM - llama-server, {num_seqs}",
+            pair(CLLM, LLAMA_SERVER, difference),
+            MEMORY_MB,
+            at_least=False,
+            unit=" MB",
+        )
+    starts = [
+        value
+        for size in sizes
+        for value in paired(results.runs, size, lambda run: run.load_s if run.system == ENGINE else run.start_s)(
+            CLLM, ENGINE, difference
+        )
+    ]
+    add("start of cLLM until ready - loading of the model", starts, START_S, at_least=False, unit=" s")
+    costs = [run.cpu_us_per_token for run in results.runs if run.system == CLLM and run.cpu_us_per_token is not None]
+    add("CPU of the API process for a streamed token", costs, None, unit=" µs")
+    return found
+
+
+def paired(
+    runs: Iterable[Run], num_seqs: int, value: Callable[[Run], float | None]
+) -> Callable[[str, str, Callable[[float, float], float]], list[float]]:
+    """A function of two systems that joins their values round by round, where both were measured."""
+    values = {(run.system, run.round): value(run) for run in runs if run.num_seqs == num_seqs}
+
+    def join(one: str, other: str, how: Callable[[float, float], float]) -> list[float]:
+        pairs = [(values[one, i], values.get((other, i))) for system, i in values if system == one]
+        return [how(a, b) for a, b in pairs if a is not None and b]
+
+    return join
+
+
+def ratio(one: float, other: float) -> float:
+    return one / other
+
+
+def difference(one: float, other: float) -> float:
+    return one - other
+
+
+def success(run: Run) -> float:
+    return run.num_succeeded / run.num_requests
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
+EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
+
+HOW = """\
+Every run starts its server anew and ends it before the next one begins, so that nothing else is loaded; the order of
+a round is that of the one before turned. All get the same work: two prompts for each client, four at least, of
+{prompt_words} random words (about {prompt_tokens} tokens with the template), none of which is sent twice, and answers
+of exactly {max_tokens} tokens at temperature 0.8, top-k 40, top-p 0.95, whatever their end. {threads} threads,
+{context} tokens of context for each sequence. Each client sends its next request when the one before has ended.
+
+cLLM runs with its defaults, without speculation; llama-server with `--cache-ram 0`, a connection for each request, and
+at each concurrency with the fastest of the settings that were tried before the rounds. The engine in process does the
+same work without a server. llama-batched-bench computes prompts of that length and decodes, all at once and once; it
+neither samples nor schedules, so it is a bound and no peer. Numbers are medians (least to most) of {rounds} rounds;
+ratios and differences are taken within a round."""
+
+
+def write_page(results: Results, path: Path) -> list[Path]:
+    """Write the page and its pictures beside it; notes that the page has are kept. Returns what was written.
+
+    Raises StartupError if that cannot be done.
+    """
+    from cllm.bench.plots import picture
+
+    try:
+        notes = dict(NOTES.findall(path.read_text())) if path.exists() else {}
+        pictures = {path.with_name(f"{path.stem}-{name}.svg"): figure for name, figure in drawn(results).items()}
+        for file, figure in pictures.items():
+            file.write_bytes(picture(figure, file.suffix))
+        path.write_text(page(results, path.stem, notes))
+    except OSError as error:
+        raise StartupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
+    return [path, *pictures]
+
+
+def page(results: Results, stem: str, notes: dict[str, str]) -> str:
+    """Markdown; the pictures that it shows are called ``stem``-name.svg."""
+    setup = results.setup
+    parts = [
+        "# Performance",
+        f"Written by `cllm bench compare` on {results.date}; only the notes below the curves are by hand.",
+        "## Figures and targets",
+        "The number at the end is that of requests at a time.",
+        figure_table(figures(results)),
+        "## How this was measured",
+        HOW.format(**setup),
+        table(("", ""), [(name, value) for name, value in machine_of(results).items()], "ll"),
+    ]
+    if results.llama_bench:
+        tests = ", ".join(f"{name} {spread(values)}" for name, values in results.llama_bench.items())
+        parts.append(f"llama-bench, tokens/s: {tests}.")
+    if results.skipped:
+        lines = (f"* {name}: {reason}" for name, reason in results.skipped.items())
+        parts += ["Not measured:", "\n".join(lines)]
+    parts.append("## All systems")
+    parts += [part for size in sorted({run.num_seqs for run in results.runs}) for part in systems(results, size)]
+    if results.kept:
+        rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in results.kept]
+        parts += [
+            "## Connections that are kept",
+            f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for all its requests.",
+            table(("", "succeeded", "failures"), rows, "lrl"),
+        ]
+    if results.curve:
+        parts += ["## Growth over requests at a time", curve_table(results)]
+        parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONCURRENCY_PICTURES.items()]
+        parts.append(slot("concurrency", notes))
+    if results.depths:
+        parts += ["## Growth over context", depth_table(results.depths)]
+        parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONTEXT_PICTURES.items()]
+        parts.append(slot("context", notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def slot(name: str, notes: dict[str, str]) -> str:
+    return f"<!-- notes: {name} -->\n{notes.get(name, EMPTY_NOTES)}<!-- end of notes -->"
+
+
+def machine_of(results: Results) -> dict[str, str]:
+    setup = results.setup
+    return {**results.machine, "model": f"{setup['model']}, {size_text(setup['model_bytes'])}"}
+
+
+def figure_table(found: Sequence[Figure]) -> str:
+    rows = []
+    for figure in found:
+        sign = "≥" if figure.at_least else "≤"
+        target = "" if figure.target is None else f"{sign} {figure.target:g}{figure.unit}"
+        rows.append((figure.name, target, spread(figure.values, figure.unit), figure.verdict()))
+    return table(("figure", "target", "measured", ""), rows, "lrrl")
+
+
+def systems(results: Results, num_seqs: int) -> list[str]:
+    runs = [run for run in results.runs if run.num_seqs == num_seqs]
+    columns: dict[str, Callable[[Run], float | None]] = {
+        "output tokens/s": lambda run: run.output_tokens_per_s,
+        "decoding tokens/s": lambda run: run.decode_tokens_per_s,
+        "mean TTFT ms": lambda run: run.ttft_ms,
+        "ITL p50 ms": lambda run: run.itl_p50_ms,
+        "ITL p99 ms": lambda run: run.itl_p99_ms,
+        "start s": lambda run: run.start_s if run.start_s is not None else run.load_s,
+        "memory MB": lambda run: run.memory_mb,
+    }
+    rows = []
+    for system in dict.fromkeys(run.system for run in runs):
+        mine = [run for run in runs if run.system == system]
+        cells = [spread([found for run in mine if (found := value(run)) is not None]) for value in columns.values()]
+        succeeded = f"{sum(run.num_succeeded for run in mine)}/{sum(run.num_requests for run in mine)}"
+        chosen = results.chosen.get(system, {}).get(num_seqs, "")
+        rows.append((f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded))
+    title = "1 request at a time" if num_seqs == 1 else f"{num_seqs} requests at a time"
+    return [f"### {title}", table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))]
+
+
+def why(run: Run) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in run.failures.items())
+
+
+def curve_table(results: Results) -> str:
+    host = {parts.num_seqs: host_us(parts) for parts in results.parts}
+    rows = [
+        (
+            f"{run.num_seqs}",
+            run.system,
+            number(run.output_tokens_per_s),
+            number(run.ttft_ms),
+            number(run.itl_p50_ms),
+            number(run.itl_p99_ms),
+            number(host.get(run.num_seqs)) if run.system == CLLM else "",
+        )
+        for run in sorted(results.curve, key=lambda run: (run.num_seqs, run.system))
+    ]
+    head = ("at a time", "", "output tokens/s", "mean TTFT ms", "ITL p50 ms", "ITL p99 ms", "host µs a row")
+    return table(head, rows, "rlrrrrr")
+
+
+def depth_table(depths: Sequence[Depth]) -> str:
+    counts = sorted({count for depth in depths for count in depth.decode_tokens_per_s})
+    head = [f"{what}, {count} at a time" for count in counts for what in ("decoding tokens/s", "ITL ms")]
+    rows = []
+    for depth in sorted(depths, key=lambda depth: (depth.context, depth.system)):
+        speeds = [(count, depth.decode_tokens_per_s.get(count)) for count in counts]
+        cells = [cell for count, speed in speeds for cell in (number(speed), number(speed and 1e3 * count / speed))]
+        rows.append((f"{depth.context:,}", depth.system, number(depth.prefill_tokens_per_s), *cells))
+    return table(("context", "", "prefill tokens/s", *head), rows, "rl" + "r" * (1 + len(head)))
+
+
+def host_us(parts: Parts) -> float:
+    """Microseconds a row of all that is not llama.cpp's."""
+    return sum(us for part, us in parts.step_us.items() if part != "decode") / parts.num_seqs
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
+    lines = [head, ["---" if which == "l" else "---:" for which in align], *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def spread(values: Sequence[float], unit: str = "") -> str:
+    """Median (least-most)."""
+    if not values:
+        return ""
+    middle = number(statistics.median(values)) + unit
+    return middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
+
+
+def number(value: float | None) -> str:
+    """Three or four digits."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+# --- the pictures ----------------------------------------------------------------------------------------------------
+
+CONCURRENCY_PICTURES = {
+    "tokens": "Output tokens per second over requests at a time",
+    "ttft": "Mean time to first token over requests at a time",
+    "itl": "Times from token to token over requests at a time",
+    "host": "Microseconds a row on the host beside llama.cpp over sequences",
+}
+CONTEXT_PICTURES = {
+    "prefill": "Prompt tokens per second over the length of the prompt",
+    "decode": "Output tokens per second over the length of the context",
+    "context-itl": "Milliseconds from token to token over the length of the context",
+}
+AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
+
+
+def drawn(results: Results) -> dict[str, Any]:
+    """Name -> figure of matplotlib, of the curves that were measured."""
+    from cllm.bench.plots import curves
+
+    pictures: dict[str, Any] = {}
+    if results.curve:
+        names = list(dict.fromkeys(run.system for run in results.curve))
+
+        def line(system: str, value: Callable[[Run], float | None]) -> dict[float, list[float]]:
+            points: dict[float, list[float]] = {}
+            for run in sorted(results.curve, key=lambda run: run.num_seqs):
+                if run.system == system and (found := value(run)) is not None:
+                    points.setdefault(run.num_seqs, []).append(found)
+            return points
+
+        rates = {name: line(name, lambda run: run.output_tokens_per_s) for name in names}
+        pictures["tokens"] = curves(rates, x=AT_A_TIME, y="output tokens/s")
+        firsts = {name: line(name, lambda run: run.ttft_ms) for name in names}
+        pictures["ttft"] = curves(firsts, x=AT_A_TIME, y="mean TTFT (ms)")
+        gaps = {f"{name}, p50": line(name, lambda run: run.itl_p50_ms) for name in names}
+        gaps |= {f"{name}, p99": line(name, lambda run: run.itl_p99_ms) for name in names}
+        pictures["itl"] = curves(gaps, x=AT_A_TIME, y="ITL (ms)")
+        host: dict[float, list[float]] = {}
+        for parts in results.parts:
+            host.setdefault(parts.num_seqs, []).append(host_us(parts))
+        pictures["host"] = curves({"schedule, build, sample, advance, send": host}, x=AT_A_TIME, y="host µs a row")
+    if results.depths:
+        systems = list(dict.fromkeys(depth.system for depth in results.depths))
+        of = {name: [depth for depth in results.depths if depth.system == name] for name in systems}
+        prefill: dict[str, dict[float, list[float]]]
+        prefill = {name: {depth.context: [depth.prefill_tokens_per_s] for depth in of[name]} for name in systems}
+        pictures["prefill"] = curves(prefill, x=CONTEXT, y="prefill tokens/s")
+        speeds: dict[str, dict[float, list[float]]] = {}
+        gaps = {}
+        for name in systems:
+            for depth in of[name]:
+                for count, speed in depth.decode_tokens_per_s.items():
+                    label = f"{name}, {count} at a time"
+                    speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
+                    gaps.setdefault(label, {}).setdefault(depth.context, []).append(1e3 * count / speed)
+        pictures["decode"] = curves(speeds, x=CONTEXT, y="decoding tokens/s")
+        pictures["context-itl"] = curves(gaps, x=CONTEXT, y="ITL (ms)")
+    return pictures

@@ -1,0 +1,74 @@
+"""Finding the programs that cLLM is compared with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.bench import peers
+from cllm.bench.peers import EXAMPLE_SERVER, build, find, find_example_server, needed
+from cllm.errors import StartupError
+
+
+def program(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="programs are called otherwise")
+def test_the_folder_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    folder = tmp_path / "folder"
+    assert find("llama-server", folder) is None
+    with pytest.raises(StartupError, match=r"llama-server is neither in .*folder nor on PATH; .*--build builds it"):
+        needed("llama-server", folder)
+    on_path = program(tmp_path / "path", "llama-server")
+    assert find("llama-server", folder) == on_path
+    there = program(folder, "llama-server")
+    assert needed("llama-server", folder) == there
+    there.chmod(0o644)
+    assert find("llama-server", folder) == on_path
+
+
+def test_a_folder_of_here_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program(tmp_path / "bin", "llama-bench")
+    assert find("llama-bench", Path("bin")) == tmp_path / "bin" / "llama-bench"
+
+
+def test_the_example_server_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match="is not there"):
+        find_example_server(tmp_path)
+    (tmp_path / EXAMPLE_SERVER).touch()
+    monkeypatch.setattr(peers, "EXAMPLE_SERVER_NEEDS", ("msgspec", "no_such_package"))
+    with pytest.raises(StartupError, match=r"pip install no_such_package$"):
+        find_example_server(tmp_path)
+    monkeypatch.setattr(peers, "EXAMPLE_SERVER_NEEDS", ("msgspec",))
+    assert find_example_server(tmp_path) == tmp_path / EXAMPLE_SERVER
+
+
+def test_peers_are_built_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    with pytest.raises(StartupError, match="checkout"):
+        build(tmp_path / "peers", print)
+    assert not (tmp_path / "peers").exists()
+
+
+def test_sources_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sdist of the very version that uv.lock names, if uv has it; nothing is fetched then."""
+    version = peers.locked_package()["version"]
+    sdist = tmp_path / "sdists-v1" / "pypi" / peers.PACKAGE / version / "x" / "src"
+    (sdist / "vendor" / "llama.cpp").mkdir(parents=True)
+    (sdist / "vendor" / "llama.cpp" / "CMakeLists.txt").write_text("cmake")
+    (sdist / "examples" / "server").mkdir(parents=True)
+    (sdist / "examples" / "server" / "server.py").write_text("server")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
+    source, example = tmp_path / "peers" / "llama.cpp", tmp_path / "peers" / "build" / "bin" / EXAMPLE_SERVER
+    peers.put_sources(tmp_path / "peers", source, example, lambda _: None)
+    assert (source / "CMakeLists.txt").read_text() == "cmake"
+    assert example.read_text() == "server"

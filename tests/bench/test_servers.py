@@ -1,0 +1,64 @@
+"""Servers that are started to be measured: they are gone at the end, whatever ended it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cllm.bench.servers import cpu_seconds, memory_mb, running
+from cllm.errors import StartupError
+
+PATIENCE = 20.0  # seconds
+
+# A server whose child does not end by itself.
+SERVER = (
+    "import http.server, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "http.server.HTTPServer(('127.0.0.1', PORT), http.server.SimpleHTTPRequestHandler).serve_forever()"
+)
+linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
+
+
+def family(pid: int) -> list[str]:
+    """States of the processes of the group of ``pid``; an ended one may wait for its parent."""
+    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    return [fields[0] for fields in stats if fields[2] == str(pid) and fields[0] != "Z"]
+
+
+@linux
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_nothing_is_left(error: type[BaseException] | None) -> None:
+    """Not even children that nobody ended."""
+    pids = []
+    try:
+        with running([sys.executable, "-c", SERVER], "/") as server:
+            pids.append(server.pid)
+            assert len(family(server.pid)) == 2
+            assert 0 < server.start_s < 60
+            assert memory_mb(server.pid) > 1
+            if error is not None:
+                raise error
+    except (ValueError, KeyboardInterrupt) as raised:
+        assert type(raised) is error
+    deadline = time.monotonic() + PATIENCE  # what was killed needs a moment to go
+    while family(pids[0]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert family(pids[0]) == []
+    assert cpu_seconds(pids[0]) == 0
+
+
+def test_what_does_not_start_is_one_line() -> None:
+    with pytest.raises(StartupError, match="does not start"), running([sys.executable, "-c", "1"], "/"):
+        pass
+
+
+@linux
+def test_memory_and_time_of_a_process() -> None:
+    before = memory_mb(os.getpid())
+    block = b"x" * 50_000_000
+    assert 45 < memory_mb(os.getpid()) - before < 60
+    assert len(block) == 50_000_000
+    assert cpu_seconds(os.getpid()) > 0
