@@ -47,6 +47,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 SHAPES = {
     "tiny": Shape("qwen3", "qwen2", 2, 256, 512, 4, 2, 64, 2048, 4096, 1e6),
+    "smollm2-135m": Shape("llama", "smollm", 30, 576, 1536, 9, 3, 64, 49_152, 8192, 1e5),
     "qwen3-0.6b": Shape("qwen3", "qwen2", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960, 1e6),
     "qwen3-1.7b": Shape("qwen3", "qwen2", 28, 2048, 6144, 16, 8, 128, 151_936, 40_960, 1e6),
     "llama-3.2-1b": Shape("llama", "llama-bpe", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 5e5),
