@@ -109,6 +109,11 @@ class Service:
         self._recorder = recorder
         self._longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
+    def close(self) -> None:
+        """Nothing is served any longer."""
+        if self._recorder is not None:
+            self._recorder.close()
+
     @property
     def ready(self) -> bool:
         return self.engine.ready and not self.draining
@@ -238,6 +243,7 @@ class Answer:
         self._begun = self._last = time.monotonic()
         self._outcome = "abort"
         self._closed = False
+        self._error: CLLMError | None = None  # what the engine's last word means
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
             # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
@@ -296,16 +302,19 @@ class Answer:
         Raises what ``take`` raises.
         """
         while not self.finished:
-            await self._stream.arrival()
+            if self._error is None:
+                await self._stream.arrival()
             if deltas := self.take():
                 yield deltas
 
     def take(self) -> list[Delta] | None:
         """What has come since the last call: one delta a choice, in which many tokens may be; None if nothing has.
 
-        Raises EngineError and RequestTimeout.
+        Raises EngineError and RequestTimeout, after what had come before.
         """
         try:
+            if self._error is not None:
+                raise self._error
             outputs = self._stream.take()
             if not outputs:
                 return None
@@ -314,7 +323,7 @@ class Answer:
                 count = self.generation.usage.completion_tokens - before
                 self._metrics.tokens(count, now - self._last, first=before == 0)
                 self._last = now
-        except CLLMError as error:
+        except Exception as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise
         if self.finished:
@@ -330,9 +339,11 @@ class Answer:
             if choice.finish:  # sampled before the engine heard of the stop string
                 continue
             if output.finish == FinishReason.ERROR:
-                raise EngineError("The engine failed to compute this request; please retry.")
+                self._error = EngineError("The engine failed to compute this request; please retry.")
+                break
             if output.finish == FinishReason.TIMEOUT:
-                raise self._timeout()
+                self._error = self._timeout()
+                break
             usage.cached_tokens += output.num_cached_tokens
             usage.completion_tokens += 1
             text, finish = choice.feed(output)

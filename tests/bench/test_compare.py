@@ -53,7 +53,11 @@ def test_three_small_rounds(builtin_path: Path) -> None:
         threads=2,
         curves=False,
     )
-    results = compare(options, {"CPU": "any"}, lambda share, _: told.append(share))
+    kept: list[int] = []
+    results = compare(
+        options, {"CPU": "any"}, lambda share, _: told.append(share), lambda found: kept.append(len(found.runs))
+    )
+    assert kept[-1] == len(results.runs)
     assert told == sorted(told)
     assert told[-1] == 1.0
     for system in (BOUND, ENGINE, CLLM, LLAMA_SERVER):

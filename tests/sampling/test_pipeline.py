@@ -13,6 +13,7 @@ from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
 from cllm.sampling import pipeline
 from cllm.sampling.pipeline import FIRST_TRY, Sampler
 from cllm.sampling.random import uniform
@@ -262,3 +263,10 @@ def test_only_sampling_rows_are_sampled():
     seqs = [sequence(SamplingParams(temperature=0)) for _ in range(3)]
     batch = Batch([Row(seqs[0], 0, 1, True), Row(seqs[1], 0, 1, False), Row(seqs[2], 0, 1, True)], [])
     assert Sampler().sample(batch, np.array([[0, 1], [1, 0]], np.float32)) == [1, 0]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}])
+def test_what_is_not_a_number_gives_no_token(params):
+    """A broken model or build is an error of the step, never an id that no vocabulary has."""
+    with pytest.raises((EngineError, IndexError)):
+        sample([sequence(SamplingParams(**params))], [np.full(600, np.nan, np.float32)])

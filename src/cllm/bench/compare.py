@@ -76,8 +76,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def compare(options: Options, machine: dict[str, str], progress: Progress) -> Results:
-    """Measure everything. ``machine``: what is known of it, for the page.
+def compare(options: Options, machine: dict[str, str], progress: Progress, keep: Callable[[Results], None]) -> Results:
+    """Measure everything. ``machine``: what is known of it, for the page. ``keep`` is given what there is, after each
+    step.
 
     Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run; other peers are skipped then.
     """
@@ -87,6 +88,7 @@ def compare(options: Options, machine: dict[str, str], progress: Progress) -> Re
     for text, weight, do in steps:
         progress(done / total, text)
         do()
+        keep(comparison.results)
         done += weight
     progress(1.0, "done")
     return comparison.results
@@ -154,7 +156,13 @@ class Comparison:
                 results.skipped[f"context of {context}"] = "more than the model was made for, or than fits into memory"
                 continue
             for do in (self._depth, self._depth_bound):
-                yield f"context of {context}", context / 50, partial(do, context)
+                yield f"context of {context}", context / 50, partial(self._try_depth, do, context)
+
+    def _try_depth(self, do: Callable[[int], None], context: int) -> None:
+        try:
+            do(context)
+        except StartupError as error:
+            self.results.skipped[f"context of {context}"] = str(error)
 
     # --- systems -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +174,8 @@ class Comparison:
 
         def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
             flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
-            return cllm(model, *flags, "--scheduler.speculation", "off", "--log.level", "error")
+            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)  # as llama-server's is
+            return cllm(model, *flags, *off, "--log.level", "error")
 
         def theirs(*flags: object) -> Opener:
             def start(num_seqs: int, context: int) -> AbstractContextManager[Server]:
@@ -265,8 +274,9 @@ class Comparison:
             cpu = cpu_seconds(server.pid) - cpu
             memory = memory_mb(server.pid)
         run = run_of(outcome, name, settings, num_seqs, i)
-        run.start_s, run.memory_mb = server.start_s, memory
-        if name == CLLM and run.num_succeeded:
+        run.start_s = None if name == OLLAMA else server.start_s  # it loads the model when it is asked
+        run.memory_mb = memory
+        if name == CLLM and run.num_succeeded and cpu:
             run.cpu_us_per_token = 1e6 * cpu / (run.output_tokens_per_s * outcome.wall)
         return run
 
@@ -279,7 +289,7 @@ class Comparison:
             num_requests=work.size.num_seqs,
             num_succeeded=work.size.num_seqs,
             output_tokens_per_s=found.output_tokens_per_s,
-            decode_tokens_per_s=found.decode_tokens_per_s[0],
+            decode_tokens_per_s=found.decode_tokens_per_s[0] or None,  # 0: they never decoded all at once
             ttft_ms=found.ttft_ms,
             load_s=found.load_s,
         )

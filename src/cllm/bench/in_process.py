@@ -78,7 +78,7 @@ def params_of(job: Job) -> EngineParams:
         {
             "model": {"max_context_length": job.context},
             "scheduler": {"max_num_seqs": job.num_seqs, "speculation": "off"},
-            "kv": {"layout": "partitioned" if job.depth else "auto"},
+            "kv": {"layout": "partitioned" if job.depth else "auto", "ram_cache_mb": 0},
             "backend": {"llama_cpp": {"n_threads": job.threads}},
             "log": {"level": "error"},
         }

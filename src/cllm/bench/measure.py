@@ -29,6 +29,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import EngineParams, build_backend, llama_cpp_params
 from cllm.errors import CLLMError, StartupError
+from cllm.process.spawn import engine_environment
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Logits
@@ -133,7 +134,12 @@ class Bench:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # _end closes it
         command = [sys.executable, "-P", "-m", __name__]
         self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=-1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=-1,
+            env=engine_environment(),
         )
         return self._child
 

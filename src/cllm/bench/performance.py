@@ -218,10 +218,12 @@ a round is that of the one before turned. All get the same work: two prompts for
 of exactly {max_tokens} tokens at temperature 0.8, top-k 40, top-p 0.95, whatever their end. {threads} threads,
 {context} tokens of context for each sequence. Each client sends its next request when the one before has ended.
 
-cLLM runs with its defaults, without speculation; llama-server with `--cache-ram 0`, a connection for each request, and
-at each concurrency with the fastest of the settings that were tried before the rounds. The engine in process does the
-same work without a server. llama-batched-bench computes prompts of that length and decodes, all at once and once; it
-neither samples nor schedules, so it is a bound and no peer. Numbers are medians (least to most) of {rounds} rounds;
+cLLM runs with its defaults, but without speculation and without prefixes in RAM, which no prompt here would need again;
+llama-server with `--cache-ram 0`, a connection for each request, and at each concurrency with the fastest of the
+settings that were tried before the rounds. The engine in process does the
+same work without a server; both have big pages of memory, for which cLLM asks the system itself. llama-batched-bench
+computes prompts of that length and decodes, all at once and once; it neither samples nor schedules, so it is a bound
+and no peer. Numbers are medians (least to most) of {rounds} rounds;
 ratios and differences are taken within a round."""
 
 
@@ -233,11 +235,11 @@ def write_page(results: Results, path: Path) -> list[Path]:
     from cllm.bench.plots import picture
 
     try:
-        notes = dict(NOTES.findall(path.read_text())) if path.exists() else {}
+        notes = dict(NOTES.findall(path.read_text("utf-8"))) if path.exists() else {}
         pictures = {path.with_name(f"{path.stem}-{name}.svg"): figure for name, figure in drawn(results).items()}
         for file, figure in pictures.items():
             file.write_bytes(picture(figure, file.suffix))
-        path.write_text(page(results, path.stem, notes))
+        path.write_text(page(results, path.stem, notes), "utf-8")
     except OSError as error:
         raise StartupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
     return [path, *pictures]
@@ -274,10 +276,12 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     if results.curve:
         parts += ["## Growth over requests at a time", curve_table(results)]
         parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONCURRENCY_PICTURES.items()]
+    if results.curve or "concurrency" in notes:
         parts.append(slot("concurrency", notes))
     if results.depths:
         parts += ["## Growth over context", depth_table(results.depths)]
         parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONTEXT_PICTURES.items()]
+    if results.depths or "context" in notes:
         parts.append(slot("context", notes))
     return "\n\n".join(parts) + "\n"
 
@@ -349,7 +353,7 @@ def depth_table(depths: Sequence[Depth]) -> str:
     head = [f"{what}, {count} at a time" for count in counts for what in ("decoding tokens/s", "ITL ms")]
     rows = []
     for depth in sorted(depths, key=lambda depth: (depth.context, depth.system)):
-        speeds = [(count, depth.decode_tokens_per_s.get(count)) for count in counts]
+        speeds = [(count, depth.decode_tokens_per_s.get(count) or None) for count in counts]
         cells = [cell for count, speed in speeds for cell in (number(speed), number(speed and 1e3 * count / speed))]
         rows.append((f"{depth.context:,}", depth.system, number(depth.prefill_tokens_per_s), *cells))
     return table(("context", "", "prefill tokens/s", *head), rows, "rl" + "r" * (1 + len(head)))
@@ -433,6 +437,8 @@ def drawn(results: Results) -> dict[str, Any]:
         for name in systems:
             for depth in of[name]:
                 for count, speed in depth.decode_tokens_per_s.items():
+                    if not speed:  # they never decoded all at once
+                        continue
                     label = f"{name}, {count} at a time"
                     speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
                     gaps.setdefault(label, {}).setdefault(depth.context, []).append(1e3 * count / speed)

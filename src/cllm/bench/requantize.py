@@ -72,18 +72,25 @@ def original_form(header: GgufHeader) -> Form:
 def read_form(text: str, header: GgufHeader) -> Form:
     """From "BODY+HEAD". Raises StartupError that says what there is."""
     body, _, head = text.partition("+")
-    known = {*BODIES, original_form(header).body}
-    if body not in known or head not in HEADS:
+    known, heads = {*BODIES, original_form(header).body}, possible_heads(header)
+    if body not in known or head not in heads:
         raise StartupError(
             f"{text} is not a form: write BODY+HEAD, with a body of {', '.join(sorted(known))} and a head of "
-            f"{', '.join(HEADS)}"
+            f"{', '.join(heads)}"
         )
     return Form(body, head)
 
 
 def heads_to_try(header: GgufHeader) -> list[Form]:
     original = original_form(header)
-    return small_ones([Form(original.body, head) for head in HEADS if head != original.head], header)
+    return small_ones([Form(original.body, head) for head in possible_heads(header) if head != original.head], header)
+
+
+def possible_heads(header: GgufHeader) -> list[str]:
+    """Those whose blocks divide its rows; llama.cpp falls back to others for the body, but not for the head."""
+    blocks = {name: elements for name, elements, _ in TENSOR_TYPES.values()}
+    row = next(tensor.shape[0] for tensor in header.tensors if tensor.name == head_name(header))
+    return [head for head in HEADS if row % blocks[head] == 0]
 
 
 def bodies_to_try(header: GgufHeader, head: str) -> list[Form]:

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -59,31 +60,36 @@ def running(
     port = port or free_port()
     words = [str(word).replace("PORT", str(port)) for word in command]
     begun = time.perf_counter()
-    process = subprocess.Popen(
-        words,
-        env=os.environ | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not answers(url + health):
-            if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
-                raise StartupError(f"{' '.join(words)} does not start")
-            time.sleep(0.01)
-        start_s = time.perf_counter() - begun
-        yield Server(url, timeout=1800.0, keep_alive=keep_alive, api=api, pid=process.pid, start_s=start_s)
-    finally:
+    # A person's settings would change some of those that are compared and not the others.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("CLLM_", "LLAMA_ARG_"))}
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            words, env={**ours, **environment}, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{port}"
         try:
-            process.terminate()
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:  # a second Ctrl-C comes here too
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            while not answers(url + health):
+                if process.poll() is not None or time.perf_counter() - begun > START_TIMEOUT:
+                    raise StartupError(f"{Path(words[0]).name} does not start: {last_line(errors)}")
+                time.sleep(0.01)
+            start_s = time.perf_counter() - begun
+            yield Server(url, timeout=1800.0, keep_alive=keep_alive, api=api, pid=process.pid, start_s=start_s)
+        finally:
+            try:
+                process.terminate()
+                process.wait(STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # a second Ctrl-C comes here too
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it says nothing"
 
 
 def answers(url: str) -> bool:

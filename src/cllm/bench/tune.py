@@ -38,6 +38,7 @@ FIELDS = {
 """Setting -> its field of EngineParams."""
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
+ENOUGH = 5  # rounds, from which a median distance says something
 LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1  # shares that are worth a line in a file; that are worth giving up `auto` for
 KV_KL_LIMIT = 0.01  # nats; what nobody asked for must not change the answers more
 HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}  # rounds -> ratio; who was below it in all of them is not measured any more
@@ -155,12 +156,13 @@ def race(
 
 
 def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str) -> Outcome:
-    """The noise is twice the median distance of the rounds from their median."""
+    """The noise is twice the median distance of the rounds from their median; of few rounds the largest distance."""
     speeds = {figure: [found[figure] for found in rounds] for figure in (rounds[0] if rounds else ())}
     if failure or not ratios:
         return Outcome(speeds, failure=failure or "not measured")
     middle = statistics.median(ratios)
-    noise = 2 * statistics.median(abs(ratio - middle) for ratio in ratios)
+    distances = [abs(ratio - middle) for ratio in ratios]
+    noise = 2 * statistics.median(distances) if len(ratios) >= ENOUGH else max(distances)
     return Outcome(speeds, middle - 1, noise)
 
 
@@ -302,4 +304,5 @@ def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) 
 
 def final_figures(works: Works) -> list[Figure]:
     figures = [Figure("prompt", works.many)]
-    return figures + [Figure("decode", work) for work in dict.fromkeys((works.one, works.many, works.all))]
+    by_size = {work.num_seqs: work for work in (works.all, works.many, works.one)}
+    return figures + [Figure("decode", by_size[size]) for size in sorted(by_size)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -211,6 +210,7 @@ def load(
         strangers = msgspec.structs.replace(words, seed=seed + 1, shared_words=0)
         tasks = word_tasks(warmup, strangers) + WORKLOADS[workload][0](requests, words)
     total = num_requests(tasks)
+    share = (len(tasks) - warmup) / max(1, total - warmup)  # of requests that begin a talk: the others follow
     with closing(loading_bar("requests")) as bar:
         outcome = run_load(
             target,
@@ -218,10 +218,16 @@ def load(
             concurrency=concurrency,
             warmup=warmup,
             progress=lambda ended: bar.update(ended / total, f"{ended} of {total} requests"),
-            arrivals=None if rate is None else arrival_times(len(tasks) - warmup, rate, arrivals, seed),
+            arrivals=None if rate is None else arrival_times(len(tasks) - warmup, rate * share, arrivals, seed),
         )
     settings = {name: value for name, value in settings.items() if value is not None}
     report = summarize(outcome, url=target.url, model=model, settings=settings)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        from rich.console import Console
+
+        print_report(report, Console())
     if out is not None:
         write(out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if plot is not None:
@@ -230,12 +236,6 @@ def load(
         from cllm.bench.page import report_page
 
         write(html, report_page(report).encode())
-    if json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        from rich.console import Console
-
-        print_report(report, Console())
     forgiven = report.num_refused if rate is not None and workload != "overload" else 0
     if report.num_failed - forgiven:
         sys.exit(1)
@@ -249,8 +249,12 @@ def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
         if plot is not None:
             checked_picture(plot)
     for path in (out, plot, html):
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise StartupError(f"{path} cannot be written: {path.parent} is no folder")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise StartupError(f"{path} cannot be written")
 
 
 def write(path: Path, content: bytes) -> None:
@@ -320,6 +324,7 @@ def stages(
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the same work at every stage from llama_decode to the socket, and what each stage costs."""
+    begin_like_an_engine()
     from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
 
     check_files(None, plot, None)
@@ -340,6 +345,15 @@ def stages(
         sys.exit(1)
 
 
+def begin_like_an_engine() -> None:
+    """Begin again with what engine processes have in their environment, so that an engine in this one has it too."""
+    from cllm.process.spawn import engine_environment
+
+    environment = engine_environment()
+    if sys.argv[1:3] == ["bench", "stages"] and sys.platform == "linux" and environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # ourselves
+
+
 @app.command
 def compare(
     model: Annotated[
@@ -348,7 +362,13 @@ def compare(
     /,
     *,
     concurrency: Annotated[
-        tuple[int, ...], Parameter(validator=Positive, negative="", help="Requests at a time; once for each size.")
+        tuple[int, ...],
+        Parameter(
+            validator=Number(gte=1, lte=256),
+            negative="",
+            consume_multiple=True,
+            help="Requests at a time, such as 1 8 32.",
+        ),
     ] = (1, 8, 32),
     rounds: Annotated[int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")] = 3,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
@@ -399,11 +419,13 @@ def compare(
             threads=threads or os.cpu_count() or 1,
             curves=curves,
         )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended then too
+
+        def keep(results: Results) -> None:
+            if json is not None:
+                write(json, msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+
         with closing(loading_bar("comparing")) as bar:
-            results = measure(options, machine(), bar.update)
-        if json is not None:
-            write(json, msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+            results = measure(options, machine(), bar.update, keep)
     for path in write_page(results, out):
         print(path)
     for figure in figures(results):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -98,13 +99,26 @@ def unknown_option(error: UnknownOptionError) -> str:
     return f"Unknown option: {word}." + (f" Did you mean {names[near[0]]}?" if near else "")
 
 
+def end_in_order() -> None:
+    """Let a signal that ends the process unwind it, so that processes and files that it made go too.
+
+    ``cllm serve`` has handlers of its own later.
+    """
+    for name in ("SIGTERM", "SIGHUP"):
+        if number := getattr(signal, name, None):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error that was foreseen is one line on stderr.
 
     arguments: None takes those of the process.
 
-    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 when the reader of a pipe has gone.
+    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 when the reader of a pipe has gone; 128 + n for
+    another signal n.
     """
+    if arguments is None:
+        end_in_order()
     try:
         try:
             app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)

@@ -30,7 +30,7 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
     name = tree.model.name or (catalog.model_name(path) if path else "fake")
     params = engine_params(tree, path)
 
-    from cllm.server.run import address, listen, run_forever  # takes a second, which no mistake above needs to wait for
+    from cllm.server.run import address, listen, run_forever
 
     listener = listen(tree.server.host, tree.server.port)
     url = address(listener)

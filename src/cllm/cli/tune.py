@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +147,6 @@ def tune(
 
     needed = bytes_needed(header, len(tokens), form) if requantize else 0
     with (
-        interrupted_by_sigterm(),
         workplace(needed) as folder,
         Bench() as bench,
         closing(loading_bar(f"cllm: measuring {path.name}")) as bar,
@@ -158,8 +155,6 @@ def tune(
         tuned = tuning.tune()
         forms = tuning.requantize(form) if requantize else []
         chosen = form or chosen_form(forms, header)
-        if write and chosen:
-            write_copy(path, write, chosen, bar)
     report = Report(
         catalog.model_name(path),
         cpu_name(),
@@ -181,6 +176,8 @@ def tune(
     elif out is None:
         print(yaml, end="")
     if write and chosen:
+        with closing(loading_bar(f"cllm: writing {write.name}")) as bar:
+            write_copy(path, write, chosen, bar)
         print(f"{write}: {chosen}, {size_text(write.stat().st_size)}", file=sys.stderr)
     elif write:
         print("cllm: no form is faster at little cost, so no copy was written", file=sys.stderr)
@@ -245,16 +242,6 @@ class Tuning:
         return try_forms(self.bench, params, figures, self.tokens, forms, self.folder, progress)
 
 
-@contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that nothing temporary is left."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def bytes_needed(header: GgufHeader, num_tokens: int, form: Form | None) -> int:
     """For a candidate and the original's logits."""
     candidate = SIZE_LIMIT * header.tensor_bytes if form is None else estimated_bytes(form, header)
@@ -304,11 +291,14 @@ def chosen_form(forms: list[Requantized], header: GgufHeader) -> Form | None:
 
 
 def write_copy(source: Path, target: Path, form: Form, bar: Bar) -> None:
-    """Whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        copy = Path(folder) / "copy.gguf"
-        write_form(source, copy, form, lambda share: bar.update(share, f"writing {target.name}"))
-        copy.replace(target)
+    """Whole or not at all. Raises StartupError."""
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            copy = Path(folder) / "copy.gguf"
+            write_form(source, copy, form, bar.update)
+            copy.replace(target)
+    except OSError as error:
+        raise StartupError(f"{target} cannot be written: {error.strerror}") from None
 
 
 def yaml_text(loaded: Loaded, report: Report) -> str:

@@ -161,6 +161,7 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         max_num_seqs=min(MAX_DRAFTED_SEQS, info.max_num_seqs),
         layout="partitioned",
         kv_memory=1 << 62,
+        kv_type="f16",
         kv_bytes_per_token=0,
     )
     backend = build_backend(draft_params)

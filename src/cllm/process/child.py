@@ -1,4 +1,4 @@
-"""The engine process: ``python -m cllm.process.child``, started by client.py.
+"""The engine process: ``python -m cllm.process.child``, started by spawn.py.
 
 One thread steps the engine and is the only one that calls libllama. A second one only reads stdin into a queue; when
 stdin ends, the parent is gone and the process exits at once, whatever it was doing.

@@ -88,6 +88,8 @@ class EngineClient:
             raise
         finally:
             ended.cancel()
+            if not self._loaded.cancel():
+                self._loaded.exception()  # which nobody may have asked for
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._load_seconds = time.monotonic() - self._spawned
         self.ready = True
@@ -105,9 +107,9 @@ class EngineClient:
             case Loading():
                 if self._on_loading:
                     self._on_loading(message.share)
-            case Ready():
+            case Ready() if not self._loaded.done():
                 self._loaded.set_result(message.info)
-            case Failed():
+            case Failed() if not self._loaded.done():
                 self._loaded.set_exception(StartupError(message.reason))
 
     def seconds_until_ready(self) -> float:

@@ -34,7 +34,7 @@ def engine_environment() -> dict[str, str]:
 
 async def spawn(take: Callable[[FromChild], None]) -> EngineProcess:
     """Start an engine process; ``take`` is called with each of its messages."""
-    transport, process = await asyncio.get_running_loop().subprocess_exec(
+    _, process = await asyncio.get_running_loop().subprocess_exec(
         lambda: EngineProcess(take),
         sys.executable,
         "-P",  # not what lies in the current folder
@@ -46,7 +46,6 @@ async def spawn(take: Callable[[FromChild], None]) -> EngineProcess:
         env=engine_environment(),
         start_new_session=True,  # signals to our process group are for us: running streams may finish
     )
-    process.transport = transport
     return process
 
 
@@ -62,6 +61,10 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self.ended = asyncio.Event()
         self._take = take
         self._rest = b""
+        self._is_understood = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.SubprocessTransport", transport)
 
     @property
     def pid(self) -> int:
@@ -73,6 +76,8 @@ class EngineProcess(asyncio.SubprocessProtocol):
             pipe.write(data)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if not self._is_understood:
+            return
         data = self._rest + data if self._rest else data
         at = 0
         try:
@@ -81,16 +86,17 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 end = body + LENGTH.unpack_from(data, at)[0]
                 if end > len(data):
                     break
-                self._take(_decode(data[body:end]))
                 at = end
+                self._take(_decode(data[body:end]))
         except Exception:  # whatever it is, nobody may wait for ever
             log.exception("what the engine said was not understood")
+            self._is_understood = False
             self._kill()
         self._rest = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport.close()
         self.ended.set()
+        self.transport.close()
 
     async def stop(self) -> None:
         """Kill it if it still runs, and wait for its end."""

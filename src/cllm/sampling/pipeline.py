@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cllm.core.batch import Batch
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
+from cllm.errors import EngineError
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
 from cllm.sampling.top_k import Ids, Row, top_k
@@ -47,6 +48,8 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
     if 0 < params.top_k < row.shape[0]:
         return pick(*top_k(row, params.top_k), params, number)
     largest = row.max()
+    if np.isnan(largest):
+        raise EngineError("the model computes what is not a number")
     if params.top_p == 1 and params.min_p == 0:
         cumulated = np.exp((row - largest) / np.float64(params.temperature)).cumsum()
         return int(cumulated.searchsorted(number * cumulated[-1], side="right"))

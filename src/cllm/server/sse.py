@@ -16,7 +16,7 @@ from cllm.service import Answer, Delta
 T = TypeVar("T")
 
 HEARTBEAT = 15.0  # seconds of silence after which proxies and clients are told that we are alive
-WRITE_TIMEOUT = 60.0  # seconds in which a client that has unread data must read some of it
+WRITE_TIMEOUT = 60.0  # seconds in which a client must read most of what waits for it, some tens of kilobytes
 HEARTBEAT_BYTES = b": ping\n\n"
 DIRECT_SEND = "cllm.send"
 
@@ -75,6 +75,7 @@ class EventStream(Response):
         self._send = send
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(disconnected(receive))
+        error: BaseException | None = None
         try:
             self._write(self._events.begin())
             self._answer.listen(self._pump)
@@ -86,8 +87,10 @@ class EventStream(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._ended.done():
-            self._ended.result()
+            if not self._ended.cancel():
+                error = self._ended.exception()
+        if error:
+            raise error
 
     async def _beat(self, watching: asyncio.Task[None]) -> None:
         """Return when all has been sent, the client has gone or has not read for too long; break silence meanwhile."""

@@ -117,6 +117,8 @@ class LlamaCppBackend:
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
         self._path = path
+        self._context: Any = None
+        self._num_ids = 0
         self._open(params)
 
     def reopen(self, params: LlamaCppParams) -> None:
@@ -125,6 +127,7 @@ class LlamaCppBackend:
         Raises StartupError if it cannot be had; there is none then.
         """
         lib.llama_free(self._context)
+        self._context = None  # or it would be freed again if there is no other one
         self._open(params)
 
     def _open(self, params: LlamaCppParams) -> None:
@@ -182,6 +185,7 @@ class LlamaCppBackend:
 
     def change_layout(self, layout: str) -> None:
         lib.llama_free(self._context)
+        self._context = None
         self._open_context(layout)
         num_spare_ids = self._num_ids - self._sizes.max_num_seqs
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)

@@ -1,0 +1,92 @@
+"""The HTTP server and the service behind it. To import this and to open them takes a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from cllm.config import Settings
+from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.errors import EngineError
+from cllm.observe.metrics import Metrics
+from cllm.observe.trace_file import Recorder
+from cllm.process.client import EngineClient
+from cllm.server.app import create_app
+from cllm.server.defaults import SamplingDefaults
+from cllm.server.sse import streaming
+from cllm.service import Service
+
+log = logging.getLogger("cllm.server")
+
+KEEP_ALIVE = 75  # seconds; longer than the idle time of the usual clients and proxies, so that they close first
+LAST_WORDS = 2  # seconds for streams that were ended to say so
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, but at SIGTERM running streams get ``drain_timeout`` seconds and then an error of their own.
+
+    The second signal ends them at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
+        super().__init__(config)
+        self.service = service
+        self._drain_timeout = drain_timeout
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # the handler runs between any two instructions, streams are not to be written to there
+            self._loop.call_soon_threadsafe(self._end_streams)
+        self.service.draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.draining = True
+        if (going := len(self.server_state.tasks)) and self._drain_timeout:
+            streams = "1 stream" if going == 1 else f"{going} streams"
+            log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, streams)
+        timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _end_streams(self) -> None:
+        self.service.engine.end_all(EngineError("The server is shutting down."))
+
+    def close(self) -> None:
+        self.service.close()
+
+
+def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
+    """A server that does not listen yet. Raises StartupError."""
+    recorder = make_recorder(settings)
+    vocabulary, metrics = build_vocabulary(params), Metrics(model_name)
+    service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
+    sampling = SamplingDefaults(**settings.sampling.model_dump())
+    max_body = settings.server.max_body_mb * 1_000_000
+    app = create_app(service, sampling, max_body, settings.scheduler.priorities)
+    config = uvicorn.Config(
+        streaming(app),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
+    )
+    return HttpServer(config, service, settings.server.drain_timeout)
+
+
+def make_recorder(settings: Settings) -> Recorder | None:
+    """Raises StartupError."""
+    path = settings.scheduler.trace_file
+    return None if path is None else Recorder(Path(path).expanduser())

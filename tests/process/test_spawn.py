@@ -1,0 +1,55 @@
+"""What the engine process says, as it comes out of a pipe."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.process.messages import Failed, Loading, frame
+from cllm.process.spawn import EngineProcess
+
+
+class Transport:
+    """Notes that the process was killed."""
+
+    def __init__(self):
+        self.kills = 0
+
+    def kill(self):
+        self.kills += 1
+
+
+def process(take):
+    child = EngineProcess(take)
+    child.connection_made(Transport())
+    return child
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.lists(st.integers(0, 400), max_size=6))
+def test_messages_come_whole_however_they_are_cut(lengths, cuts):
+    """Each once, in order."""
+    messages = [Failed("x" * length) for length in lengths]
+    data = b"".join(map(frame, messages))
+    taken = []
+    child = process(taken.append)
+    at = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for start, end in itertools.pairwise(at):
+        child.pipe_data_received(1, data[start:end])
+    assert taken == messages
+
+
+@pytest.mark.parametrize("rest", [b"", frame(Loading(0.3))])
+def test_after_what_is_not_understood_nothing_is(rest):
+    """The engine is ended, and what it said before is not taken twice."""
+    taken = []
+
+    def take(message):
+        taken.append(message.share)
+        if message.share == 0.2:
+            raise KeyError("unknown")
+
+    child = process(take)
+    child.pipe_data_received(1, frame(Loading(0.1)) + frame(Loading(0.2)) + rest)
+    child.pipe_data_received(1, frame(Loading(0.4)))
+    assert (taken, child.transport.kills) == ([0.1, 0.2], 1)
