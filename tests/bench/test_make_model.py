@@ -100,7 +100,7 @@ def test_llama_cpp_says_why_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "quant", "folder", "words"),
     [
-        ("huge", "q8_0", ".", "Unknown shape 'huge'; there are tiny, qwen3-0.6b"),
+        ("huge", "q8_0", ".", "Unknown shape 'huge'; there are tiny, smollm2-135m, qwen3-0.6b"),
         ("tiny", "q9", ".", "Unknown quantization 'q9'; there are f16, q8_0"),
         ("tiny", "q8_0", "none", "There is no folder"),
     ],

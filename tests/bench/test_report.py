@@ -43,9 +43,9 @@ def test_a_timeline_loses_nothing(answers: list[Answer]) -> None:
         return
     assert len(timeline.running) == len(timeline.output_tokens_per_s) == BINS
     rounding = 0.001 * BINS * timeline.bin_s
-    assert sum(timeline.running) * timeline.bin_s == pytest.approx(waited, abs=rounding)
+    assert sum(timeline.running) * timeline.bin_s == pytest.approx(waited, rel=1e-9, abs=rounding)
     tokens = sum(answer.output_tokens for answer in answers)
-    assert sum(timeline.output_tokens_per_s) * timeline.bin_s == pytest.approx(tokens, abs=rounding)
+    assert sum(timeline.output_tokens_per_s) * timeline.bin_s == pytest.approx(tokens, rel=1e-9, abs=rounding)
 
 
 def test_a_timeline() -> None:

@@ -45,7 +45,7 @@ from cllm.models.memory import available_bytes
 
 TEMPERATURE = 0.8
 WAVES = 2  # requests of each client
-BOUND_TRIES = 5
+BOUND_TRIES = 20
 FEWEST = 4  # requests of a run
 KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # of the run over kept connections
 CURVE_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
