@@ -36,11 +36,14 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
         super().__init__(config)
         self.service = service
+        self.early: list[int] = []
         self._drain_timeout = drain_timeout
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Signals come to ``handle_exit`` from now on; those that came before are in ``early``."""
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        self.should_exit = self.should_exit or bool(self.early)
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # the handler runs between any two instructions, streams are not to be written to there

@@ -78,7 +78,7 @@ async def run(
                 gc.freeze()  # what is loaded by now stays: nobody has to look through it again
                 on_ready(opened.service)
 
-        opened.should_exit = bool(early)
+        opened.early = early
         starting.add_done_callback(started)
         await opened.serve(sockets=[listener])
         if starting.done() and not starting.cancelled() and (error := starting.exception()):
