@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_errors_of_commands(cllm, monkeypatch, error: BaseException, code: int, 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(command_line, "app", fail)
+    monkeypatch.setattr(command_line, "app", SimpleNamespace(parse_args=fail))
     assert cllm() == (code, "", line)
 
 

@@ -61,7 +61,7 @@ def test_help(cllm) -> None:
         (("--backend.name", "fake"), "only llama_cpp can be tuned"),
         (("--minutes", "0"), "minutes"),
         (("--out", "."), ". is a folder"),
-        (("--out", "none/c.yaml"), "There is no folder none"),
+        (("--out", "none/c.yaml"), "there is no folder none"),
         (("--write", "m.gguf"), "--write needs --requantize"),
         (("--requantize", "--write-as", "Q4_0+Q4_0"), "--write-as needs --write"),
         (("--requantize", "--write", "there.gguf"), "there.gguf exists"),

@@ -34,6 +34,7 @@ from cllm.bench.workload import (
     word_tasks,
 )
 from cllm.cli.doctor import cpu_name, installed
+from cllm.cli.files import check_writable, write_file
 from cllm.cli.progress import loading_bar
 from cllm.cli.talk import server_url
 from cllm.errors import StartupError
@@ -56,7 +57,7 @@ else:
     Workload = Literal[(*WORKLOADS, "questions")]
     Preset = Literal[tuple(PRESETS)]
 
-app = App(name="bench", help="Measure a server under load.")
+app = App(name="bench", help="Measure servers, peers and the stages between them; make stand-in models.")
 
 REQUESTS = {"overload": 500}  # 100 in the other workloads; many systems give a process 1024 open files
 MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
@@ -229,13 +230,13 @@ def load(
 
         print_report(report, Console())
     if out is not None:
-        write(out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        write_file(out, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if plot is not None:
         write_plot(plot, {model: report})
     if html is not None:
         from cllm.bench.page import report_page
 
-        write(html, report_page(report).encode())
+        write_file(html, report_page(report).encode())
     forgiven = report.num_refused if rate is not None and workload != "overload" else 0
     if report.num_failed - forgiven:
         sys.exit(1)
@@ -248,27 +249,13 @@ def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
 
         if plot is not None:
             checked_picture(plot)
-    for path in (out, plot, html):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise StartupError(f"{path} cannot be written: {path.parent} is no folder")
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise StartupError(f"{path} cannot be written")
-
-
-def write(path: Path, content: bytes) -> None:
-    """Raises StartupError if that cannot be done."""
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+    check_writable(out, plot, html)
 
 
 def write_plot(path: Path, reports: dict[str, Report]) -> None:
     from cllm.bench.plots import load_figure, picture
 
-    write(path, picture(load_figure(reports), path.suffix.lower()))
+    write_file(path, picture(load_figure(reports), path.suffix.lower()))
 
 
 @app.command
@@ -292,7 +279,7 @@ def diff(
     if html is not None:
         from cllm.bench.page import diff_page
 
-        write(html, diff_page(old, new).encode())
+        write_file(html, diff_page(old, new).encode())
     print_diff(old, new, Console())
 
 
@@ -334,7 +321,7 @@ def stages(
     if plot is not None:
         from cllm.bench.plots import bars, picture
 
-        write(plot, picture(bars(shares(results), y="share of the backend's speed"), plot.suffix.lower()))
+        write_file(plot, picture(bars(shares(results), y="share of the backend's speed"), plot.suffix.lower()))
     if json:
         print(msgspec.json.format(msgspec.json.encode(results)).decode())
     else:
@@ -422,7 +409,7 @@ def compare(
 
         def keep(results: Results) -> None:
             if json is not None:
-                write(json, msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+                write_file(json, msgspec.json.format(msgspec.json.encode(results)) + b"\n")
 
         with closing(loading_bar("comparing")) as bar:
             results = measure(options, machine(), bar.update, keep)

@@ -40,7 +40,7 @@ COMMANDS = {
     "generate": ("cllm.cli.generate:generate", GENERATE),
     "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
     "doctor": ("cllm.cli.doctor:doctor", "Check this machine and say what cLLM will do on it."),
-    "bench": ("cllm.cli.bench:app", "Measure a server under load."),
+    "bench": ("cllm.cli.bench:app", "Measure servers, peers and the stages between them; make stand-in models."),
     "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),
     "explain": ("cllm.cli.explain:explain", "Say how a running server fills its steps, who waits, and why."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
@@ -121,7 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end_in_order()
     try:
         try:
-            app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False)
+            words = sys.argv[1:] if arguments is None else arguments
+            command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)  # imports the command
+            if arguments is None:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            command(*bound.args, **bound.kwargs)
         finally:
             sys.stdout.flush()
     except (CLLMError, CycloptsError) as error:

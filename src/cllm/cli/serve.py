@@ -11,6 +11,7 @@ from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, set
 from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
 from cllm.observe import log
+from cllm.server.run import address, listen, run_forever
 
 if TYPE_CHECKING:
     from cllm.service import Service
@@ -29,8 +30,6 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
             path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
     name = tree.model.name or (catalog.model_name(path) if path else "fake")
     params = engine_params(tree, path)
-
-    from cllm.server.run import address, listen, run_forever
 
     listener = listen(tree.server.host, tree.server.port)
     url = address(listener)

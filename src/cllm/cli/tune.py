@@ -44,6 +44,7 @@ from cllm.bench.tune import (
     works,
 )
 from cllm.cli.doctor import cpu_name
+from cllm.cli.files import check_writable, write_file
 from cllm.cli.progress import Bar, loading_bar
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
 from cllm.config import Loaded, plant, value_at
@@ -170,7 +171,8 @@ def tune(
     yaml = yaml_text(loaded, report)
     print_report(report)
     if out is not None:
-        save(out, yaml)
+        write_file(out, yaml.encode())
+        print(f"{out}: cllm serve --config {out}", file=sys.stderr)
     if json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     elif out is None:
@@ -257,13 +259,7 @@ def check_options(*, requantize: bool, out: Path | None, write: Path | None, wri
         raise StartupError("--write needs --requantize")
     if write_as and not write:
         raise StartupError("--write-as needs --write")
-    for file in filter(None, (out, write)):
-        if file.is_dir():
-            raise StartupError(f"{file} is a folder; name the file to write")
-        if not file.parent.is_dir():
-            raise StartupError(f"There is no folder {file.parent}")
-        if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise StartupError(f"{file} cannot be written")
+    check_writable(out, write)
     if write and write.exists():
         raise StartupError(f"{write} exists; name another file")
 
@@ -275,14 +271,6 @@ def read_text(path: Path) -> str:
         raise StartupError(f"--text {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise StartupError(f"--text {path} is not UTF-8") from None
-
-
-def save(path: Path, yaml: str) -> None:
-    try:
-        path.write_text(yaml, encoding="utf-8")
-    except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path}: cllm serve --config {path}", file=sys.stderr)
 
 
 def chosen_form(forms: list[Requantized], header: GgufHeader) -> Form | None:

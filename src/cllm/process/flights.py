@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cllm.core.output import TokenOutput
 from cllm.core.request import Request
@@ -85,33 +85,29 @@ class Flight:
         self.stopped: set[int] = set()  # the engine has been told that they are long enough
         self.failed = False
         self.outputs: list[TokenOutput] = []
-        self._readers: dict[Stream, list[str]] = {}
+        self.readers: dict[Stream, list[str]] = {}  # and their names for it
 
     @property
     def is_wanted(self) -> bool:
         """Somebody reads it, or it is ending by itself."""
-        return bool(self._readers) or self.going <= self.stopped
+        return bool(self.readers) or self.going <= self.stopped
 
     def join(self, stream: Stream, request_id: str) -> None:
         """Let ``stream`` have what came so far and what will come, under the name ``request_id``."""
         for output in self.outputs:
             stream.put(renamed(output, request_id))
-        self._readers.setdefault(stream, []).append(request_id)
+        self.readers.setdefault(stream, []).append(request_id)
         stream.flights[request_id] = self
 
     def leave(self, stream: Stream) -> None:
-        self._readers.pop(stream, None)
+        self.readers.pop(stream, None)
 
     def put(self, output: TokenOutput) -> None:
         if self.key is not None:
             self.outputs.append(output)
-        for stream, names in self._readers.items():
+        for stream, names in self.readers.items():
             for name in names:
                 stream.put(output if name == output.request_id else renamed(output, name))
-
-    @property
-    def readers(self) -> Iterable[Stream]:
-        return self._readers
 
     def place_now(self) -> Place:
         """Where it stands, at the latest."""
@@ -193,11 +189,12 @@ class Flights:
 
     def put(self, outputs: list[TokenOutput], now: float) -> None:
         """What a step of the engine gave, at the moment ``now`` of time.monotonic."""
-        woken: dict[Stream, None] = {}
+        woken: dict[Stream, bool] = {}
         for output in outputs:
             flight = self._flights.get(output.request_id)
             if flight is not None:
-                woken.update(dict.fromkeys(flight.readers))
+                for stream in flight.readers:
+                    woken[stream] = True
                 self._put(flight, output, now)
         for stream in woken:
             stream.wake()

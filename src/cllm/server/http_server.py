@@ -65,9 +65,6 @@ class HttpServer(uvicorn.Server):
     def _end_streams(self) -> None:
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
-    def close(self) -> None:
-        self.service.close()
-
 
 def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
     """A server that does not listen yet. Raises StartupError."""

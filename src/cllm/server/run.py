@@ -62,7 +62,7 @@ async def run(
 ) -> bool:
     """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them.
 
-    False if the model had not been loaded until then. Raises StartupError if it cannot be.
+    False if it has not served. Raises StartupError if it cannot be.
     """
     engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings))
     starting = asyncio.create_task(engine.start())
@@ -83,14 +83,14 @@ async def run(
         await opened.serve(sockets=[listener])
         if starting.done() and not starting.cancelled() and (error := starting.exception()):
             raise error
-        return engine.info is not None
+        return engine.info is not None and not early
     finally:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, StartupError):
             await starting
         await engine.close()
         if server is not None:
-            server.close()
+            server.service.close()
 
 
 def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
@@ -128,6 +128,6 @@ def run_forever(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))
     with asyncio.Runner(loop_factory=factory) as runner:
-        loaded = runner.run(run(settings, params, signals, model_name, listener, on_loading, on_ready))
-    if not loaded and signal.SIGINT in signals:
+        served = runner.run(run(settings, params, signals, model_name, listener, on_loading, on_ready))
+    if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt
