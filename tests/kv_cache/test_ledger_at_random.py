@@ -85,7 +85,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(match.source, Snapshot) and match.source.place is not Place.RAM:
             self.fetch(match.source)
             return
-        before = str(self.ledger)
+        before, idle = str(self.ledger), {i: list(holding.path) for i, holding in self.ledger._idle.items()}
         leased = self.ledger.lease(seq, match)
         if leased is None:
             assert isinstance(match.source, Snapshot)
@@ -93,7 +93,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert str(self.ledger) == before
             return
         seq.seq_id, seq.num_computed_tokens, operations = leased
-        assert seq.num_computed_tokens == match.num_tokens
+        left = idle.get(seq.seq_id, []) if match.source is None and self.ledger._trims_in_place else []
+        assert seq.num_computed_tokens == max(match.num_tokens, common(left, prompt[:-1]))
         assert seq.seq_id not in self.running
         self.operations += operations
         self.running[seq.seq_id] = seq

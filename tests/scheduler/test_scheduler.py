@@ -33,7 +33,7 @@ def test_continuous_batching(fake_engine):
     assert engine.finish() == [
         "A.0 0+3 sample | B.0 0+3 sample",
         "A.0 3+1 sample | B.0 3+1 sample",
-        "C.0 0+3 sample | B.0 4+1 sample",
+        "C.0 2+1 sample | B.0 4+1 sample",
         "C.0 3+1 sample | B.0 5+1 sample",
     ]
 
@@ -42,7 +42,7 @@ def test_a_seq_id_is_free_in_the_step_of_the_last_token(fake_engine):
     """A sequence gives its seq_id and cells back in the step that samples its last token."""
     engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=16)
     engine.add("A", [1, 2, 3], max_tokens=1)
-    engine.add("B", [1, 2, 3], max_tokens=1)
+    engine.add("B", [4, 5, 6], max_tokens=1)
     assert engine.step() == "A.0 0+3 sample"
     assert engine.ledger.seq_ids.num_free == 1
     assert engine.ledger.cells.num_held == 0
@@ -121,7 +121,7 @@ def test_rows_are_sorted_by_seq_id(fake_engine):
     engine.add("B", [1, 2], max_tokens=4)
     engine.step()
     engine.add("C", [1, 2], max_tokens=4)
-    assert engine.step() == "C.0 0+2 sample | B.0 2+1 sample"
+    assert engine.step() == "C.0 1+1 sample | B.0 2+1 sample"
     assert engine.backend.seq_ids[-1] == [0, 1]
 
 

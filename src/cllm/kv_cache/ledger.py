@@ -21,7 +21,7 @@ from cllm.core.batch import Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.sequence import Sequence
 from cllm.kv_cache.cells import Cells, Chain
 from cllm.kv_cache.layouts import Layout, Sharing
-from cllm.kv_cache.radix_tree import RadixTree, Tokens
+from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
 from cllm.kv_cache.seq_id_pool import SeqIdPool
 from cllm.kv_cache.tiers import Place, Snapshot, Tiers
 
@@ -169,6 +169,9 @@ class Ledger:
             raise IndexError("no sequence id is free")
         source, count = match.source, match.num_tokens
         seq_id = self._choose_seq_id(source, count)
+        if source is None and (idle := self._idle.get(seq_id)) is not None and self._trims_in_place:
+            count = common_prefix(idle.path, seq.array[:-1])  # the first tokens of a template, too few to look for
+            source = idle if count else None
         operations: list[Operation] = []
         if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
             operations += self._shrink(source, count, save=not self._is_trifle(source, count))
@@ -219,6 +222,11 @@ class Ledger:
     def _is_trifle(self, holding: Holding, count: int) -> bool:
         """True if what an idle prefix holds beyond ``count`` tokens costs less to compute again than to keep."""
         return holding.chain.length - count <= (0 if self.layout.shares else self._copy_cost(count))
+
+    @property
+    def _trims_in_place(self) -> bool:
+        """True if the beginning of what lies idle under a seq_id can stay there without a copy that costs."""
+        return self.layout.trims and (self.layout.shares or not self.layout.num_spare_ids)
 
     def _worth_moving(self, holding: Holding, count: int) -> bool:
         """True if more of an idle prefix than the ``count`` tokens now wanted can stay, under a spare seq_id."""
