@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
 import time
@@ -32,6 +33,12 @@ MAX_CHOICES = 1024  # prompts times n of one request
 log = logging.getLogger("cllm.service")
 
 
+class Channel(enum.StrEnum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
 class RequestTimeout(CLLMError):
     """The request took longer than it may; ``code`` says by whose word."""
 
@@ -51,12 +58,21 @@ class Terms:
 
 
 class Delta(msgspec.Struct, gc=False):
-    """New text of one choice. ``finish`` is "" while it goes on, else stop or length, and then nothing follows."""
+    """New text of one choice, in one channel. Deltas of a choice are in order.
+
+    finish: "" while it goes on, else stop, length or tool_calls, and then nothing follows. stop: the stop string that
+    ended it. channel: whether it is what the model says, what it thinks, or the arguments of the ``call``-th function
+    it calls, whose ``name`` comes with the first delta of that call; the texts of a call are together one JSON object.
+    """
 
     index: int
     text: str
     num_tokens: int
     finish: str = ""
+    stop: str = ""
+    channel: Channel = Channel.TEXT
+    call: int = 0
+    name: str = ""
 
 
 @dataclass(slots=True)
