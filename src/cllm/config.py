@@ -41,6 +41,10 @@ class Server(Section):
     max_body_mb: int = Field(
         default=4, ge=1, le=1024, description="Largest request body in MB; a larger one is refused (413)."
     )
+    strict: bool = Field(
+        default=False,
+        description="Refuse requests with parameters that are not known (400); else these are counted and ignored.",
+    )
     drain_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="Seconds that running streams get to end after SIGTERM."
     )

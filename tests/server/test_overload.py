@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from cllm.backends.fake import FakeVocabulary
+from cllm.config import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.engine.build import EngineParams
@@ -20,7 +21,6 @@ from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
-from cllm.server.defaults import SamplingDefaults
 from cllm.service import Generation, Service, Terms
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
@@ -317,7 +317,7 @@ def with_service(test, **limits):
     async def main():
         engine = EngineClient(EngineParams(backend="fake", max_num_seqs=1), limits=QueueLimits(**limits))
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
-        app = create_app(service, SamplingDefaults(), 1_000_000, {})
+        app = create_app(service, Settings())
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
             await engine.start()
             try:

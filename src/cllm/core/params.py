@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     probable than ``min_p`` times the best are left out. repetition_penalty divides (multiplies, if negative) the
     logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
-    max_tokens: None means up to the end of the context.
+    max_tokens: None means up to the end of the context. grammar: what the text must follow, in llguidance's Lark; ""
+    is anything.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)

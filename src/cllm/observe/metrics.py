@@ -93,6 +93,7 @@ class Metrics:
         self._restarts = gauge("engine_restarts", "times the engine died and was started again")
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
         self._requests = counter("requests", "requests accepted")
+        self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
@@ -129,6 +130,9 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt_tokens)
         self._shared.inc(num_shared)
         self._recalled.inc(num_recalled)
+
+    def unknown_parameters(self, count: int) -> None:
+        self._unknown.inc(count)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fastapi import FastAPI
 
 from cllm import __version__
-from cllm.config import PriorityName
+from cllm.config import Settings
 from cllm.server import errors
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
@@ -15,10 +13,7 @@ from cllm.server.openai import routes as openai
 from cllm.service import Service
 
 
-def create_app(
-    service: Service, sampling: SamplingDefaults, max_body: int, priorities: Mapping[str, PriorityName]
-) -> FastAPI:
-    """``max_body``: the largest request body, in bytes. ``priorities``: the classes of some keys."""
+def create_app(service: Service, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -27,9 +22,8 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
-    app.state.sampling = sampling
-    app.state.max_body = max_body
-    app.state.priorities = priorities
+    app.state.settings = settings
+    app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
     errors.install(app)
     app.include_router(openai.router)
     app.include_router(native.router)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import pydantic
 import pydantic_core
@@ -10,7 +11,7 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest
 
-Model = TypeVar("Model", bound=pydantic.BaseModel)
+Model = TypeVar("Model", bound="Body")
 
 CODES = {
     "missing": "missing_required_parameter",
@@ -24,9 +25,15 @@ UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
 class Body(pydantic.BaseModel):
-    """Base of request models: no coercion, no NaN, unknown fields ignored."""
+    """Base of request models: no coercion, no NaN.
+
+    ``ignored`` are parameters that are taken and change nothing, ``refused`` those that cannot be had, each with the
+    reason; any other one is unknown. docs/api.md lists them all.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+    ignored: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}
 
 
 def documented(model: type[Body]) -> dict[str, Any]:
@@ -35,9 +42,22 @@ def documented(model: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def check_parameters(value: dict[str, Any], model: type[Body], request: Request) -> None:
+    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted."""
+    for name, why in model.refused.items():
+        if value.get(name) not in (None, False, [], {}):
+            raise BadRequest(f"Unsupported parameter: '{name}': {why}.", param=name, code="unsupported_parameter")
+    unknown = [name for name in value if not (name in model.model_fields or name in (*model.ignored, *model.refused))]
+    if unknown and request.app.state.settings.server.strict:
+        name = unknown[0][:100]
+        raise BadRequest(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+    request.app.state.service.metrics.unknown_parameters(len(unknown))
+
+
 async def read_body(request: Request, model: type[Model]) -> Model:
     """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field."""
     value = parse_json(await read_bytes(request))
+    check_parameters(value, model, request)
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
@@ -54,7 +74,7 @@ async def read_bytes(request: Request) -> bytes:
         raise BadRequest(message, code="unsupported_media_type", status=415)
     if "content-encoding" in request.headers:
         raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
-    limit: int = request.app.state.max_body
+    limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large

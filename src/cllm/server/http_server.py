@@ -17,7 +17,6 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
-from cllm.server.defaults import SamplingDefaults
 from cllm.server.sse import streaming
 from cllm.service import Service
 
@@ -71,11 +70,8 @@ def open_server(settings: Settings, params: EngineParams, model_name: str, engin
     recorder = make_recorder(settings)
     vocabulary, metrics = build_vocabulary(params), Metrics(model_name)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
-    sampling = SamplingDefaults(**settings.sampling.model_dump())
-    max_body = settings.server.max_body_mb * 1_000_000
-    app = create_app(service, sampling, max_body, settings.scheduler.priorities)
     config = uvicorn.Config(
-        streaming(app),
+        streaming(create_app(service, settings)),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -38,7 +38,7 @@ class TermsBody(Body):
         key = account(request, self.user)
         return Terms(
             key=key,
-            priority=priority_of(self.priority, request.app.state.priorities.get(key)),
+            priority=priority_of(self.priority, request.app.state.settings.scheduler.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
         )
