@@ -160,7 +160,7 @@ class LLM:
         for prompt in prompts:
             check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")
         names = {f"r{next(self._ids)}": i for i in range(len(prompts))}
-        choices = {(name, j): Choice(j, self.vocabulary.pieces, params.stop) for name in names for j in range(params.n)}
+        choices = {(name, j): Choice(j, self.vocabulary.pieces, params) for name in names for j in range(params.n)}
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.handle(Add(Request(name, prompt, params)))
         going = len(choices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +38,18 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",
         "_array",
         "arrived",
         "expires",
         "index",
+        "is_plain",
         "limit",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
         "num_prompt_tokens",
+        "num_unscored",
         "order",
         "request",
         "seed",
@@ -79,6 +83,10 @@ class Sequence:
         self.work = 0
         self.urgency: int = request.priority
         self.status = Status.WAITING
+        self.is_plain = request.params.is_plain  # looked up with every token
+        # tokens of the prompt whose logprobs are still to be told; they cannot be without computing it
+        scores = request.params.prompt_logprobs is not None and index == 0
+        self.num_unscored = self.num_prompt_tokens - 1 if scores else 0
         self.limit = context_length
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
@@ -100,6 +108,16 @@ class Sequence:
         return self._array
 
     @property
+    def findable(self) -> npt.NDArray[np.int32]:
+        """The tokens that need not be computed if somebody has them."""
+        return self.array[: self.num_prompt_tokens - 1 - self.num_unscored if self.num_unscored else -1]
+
+    def scores_of(self, start: int, count: int) -> int:
+        """How many of ``count`` positions from ``start`` say of a token of the prompt what is still to be told."""
+        last = self.num_prompt_tokens - 1
+        return max(0, min(start + count, last) - max(start, last - self.num_unscored)) if self.num_unscored else 0
+
+    @property
     def num_lacking_tokens(self) -> int:
         return len(self.tokens) - self.num_computed_tokens
 
@@ -107,6 +125,13 @@ class Sequence:
         self.tokens.append(token)
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
+
+    def finish_after(self, token: int, end_tokens: Collection[int]) -> tuple[FinishReason | str, bool]:
+        """Whether ``token``, the last one, ends the sequence ("" if not), and whether it is text."""
+        params = self.request.params
+        if (token in end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
+            return FinishReason.STOP, False
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
 
     @property
     def name(self) -> str:
