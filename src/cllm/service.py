@@ -26,6 +26,7 @@ from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
+from cllm.text.grammar import Constraint, compile_grammar
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -163,6 +164,13 @@ class Service:
             return self._chat_template.encode(messages, tools, **variables)
         self._check_room(terms, length)
         return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
+
+    async def grammar(self, constraint: Constraint, param: str) -> str:
+        """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
+
+        Raises BadRequest for what cannot be enforced.
+        """
+        return await asyncio.to_thread(compile_grammar, constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self._least_tokens(num_characters)
