@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,20 +36,25 @@ def names(param: str, count: int) -> list[str]:
 
 
 async def encode_texts(
-    service: Service, texts: list[str], params: Iterable[str], *, truncate: bool = False
+    service: Service, texts: Sequence[str | list[int]], params: Iterable[str], *, truncate: bool = False
 ) -> list[list[int]]:
     """Tokens of each text, with what the model wants before and behind; control tokens are not looked for in them.
+    A text that is token ids already is taken as it is.
 
     ``params`` name the texts in errors. With ``truncate`` a text that is too long is cut, else it raises BadRequest.
     """
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for text, param in zip(texts, params, strict=True):
-        if len(text) > limit * longest and not truncate:
+        if isinstance(text, str) and len(text) > limit * longest and not truncate:
             raise too_long(param, len(text) // longest, limit, at_least=True)
 
     def encode() -> list[list[int]]:
-        cut = (text[: limit * longest] for text in texts)
-        encoded = [service.vocabulary.tokenize(text, add_special=True, parse_special=False) for text in cut]
+        encoded = [
+            service.vocabulary.tokenize(text[: limit * longest], add_special=True, parse_special=False)
+            if isinstance(text, str)
+            else text
+            for text in texts
+        ]
         return [tokens[:limit] for tokens in encoded] if truncate else encoded
 
     return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
