@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -24,19 +23,15 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import Place, QueueFull
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
+from cllm.text.chat import Channel, Chat
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
+from cllm.text.grammar import Constraint, compile_grammar
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
 
 log = logging.getLogger("cllm.service")
-
-
-class Channel(enum.StrEnum):
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
 
 
 class RequestTimeout(CLLMError):
@@ -77,11 +72,12 @@ class Delta(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole request; complete when its deltas have ended."""
+    """Tokens of a whole request; complete when its deltas have ended. Those of reasoning are completion tokens too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -89,6 +85,7 @@ class Generation:
     """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
+    One that asks for the next message of a chat is made by ``Service.prepare``.
     """
 
     request_id: str
@@ -121,9 +118,9 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
-        self._request_timeout = request_timeout
+        self.request_timeout = request_timeout
         self._recorder = recorder
-        self._longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
+        self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     def close(self) -> None:
         """Nothing is served any longer."""
@@ -141,6 +138,12 @@ class Service:
             raise EngineError("The model is being loaded; please retry.", self.engine.seconds_until_ready())
         return self.engine.info
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the model's chat template knows: tools, thinking."""
+        template = self.vocabulary.chat_template or ""
+        return frozenset(word for word, sign in (("tools", "tools"), ("thinking", "think")) if sign in template)
+
     async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
         """Tokens of a whole prompt, control tokens included that it spells out.
 
@@ -153,16 +156,35 @@ class Service:
         self._check_room(terms, len(text))
         return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], terms: Terms | None = None, **variables: Any
-    ) -> list[int]:
+    async def prepare(
+        self, request_id: str, chat: Chat, params: SamplingParams, terms: Terms, param: str = "messages"
+    ) -> Generation:
+        """The generation of a chat's next message, ready to be submitted; its deltas use all channels.
+
+        ``params.grammar`` binds the text of the message, not its reasoning. Raises BadRequest (param tool_choice or
+        tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
+        """
+        if chat.tool_choice == "required":
+            message = "'tool_choice' can be 'auto' or 'none'; forcing a call is not supported yet."
+            raise BadRequest(message, param="tool_choice", code="unsupported_parameter")
+        return Generation(request_id, [await self.encode_chat(chat, terms, param)], params, terms, param)
+
+    async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        messages, tools = chat.messages, chat.tools if chat.tool_choice != "none" else []
         length = sum(len(str(message.get("content") or "")) for message in messages)
-        self._check_length(length, "messages")
+        self._check_length(length, param)
         if len(str(messages)) + len(str(tools)) < LONG_TEXT:
-            return self._chat_template.encode(messages, tools, **variables)
+            return self._chat_template.encode(messages, tools, **chat.variables)
         self._check_room(terms, length)
-        return await asyncio.to_thread(self._chat_template.encode, messages, tools, **variables)
+        return await asyncio.to_thread(self._chat_template.encode, messages, tools, **chat.variables)
+
+    async def grammar(self, constraint: Constraint, param: str) -> str:
+        """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
+
+        Raises BadRequest for what cannot be enforced.
+        """
+        return await asyncio.to_thread(compile_grammar, constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self._least_tokens(num_characters)
@@ -170,13 +192,13 @@ class Service:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
     def _least_tokens(self, num_characters: int) -> int:
-        return num_characters // self._longest_piece
+        return num_characters // self.longest_piece
 
     def _check_room(self, terms: Terms | None, num_characters: int) -> None:
         """Tokenizing a long text takes longer than a refusal may."""
         if terms is None:
             return
-        self._check_ready()
+        self.check_ready()
         try:
             prompt = [0] * max(1, self._least_tokens(num_characters))
             self.engine.check_room(request_of("", prompt, SamplingParams(), terms))
@@ -187,6 +209,9 @@ class Service:
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
         info = self.info
+        if not info.generates:
+            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            raise BadRequest(message, param="model", code="unsupported_model")
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
@@ -194,9 +219,10 @@ class Service:
             raise BadRequest(
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
-        self._check_ready()
+        self.check_ready()
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise EngineError while nothing is taken."""
         if self.draining:
             self.metrics.refused("draining")
             raise EngineError("The server is shutting down.")
@@ -226,7 +252,7 @@ class Service:
         generation.usage.cached_tokens = stream.num_reused_tokens
         self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
         pieces = self.vocabulary.pieces
-        return Answer(generation, stream, self.engine, self.metrics, pieces, self._request_timeout, self._recorder)
+        return Answer(generation, stream, self.engine, self.metrics, pieces, self.request_timeout, self._recorder)
 
 
 class Answer:

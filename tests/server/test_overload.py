@@ -22,6 +22,7 @@ from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
 from cllm.service import Generation, Service, Terms
+from cllm.text.chat import Chat
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
 ENDLESS = {"max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -360,7 +361,7 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
             with pytest.raises(QueueFull):
                 await service.encode("a" * 20_000, terms=Terms())
             with pytest.raises(QueueFull):
-                await service.encode_chat([{"role": "user", "content": "a" * 20_000}], [], Terms())
+                await service.encode_chat(Chat([{"role": "user", "content": "a" * 20_000}]), Terms())
 
     with_service(test, requests=0)
 

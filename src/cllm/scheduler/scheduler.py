@@ -78,6 +78,7 @@ class Scheduler:
         self.expected = Expectations()
         self.begun = 0.0  # the present step, and what prompts may have of it
         self.budget = 0
+        self.reserved = 0.0  # seconds of a step that are not for prompts
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
         self.num_parked = 0
@@ -119,9 +120,9 @@ class Scheduler:
         operations = self.take_owed()
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
-        space = self.params.max_num_batched_tokens - num_tokens
-        shares = self.ledger.layout.shares
-        self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, self.params.target_itl, shares=shares)
+        space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
+        target_itl = None if self.params.target_itl is None else self.params.target_itl - self.reserved
+        self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, target_itl, shares=shares)
         self._admit_waiting(now, operations)
         busy = {row.seq for row in rows}
         for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget):

@@ -30,10 +30,7 @@ async def chat_completions(request: Request) -> Response:
     body.check()
     params = body.params(request.app.state.sampling)
     terms = body.terms(request)
-    prompt = await service.encode_chat(
-        body.template_messages(), body.template_tools(), terms, **(body.chat_template_kwargs or {})
-    )
-    generation = Generation(f"chatcmpl-{secrets.token_hex(12)}", [prompt], params, terms, param="messages")
+    generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
     return await respond(request, body, generation, chat=True)
 
 

@@ -12,6 +12,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
+from cllm.text.chat import Chat
 
 MAX_PROMPTS = 128
 
@@ -169,13 +170,13 @@ class ChatBody(GenerationBody):
         if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
             raise self.refuse("tool_choice", "can be 'auto' or 'none'; forcing a call is not supported yet")
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
-
-    def template_tools(self) -> list[dict[str, Any]]:
-        if self.tool_choice == "none":
-            return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+    def chat(self) -> Chat:
+        return Chat(
+            [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
+            [tool.model_dump(exclude_none=True) for tool in self.tools or []],
+            tool_choice="auto" if isinstance(self.tool_choice, dict) else self.tool_choice or "auto",
+            variables=dict[str, Any](self.chat_template_kwargs or {}),
+        )
 
 
 class CompletionBody(GenerationBody):
