@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from cllm.backends.base import ModelInfo, Vocabulary
-from cllm.core.output import TokenOutput
+from cllm.core.output import Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request, check_prompt
 from cllm.core.sequence import FinishReason
@@ -23,9 +23,11 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import Place, QueueFull
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
+from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
+from cllm.text.dry_breakers import DryBreakers
 from cllm.text.grammar import Constraint, compile_grammar
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
@@ -44,12 +46,16 @@ class RequestTimeout(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds."""
+    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds.
+
+    What is computed for it is shared only with those that have the same ``cache_salt``.
+    """
 
     key: str = ""
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
     queue_timeout: float | None = None
+    cache_salt: str = ""
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -58,6 +64,7 @@ class Delta(msgspec.Struct, gc=False):
     finish: "" while it goes on, else stop, length or tool_calls, and then nothing follows. stop: the stop string that
     ended it. channel: whether it is what the model says, what it thinks, or the arguments of the ``call``-th function
     it calls, whose ``name`` comes with the first delta of that call; the texts of a call are together one JSON object.
+    logprobs: the tokens that begin in this text, if the request's params ask for logprobs.
     """
 
     index: int
@@ -68,6 +75,7 @@ class Delta(msgspec.Struct, gc=False):
     channel: Channel = Channel.TEXT
     call: int = 0
     name: str = ""
+    logprobs: tuple[ToldToken, ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +125,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
+        self.dry_breakers = DryBreakers(vocabulary.pieces)
         self._chat_template = ChatTemplate(vocabulary)
         self.request_timeout = request_timeout
         self._recorder = recorder
@@ -155,6 +164,27 @@ class Service:
             return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
         self._check_room(terms, len(text))
         return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
+
+    async def encode_infill(self, prompt: str | list[int], suffix: str, terms: Terms | None = None) -> list[int]:
+        """Tokens that ask for what lies between ``prompt`` and ``suffix``, both of which are plain text.
+
+        Raises BadRequest (param suffix) if the model was not made for that, and what ``encode`` raises.
+        """
+        if (marks := self.vocabulary.infill_tokens) is None:
+            message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
+            raise BadRequest(message, param="suffix", code="unsupported_parameter")
+        before = prompt if isinstance(prompt, list) else await self._encode_plain(prompt, "prompt", terms)
+        behind = await self._encode_plain(suffix, "suffix", terms)
+        begin = self.vocabulary.tokenize("", add_special=True, parse_special=False)
+        return [*begin, marks[0], *before, marks[1], *behind, marks[2]]
+
+    async def _encode_plain(self, text: str, param: str, terms: Terms | None) -> list[int]:
+        """Tokens of a part of a prompt, in which nothing is special. Raises what ``encode`` raises."""
+        self._check_length(len(text), param)
+        if len(text) < LONG_TEXT:
+            return self.vocabulary.tokenize(text, add_special=False, parse_special=False)
+        self._check_room(terms, len(text))
+        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=False, parse_special=False)
 
     async def prepare(
         self, request_id: str, chat: Chat, params: SamplingParams, terms: Terms, param: str = "messages"
@@ -258,7 +288,8 @@ class Service:
 class Answer:
     """A generation on its way. Iterate over it, or listen and take; and close it, or it goes on without a reader.
 
-    ``place`` is where it stood in the queue when it came.
+    ``place`` is where it stood in the queue when it came. ``prompt_logprobs``, if the params ask for them: of each
+    prompt's tokens from the second one on, complete with the first delta of the prompt's first continuation.
     """
 
     def __init__(
@@ -277,11 +308,12 @@ class Answer:
         self._metrics = metrics
         self._recorder = recorder
         self._choices = {
-            (request.request_id, j): Choice(i * generation.params.n + j, pieces, generation.params.stop)
+            (request.request_id, j): Choice(i * generation.params.n + j, pieces, generation.params)
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
         }
         self._num_going = len(self._choices)
+        self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in stream.requests]
         self._begun = self._last = time.monotonic()
         self._outcome = "abort"
         self._closed = False
@@ -386,16 +418,22 @@ class Answer:
             if output.finish == FinishReason.TIMEOUT:
                 self._error = self._timeout()
                 break
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[choice.index // self.generation.params.n] += output.prompt_logprobs
+                continue
+            count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
-            usage.completion_tokens += 1
+            usage.completion_tokens += count
             text, finish = choice.feed(output)
             delta = deltas.get(choice.index)
             if delta is None:
-                deltas[choice.index] = Delta(choice.index, text, 1, finish)
+                delta = deltas[choice.index] = Delta(choice.index, text, count, finish)
             else:
                 delta.text += text
-                delta.num_tokens += 1
+                delta.num_tokens += count
                 delta.finish = finish
+            if choice.told:
+                delta.logprobs += tuple(choice.told)
             if finish:
                 self._num_going -= 1
                 self._metrics.finished(finish)
@@ -414,4 +452,6 @@ class Answer:
 
 
 def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
-    return Request(request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout)
+    return Request(
+        request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout, terms.cache_salt
+    )

@@ -138,6 +138,15 @@ class Vocabulary(Protocol):
         """The texts that become one control token when special tokens are parsed, longest first."""
         ...
 
+    def spell(self, token: int) -> bytes:
+        """The bytes of one token id, also those of a control token's own name."""
+        ...
+
+    @property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        """What marks a prefix, a suffix, and the middle that is to be written; None if the model knows no such."""
+        ...
+
     @property
     def chat_template(self) -> str | None: ...
 

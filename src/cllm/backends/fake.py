@@ -240,6 +240,7 @@ class FakeVocabulary:
     """One token a byte; three control tokens."""
 
     size = VOCABULARY_SIZE
+    infill_tokens: tuple[int, int, int] | None = None
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (
         "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{%- endfor %}"
@@ -249,6 +250,9 @@ class FakeVocabulary:
     def __init__(self) -> None:
         self.pieces = [bytes([i]) for i in range(256)] + [b""] * (VOCABULARY_SIZE - 256)
         self.special_texts: dict[str, Any] = {"bos_token": "", "eos_token": ""}
+
+    def spell(self, token: int) -> bytes:
+        return CONTROL.get(token, "").encode() or self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if parse_special:

@@ -14,7 +14,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_DRY_BREAKERS = 1 << 16
-DRY_BREAKERS = ("\n", ":", '"', "*")  # what llama.cpp takes where nothing is said
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -99,7 +99,9 @@ class DiskCache:
             for path in paths:
                 with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
                     head = read_head(file)
-                    named = path.stem == self._name(head.tokens, head.salt)  # else the tokens are not those of the state
+                    named = path.stem == self._name(
+                        head.tokens, head.salt
+                    )  # else the tokens are not those of the state
                     if head.fingerprint == self._fingerprint and named and file.seek(0, os.SEEK_END) >= head.size:
                         tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
                         found.append((File(path, head.size), tokens, head.salt))

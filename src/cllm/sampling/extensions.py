@@ -64,8 +64,8 @@ def in_falling_order(row: Row, ids: Ids) -> Ids:
 
 
 def sigma_threshold(row: Row, n: float) -> float:
-    """The least logit within ``n`` standard deviations of the largest (Tang et al. 2024, "Top-nσ"). Forbidden tokens,
-    whose logits are minus infinity, count for nothing.
+    """The least logit within ``n`` standard deviations of the largest (Tang et al. 2024). Tokens that are forbidden,
+    with a logit of minus infinity, count for nothing.
     """
     finite = row[np.isfinite(row)].astype(np.float64)
     return float(row.max()) - n * float(finite.std())
@@ -133,8 +133,9 @@ def stay(ids: Ids, values: Values, kept: Ids) -> tuple[Ids, Values]:
 
 def softmax(values: Values, temperature: float = 1.0) -> Values:
     """Probabilities of logits in falling order."""
-    weights = np.exp((values - values[0]) / temperature)
-    return weights / weights.sum()
+    weights: Values = np.exp((values - values[0]) / temperature)
+    weights /= weights.sum()
+    return weights
 
 
 def pick(weights: Values, number: float) -> int:

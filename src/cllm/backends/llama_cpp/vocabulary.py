@@ -41,6 +41,16 @@ class LlamaVocabulary:
             length = lib.llama_token_to_piece(self._vocab, token, buffer, -length, 0, special)
         return buffer.raw[: max(length, 0)]
 
+    def spell(self, token: int) -> bytes:
+        return self.pieces[token] or self._piece(token, special=True)
+
+    @cached_property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        prefix = int(lib.llama_vocab_fim_pre(self._vocab))
+        suffix = int(lib.llama_vocab_fim_suf(self._vocab))
+        middle = int(lib.llama_vocab_fim_mid(self._vocab))
+        return None if min(prefix, suffix, middle) < 0 else (prefix, suffix, middle)
+
     @cached_property
     def control_tokens(self) -> list[str]:
         tokens = [
