@@ -87,7 +87,8 @@ class Generation:
     """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
-    One that asks for the next message of a chat is made by ``Service.prepare``; ``reading`` parses it, None: it is text.
+    One that asks for the next message of a chat is made by ``Service.prepare``; then ``reading`` says how to parse it,
+    if it is more than text.
     """
 
     request_id: str
@@ -284,9 +285,12 @@ class Answer:
         self._metrics = metrics
         self._recorder = recorder
         stops, reading = generation.params.stop, generation.reading
-        pieces = reading.pieces if reading else pieces
+        if reading:
+            pieces = reading.pieces
         self._choices = {
-            (request.request_id, j): Choice(i * generation.params.n + j, pieces, stops, reading and reading.parser())
+            (request.request_id, j): Choice(
+                i * generation.params.n + j, pieces, stops, reading.parser() if reading else None
+            )
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
         }
@@ -399,8 +403,7 @@ class Answer:
             usage.cached_tokens += output.num_cached_tokens
             usage.completion_tokens += 1
             if choice.parser:
-                self._parse(choice, output, parsed)
-                finish = choice.finish
+                finish = self._parse(choice, output, parsed)
             else:
                 text, finish = choice.feed(output)
                 delta = deltas.get(choice.index)
@@ -417,8 +420,8 @@ class Answer:
                     self._engine.stop(self._stream, output.request_id, output.index)
         return [*deltas.values(), *parsed]
 
-    def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> None:
-        """Add to ``deltas`` what ``output`` adds to a choice that has a parser."""
+    def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
+        """Add to ``deltas`` what ``output`` adds to a choice that has a parser; the reason if it has finished."""
         assert choice.parser
         if choice.parser.channel == Channel.REASONING:
             self.generation.usage.reasoning_tokens += 1
@@ -434,6 +437,7 @@ class Answer:
             deltas.append(last)
         last.num_tokens += 1
         last.finish = choice.finish
+        return choice.finish
 
     def _timeout(self) -> RequestTimeout:
         """Which of its own limits has ended the generation."""

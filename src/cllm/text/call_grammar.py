@@ -15,6 +15,8 @@ from cllm.text.arguments import types_of
 from cllm.text.form import Form, any_of
 from cllm.text.grammar import LIMITS, json_term
 
+Schemas = Mapping[str, dict[str, Any]]
+
 MAX_DEPTH = 16  # of a schema that is spelled out here
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|pairs|key|value)")
 KNOWN_KEYWORDS = {"type", "properties", "required", "items", "enum", "description", "title", "default", "examples"} | {
@@ -34,7 +36,14 @@ class CallGrammar:
         self._rules: list[str] = []
 
     def write(
-        self, tools: Mapping[str, dict[str, Any]], answer: str, *, calls: bool, parallel: bool, thinks: bool, inside: bool
+        self,
+        tools: Mapping[str, dict[str, Any]],
+        answer: str,
+        *,
+        calls: bool,
+        parallel: bool,
+        thinks: bool,
+        inside: bool,
     ) -> str:
         """The grammar of a message.
 
@@ -81,15 +90,15 @@ class CallGrammar:
     def _thoughts(self, *, inside: bool) -> str:
         form = self._form
         if form.header:
-            begin = f"{self._text('<|channel|>')} \"analysis\" {self._text(form.header.close)}"
-            return f"({begin} {self._until(form.header.end[0])} {self._text(form.header.open[0])} \"assistant\")?"
+            begin = f'{self._text("<|channel|>")} "analysis" {self._text(form.header.close)}'
+            return f'({begin} {self._until(form.header.end[0])} {self._text(form.header.open[0])} "assistant")?'
         assert form.reasoning
         space = self._rule(r"/[ \n]{1,4}/")
         if inside:
             return f"{self._until(form.reasoning.close)} {space}?"
         return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
 
-    def _calls(self, tools: Mapping[str, dict[str, Any]], *, parallel: bool) -> str:
+    def _calls(self, tools: Schemas, *, parallel: bool) -> str:
         calls = self._form.calls
         assert calls
         options = [self._rule(self._call(name, schema)) for name, schema in tools.items()]
@@ -163,7 +172,8 @@ class CallGrammar:
         return json_term(schema, "tools")
 
     def _members(self, schema: dict[str, Any], depth: int) -> str:
-        required, optional = [], []
+        required: list[str] = []
+        optional: list[str] = []
         for key, inner, is_required in properties_of(schema):
             member = f"{self._text(key + ':')} {self._bare(inner, depth + 1)}"
             (required if is_required else optional).append(self._rule(member))

@@ -14,7 +14,7 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import CallGrammar
 from cllm.text.chat import Chat, Effort
-from cllm.text.form import Form, form_of
+from cllm.text.form import form_of
 from cllm.text.parser import Parser
 
 TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning

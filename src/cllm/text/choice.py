@@ -20,9 +20,7 @@ class Choice:
     or calls.
     """
 
-    def __init__(
-        self, index: int, pieces: list[bytes], stops: tuple[str, ...], parser: Parser | None = None
-    ) -> None:
+    def __init__(self, index: int, pieces: list[bytes], stops: tuple[str, ...], parser: Parser | None = None) -> None:
         """``pieces``: the bytes of each token id."""
         self.index = index
         self.finish = ""

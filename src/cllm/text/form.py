@@ -51,9 +51,9 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a call looks: a mark of ``open``, one of ``head``, the arguments, and then perhaps marks of ``close``.
 
     head: regular expressions with the group ``name``, for what lies between the mark and the arguments; "json" is an
-    object with name and arguments; inner: marks that occur in them. bare: a message may also begin with that object. quote: arguments are written
-    without quotes around keys and with this mark around strings. tags: they are keys and values. skip: other marks,
-    which are dropped. separator: stands before a further call in place of ``open``.
+    object with name and arguments; inner: marks that occur in them. bare: a message may also begin with that object.
+    quote: arguments are written without quotes around keys and with this mark around strings. tags: they are keys and
+    values. skip: other marks, which are dropped. separator: stands before a further call in place of ``open``.
     begin, write, between, end: how calls are to be written, with $name and $arguments (tags: $pairs, each as ``pair``
     with $key and $value).
     """

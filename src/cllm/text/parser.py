@@ -87,7 +87,7 @@ class Parser:
             self._emit(self._space)
         return parts
 
-    # --- states: each takes from the buffer; True if another one goes on -----------------------------------------------
+    # --- states: each takes from the buffer; True if another one goes on -------------------------------------
 
     def _in_text(self) -> bool:
         if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
@@ -195,7 +195,7 @@ class Parser:
         self._begin_text()
         return bool(self._buffer)
 
-    # --- from one to the next --------------------------------------------------------------------------------------------
+    # --- from one to the next --------------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
         self._space, self._is_fresh, self._has_spoken = "", True, False
@@ -265,7 +265,7 @@ class Parser:
         self.done = self.num_calls == self._max_calls
         return True
 
-    # --- parts -----------------------------------------------------------------------------------------------------------
+    # --- parts -----------------------------------------------------------------------------------------------
 
     def _say_certain(self, begun: re.Pattern[str]) -> None:
         """All of the buffer but the beginning of a mark."""
