@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ def scores(engine, name: str) -> list[float]:
 
 
 def right_scores(prompt: list[int]) -> list[float]:
-    return [SURE if after == (before + 1) % 256 else ODD for before, after in zip(prompt, prompt[1:], strict=False)]
+    return [SURE if after == (before + 1) % 256 else ODD for before, after in pairwise(prompt)]
 
 
 def test_a_prompt_is_scored_in_chunks(fake_engine):
@@ -136,6 +137,7 @@ def test_scores_of_what_failed_are_told_once(fake_engine):
 
 def test_logprobs_of_guesses(fake_engine):
     """With speculation each accepted token brings its own logprobs, and those of wrong guesses are not told."""
+
     def told(speculation: str) -> list[tuple[int, float]]:
         engine = fake_engine(length=60, engine_speculation=speculation)
         engine.add("A", [*range(30), *range(30)][:45], logprobs=1, max_tokens=40, temperature=0)
@@ -146,9 +148,12 @@ def test_logprobs_of_guesses(fake_engine):
     assert told("prompt_lookup") == told("off")
 
 
-@pytest.mark.parametrize("params", [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}])
+@pytest.mark.parametrize(
+    "params", [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}]
+)
 def test_speculation_changes_no_text(fake_engine, params):
     """Stateful steps included."""
+
     def text(speculation: str) -> list[int]:
         engine = fake_engine(length=30, engine_speculation=speculation)
         engine.add("A", [*range(30), *range(30)][:45], max_tokens=60, temperature=7.0, seed=3, **params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def typical_of(left: dict[int, float], mass: float) -> dict[int, float]:
     entropy = -sum(share * math.log(share) for share in found.values() if share > 0)
     distance = {token: abs(-math.log(share) - entropy) if share > 0 else math.inf for token, share in found.items()}
     order = sorted(left, key=lambda token: distance[token])
-    for one, other in zip(order, order[1:], strict=False):
+    for one, other in pairwise(order):
         clear(distance[one], distance[other], 1)
     kept, reached = set(), 0.0
     for token in order:
@@ -249,3 +250,17 @@ def test_min_tokens_keep_the_end_away():
     for _ in range(4):
         seq.append(sample([seq], [logits], sampler)[0])
     assert seq.tokens == [1, 3, 3, 0, 0]
+
+
+def test_mirostat_with_tokens_that_were_not_drawn():
+    """A token that is written by force leaves mu as it was, also after guesses that went further."""
+    params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
+    logits = np.random.default_rng(3).normal(0, 3, (8, 200)).astype(np.float32)
+    one, other = Sampler(), Sampler()
+    seq = sequence(5, **params)
+    first = sample([seq], [logits[0]], one)[0]
+    other.sample(Batch([Row(seq, 0, 1, 3, (7, 7))], []), logits[:3].copy())
+    seq.append(first)
+    seq.append(150)  # by force
+    seq.append(151)
+    assert sample([seq], [logits[4]], one) == sample([seq], [logits[4]], other)

@@ -16,6 +16,19 @@ MAX_LOGPROBS = 20
 MAX_DRY_BREAKERS = 1 << 16
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
+
+    open: the tokens that the output begins with if it begins with reasoning; () if it always does. close: those that
+    end it.
+    """
+
+    num_tokens: int
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    force: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling of one request; the steps apply in the order penalties, DRY, bias, top-n-sigma, top-k, typical, top-p,
     min-p, XTC, temperature. sampling/extensions.py says what those do that most requests do not ask for.
@@ -26,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
     max_tokens: None means up to the end of the context; 0 computes the prompt alone. min_tokens: before them come
     neither end tokens nor stop_token_ids, and stop strings end nothing. grammar: what the text must follow, in
-    llguidance's Lark; "" is anything.
+    llguidance's Lark; "" is anything. thinking: a limit of reasoning, or None.
 
     logprobs: how many of the most probable tokens are told beside each sampled one, with natural logarithms of their
     probabilities before all of these steps, temperature included; None tells nothing. prompt_logprobs: the same for
@@ -53,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
+    thinking: ThinkingBudget | None = None
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -142,7 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_plain(self) -> bool:
         """True if temperature, top-k, top-p and min-p say all, and nothing is to be told."""
-        return self.logprobs is None and not (self.edits_logits or self.extended or self.grammar)
+        bound = self.grammar or self.thinking
+        return self.logprobs is None and not (self.edits_logits or self.extended or bound)
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
         """Raise BadRequest if a token id lies outside of the vocabulary."""

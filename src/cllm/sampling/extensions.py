@@ -101,7 +101,7 @@ class Mirostat:
     surprise (in bits) of the tokens drawn comes near to ``tau``.
 
     ``mu`` is kept for each position, so that one that is sampled again, after a guess that was wrong or a step that
-    failed, finds what it found before.
+    failed, finds what it found before. A token that was not drawn changes nothing.
     """
 
     def __init__(self, params: SamplingParams, position: int) -> None:
@@ -111,7 +111,9 @@ class Mirostat:
 
     def draw(self, row: Row, temperature: float, number: float, position: int, first: int) -> int:
         """The token at ``position``; no position before ``first`` will be asked for any more."""
-        mu = self._mu[position]
+        known = max(at for at in self._mu if at <= position)
+        mu = self._mu[known]
+        self._mu = {at: old for at, old in self._mu.items() if first <= at <= position or at == known}
         largest = float(row.max())
         if math.isnan(largest):
             raise EngineError("the model computes what is not a number")
@@ -122,8 +124,6 @@ class Mirostat:
         weights = softmax(scaled[ids])
         at = pick(weights, number)
         self._mu[position + 1] = mu - self._eta * (-math.log2(weights[at]) - self._tau)
-        for old in [old for old in self._mu if old < first]:
-            del self._mu[old]
         return int(ids[at])
 
 

@@ -25,6 +25,7 @@ from cllm.sampling.extensions import Mirostat, draw_extended
 from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
+from cllm.sampling.thinking import forced_token
 from cllm.sampling.top_k import Ids, Row, top_k
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
@@ -60,7 +61,7 @@ class Sampler:
                 if seq.is_plain:
                     tokens.append(choose(logits[at], seq, position))
                 else:
-                    tokens.append(self._choose(logits[at], seq, position, at))
+                    tokens.append(self._choose(logits[at], seq, position, at, row.draft))
                 position += 1
         return tokens
 
@@ -73,19 +74,21 @@ class Sampler:
             self.logprobs[i] = distribution(logits[i], num_top).of(logits[i, token])
         return tokens
 
-    def _choose(self, row: Row, seq: Sequence, position: int, at: int) -> int:
-        """As ``choose``, with all that a request may ask for."""
+    def _choose(self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]) -> int:
+        """As ``choose``, with all that a request may ask for, behind its own tokens and some of ``draft``."""
         params = seq.request.params
         if params.logprobs is None:
-            return self._choose_from(row, seq, position)
+            return self._choose_from(row, seq, position, draft)
         model = distribution(row, params.logprobs)
         untouched = row.copy()
-        token = self._choose_from(row, seq, position)
+        token = self._choose_from(row, seq, position, draft)
         self.logprobs[at] = model.of(untouched[token])
         return token
 
-    def _choose_from(self, row: Row, seq: Sequence, position: int) -> int:
+    def _choose_from(self, row: Row, seq: Sequence, position: int, draft: tuple[int, ...]) -> int:
         params = seq.request.params
+        if params.thinking is not None and (token := forced_token(seq, params.thinking, position, draft)) is not None:
+            return token
         if params.penalized:
             penalize(row, seq)
         if params.uses_dry:

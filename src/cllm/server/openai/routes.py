@@ -19,7 +19,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
-from cllm.server.openai.stream import Chunks, usage_object
+from cllm.server.openai.stream import Chunks, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Generation, Service
@@ -106,21 +106,16 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
 
 async def collect(answer: Answer, logprobs: Callable[[list[ToldToken]], dict[str, Any]] | None) -> list[dict[str, Any]]:
     """All choices of a generation, whole."""
-    count = answer.generation.params.n
-    texts: list[list[str]] = [[] for _ in range(count)]
-    told: list[list[ToldToken]] = [[] for _ in range(count)]
-    finish = [""] * count
+    choices = [Whole() for _ in range(answer.generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
-            texts[delta.index].append(delta.text)
-            told[delta.index] += delta.logprobs
-            finish[delta.index] = delta.finish
+            choices[delta.index].add(delta)
     return [
         {
             "index": i,
-            "message": {"role": "assistant", "content": "".join(texts[i]), "refusal": None},
-            "logprobs": logprobs(told[i]) if logprobs else None,
-            "finish_reason": finish[i],
+            "message": choice.message(),
+            "logprobs": logprobs(choice.told) if logprobs else None,
+            "finish_reason": choice.finish,
         }
-        for i in range(count)
+        for i, choice in enumerate(choices)
     ]
