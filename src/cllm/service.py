@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self
 
 import msgspec
@@ -27,10 +26,11 @@ from cllm.process.flights import Stream
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm, Reading, schemas_of
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
 from cllm.text.choice import Choice
 from cllm.text.dry_breakers import DryBreakers
 from cllm.text.grammar import Constraint, compile_grammar
+from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -131,6 +131,7 @@ class Service:
         self.draining = False
         self.dry_breakers = DryBreakers(vocabulary.pieces)
         self._chat_template = ChatTemplate(vocabulary)
+        self._renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
         self.request_timeout = request_timeout
         self._recorder = recorder
@@ -138,6 +139,7 @@ class Service:
 
     def close(self) -> None:
         """Nothing is served any longer."""
+        self._renderer.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -211,11 +213,13 @@ class Service:
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        encode = partial(self._chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
-        if len(str(chat.messages)) + len(str(tools)) < LONG_TEXT:
-            return encode()
-        self._check_room(terms, length)
-        return await asyncio.to_thread(encode)
+        if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
+            self._check_room(terms, length)
+        text = await self._renderer.render(chat.messages, tools, self._chat_form.variables(chat))
+        self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
+        if len(text) < LONG_TEXT:
+            return self._chat_template.tokenize(text)
+        return await asyncio.to_thread(self._chat_template.tokenize, text)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.

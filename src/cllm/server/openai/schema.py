@@ -23,6 +23,7 @@ MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 
 Count = Annotated[int, Field(ge=1)]
+ShortText = Annotated[str, Field(max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -234,11 +235,19 @@ class ResponseFormat(Body):
 
 
 class TemplateVariables(Body):
-    """What a client may tell the chat template."""
+    """What a client may tell the chat template: what those of the known models ask about, and nothing else."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     enable_thinking: bool | None = None
     thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    reasoning_effort: ShortText | None = None
+    preserve_thinking: bool | None = None
+    clear_thinking: bool | None = None
+    keep_past_thinking: bool | None = None
+    tools_in_user_message: bool | None = None
+    date_string: ShortText | None = None
+    model_identity: ShortText | None = None
 
 
 class ChatBody(GenerationBody):
