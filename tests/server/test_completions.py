@@ -208,3 +208,24 @@ def test_a_salt_has_a_cache_of_its_own(ask):
     ]
     assert found[:3] == [0, 0, 0]
     assert min(found[3:]) > 10
+
+
+def test_what_is_missing_is_filled_in(start_server, tiny_model):
+    """The prompt is the prefix's mark, the prefix, the suffix's, the suffix, the middle's; special texts are plain."""
+    server = start_server(str(tiny_model("gemma3")))
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+
+    def num_tokens(prompt, suffix):
+        usage = client.completions.create(model=model, prompt=prompt, suffix=suffix, max_tokens=1).usage
+        return usage.prompt_tokens
+
+    def encode(text):
+        return server.client.post("/encode", json={"text": text}).json()["tokens"]
+
+    assert num_tokens("hello", " there") == len(encode("hello")) + len(encode(" there")) + 3
+    assert num_tokens(encode("hello"), "") == len(encode("hello")) + 3
+    assert num_tokens("<|im_end|>", "") > len(encode("<|im_end|>")) + 3
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=model, prompt="a", suffix="b", echo=True, logprobs=1)
+    assert refused.value.param == "logprobs"

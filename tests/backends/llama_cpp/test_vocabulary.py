@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +101,21 @@ def test_a_file_that_is_no_model(tmp_path):
     path.write_text("Dear model, ...")
     with pytest.raises(StartupError, match=r"letter\.gguf"):
         LlamaVocabulary(path)
+
+
+def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
+    """As the file names them; the built-in model was not made for that."""
+    from tiny_models import INFILL
+
+    assert vocabulary.infill_tokens is None
+    with contextlib.closing(type(vocabulary)(tiny_model("gemma3"))) as other:
+        assert other.infill_tokens == INFILL
+
+
+def test_a_control_token_is_spelled_by_its_name(vocabulary):
+    """It adds nothing to a text, but has a name; other tokens are spelled as they are written."""
+    (end,) = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    assert vocabulary.pieces[end] == b""
+    assert vocabulary.spell(end) == b"<|im_end|>"
+    (seven,) = vocabulary.tokenize("7", add_special=False, parse_special=False)
+    assert vocabulary.spell(seven) == vocabulary.pieces[seven] == b"7"
