@@ -379,6 +379,9 @@ class Answer:
             if output.finish == FinishReason.ERROR:
                 self._error = EngineError("The engine failed to compute this request; please retry.")
                 break
+            if output.finish == FinishReason.GRAMMAR:
+                self._error = grammar_error()
+                break
             if output.finish == FinishReason.TIMEOUT:
                 self._error = self._timeout()
                 break
@@ -407,6 +410,11 @@ class Answer:
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)
         return RequestTimeout(f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded")
+
+
+def grammar_error() -> BadRequest:
+    """What passed the checks at the door, and could not be followed to its end."""
+    return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
 
 
 def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:

@@ -11,12 +11,14 @@ import msgspec
 
 from cllm.backends.base import Backend, Blank, ModelInfo
 from cllm.core.batch import Batch, Drop, Operation, Save
-from cllm.core.output import Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, Stats, TokenOutput
 from cllm.core.request import Request
 from cllm.core.sequence import FinishReason, Sequence
 from cllm.engine.disk import DiskCache, Written
+from cllm.engine.grammars import Grammars
 from cllm.errors import EngineError
 from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
+from cllm.sampling.grammar import Grammar
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.scheduler import Scheduler
@@ -34,6 +36,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     request_id: str
     index: int | None = None
+
+    def means(self, seq: Sequence) -> bool:
+        return seq.request.request_id == self.request_id and self.index in (None, seq.index)
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -58,7 +63,7 @@ class Inbox(Protocol):
 log = logging.getLogger("cllm.engine")
 
 CHOOSE_EVERY = 8  # steps
-DISK_WAIT = 0.02  # seconds that a step without rows waits for the disk
+WAIT = 0.02  # seconds that a step without rows waits for the disk or a grammar
 LAST_SAVES = 1.5  # seconds that an engine which closes spends on saving prefixes, and on writing them
 
 
@@ -82,6 +87,11 @@ def layout_of(info: ModelInfo) -> Layout:
     return Layout(shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids)
 
 
+def end_of(seq: Sequence, reason: FinishReason) -> TokenOutput:
+    """Of one that the scheduler does not know."""
+    return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, reason, False)
+
+
 class Engine:
     """A backend, a scheduler and a sampler, stepped by one thread."""
 
@@ -91,6 +101,7 @@ class Engine:
         scheduler: Scheduler,
         sampler: Sampler,
         clock: Clock,
+        grammars: Grammars,
         disk: DiskCache | None = None,
         chooser: LayoutChooser | None = None,
         *,
@@ -103,6 +114,8 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.clock = clock
+        self._grammars = grammars
+        self._held: dict[str, list[tuple[float, Sequence]]] = {}  # until their grammar is compiled, and since when
         self._disk = disk
         self._chooser = chooser
         self._check = check
@@ -116,9 +129,9 @@ class Engine:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
-            if self._chooser is not None and not self.scheduler.has_work():
+            if self._chooser is not None and not self.has_work():
                 self._choose_layout(self._chooser)
-            for command in inbox.drain(block=not self.scheduler.has_work() and not self._save_one_idle()):
+            for command in inbox.drain(block=not self.has_work() and not self._save_one_idle()):
                 match command:
                     case Close():
                         self._save_all_idle()
@@ -130,29 +143,63 @@ class Engine:
             outputs += self.step()
             outbox.send(outputs, self.scheduler.stats())
 
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or bool(self._held)
+
     def handle(self, command: Add | Abort) -> list[TokenOutput]:
         if isinstance(command, Abort):
-            return self.scheduler.abort(command.request_id, command.index)
+            return [*self._stop_holding(command), *self.scheduler.abort(command.request_id, command.index)]
         request = command.request
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
+        outputs = []
+        for index in range(request.params.n):
+            seq = Sequence(request, index, derive_seed(seed, index), self.backend.info.context_length)
+            grammar = self._grammars.find(request.params.grammar) if request.params.grammar else None
+            if grammar is None and request.params.grammar:
+                self._held.setdefault(request.params.grammar, []).append((self.clock(), seq))
+            else:
+                outputs += self._queue(seq, grammar, self.clock())
+        return outputs
+
+    def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
+        """Let the scheduler have a sequence that came at ``since``; or its end, if that is refused."""
+        if grammar is not None:
+            if grammar.error:
+                return [end_of(seq, FinishReason.GRAMMAR)]
+            seq.matcher = grammar.matcher()
         try:
-            for index in range(request.params.n):
-                seq_seed = derive_seed(seed, index)
-                self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length), self.clock())
+            self.scheduler.add(seq, since)
         except ValueError:  # whoever sent it should have checked
             log.exception("a request was refused")
-            return [TokenOutput(request.request_id, i, -1, FinishReason.ERROR) for i in range(request.params.n)]
+            return [end_of(seq, FinishReason.ERROR)]
         return []
+
+    def _take_compiled(self) -> list[TokenOutput]:
+        """Queue those whose grammar has been compiled since the last step."""
+        outputs = []
+        for text, grammar in self._grammars.results(0.0 if self.scheduler.has_work() else WAIT).items():
+            for since, seq in self._held.pop(text, []):
+                outputs += self._queue(seq, grammar, since)
+        return outputs
+
+    def _stop_holding(self, abort: Abort) -> list[TokenOutput]:
+        ended = []
+        for text, held in self._held.items():
+            kept = [entry for entry in held if not abort.means(entry[1])]
+            ended += [end_of(seq, FinishReason.ABORT) for _, seq in held if abort.means(seq)]
+            self._held[text] = kept
+        return ended
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; returns what was sampled, nothing if there is nothing to do."""
+        ended = self._take_compiled() if self._held else []
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
-        outputs = self.scheduler.take_ended() if batch is None else self._compute(batch)
+        outputs = ended + (self.scheduler.take_ended() if batch is None else self._compute(batch))
         if self._disk is not None:
             is_idle = batch is None or not batch.rows
-            self._take_in(self._disk, wait=DISK_WAIT if is_idle and self.scheduler.has_work() else 0.0)
+            self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
         if self._chooser is not None and batch is not None and batch.rows:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
