@@ -1,0 +1,171 @@
+"""Grammars of clients are checked in a process of its own, which can be ended if one takes too long or too much.
+
+``python -m cllm.text.grammar_process`` is its other end: frames of a 4-byte length and MessagePack, first Special, then
+constraints and the names of the fields they came in; for each the grammar, or why it is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from cllm.errors import BadRequest, EngineError
+from cllm.text.grammar import Checker, Constraint, Special
+
+log = logging.getLogger("cllm.text")
+
+TIMEOUT = 2.0  # seconds for one grammar
+MAX_MEMORY = 1 << 30  # bytes of the process
+MAX_WAITING = 64  # grammars to be checked at once
+MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """``error`` is what BadRequest says, with its param and code; or "", and there is a grammar."""
+
+    grammar: str
+    error: str = ""
+    param: str | None = None
+    code: str | None = None
+
+
+class GrammarProcess:
+    """Starts the process when there is something to check, and again if it had to be killed."""
+
+    def __init__(self, special: Callable[[], Special]) -> None:
+        """``special`` is asked in another thread, once."""
+        self._describe = special
+        self._special: Special | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known_size = 0
+        self.num_asked = 0
+        self.num_checked = 0
+
+    async def check(self, constraint: Constraint, param: str) -> str:
+        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask."""
+        self.num_asked += 1
+        question = msgspec.msgpack.encode((constraint, param))
+        verdict = self._known.get(question)
+        if verdict is None:
+            if self._num_waiting >= MAX_WAITING:
+                raise EngineError("Too many grammars are being checked; please retry.", 1.0)
+            self._num_waiting += 1
+            try:
+                async with self._turn:
+                    verdict = self._known.get(question) or await self._ask(question, param)
+            finally:
+                self._num_waiting -= 1
+            self._remember(question, verdict)
+        else:
+            self._known.move_to_end(question)
+        if verdict.error:
+            raise BadRequest(verdict.error, param=verdict.param, code=verdict.code)
+        return verdict.grammar
+
+    def _remember(self, question: bytes, verdict: Verdict) -> None:
+        self._forget(question)
+        self._known[question] = verdict
+        self._known_size += size_of(question, verdict)
+        while len(self._known) > MAX_KNOWN or self._known_size > MAX_KNOWN_SIZE:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, question: bytes) -> None:
+        verdict = self._known.pop(question, None)
+        if verdict is not None:
+            self._known_size -= size_of(question, verdict)
+
+    async def _ask(self, question: bytes, param: str) -> Verdict:
+        self.num_checked += 1
+        try:
+            process = await self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            async with asyncio.timeout(TIMEOUT):
+                process.stdin.write(frame(question))
+                head = await process.stdout.readexactly(4)
+                body = await process.stdout.readexactly(int.from_bytes(head, "little"))
+        except BaseException as error:  # whoever asked may have gone away; what is answered is nobody's then
+            await self.close()
+            if not isinstance(error, (TimeoutError, asyncio.IncompleteReadError, ConnectionError)):
+                raise
+            why = f"takes longer than {TIMEOUT:g} s" if isinstance(error, TimeoutError) else "takes too much memory"
+            log.warning("a grammar was refused: to compile it %s", why)
+            return Verdict("", f"Invalid '{param}': to compile it {why}.", param, "invalid_grammar")
+        return msgspec.msgpack.decode(body, type=Verdict)
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            if self._special is None:
+                self._special = await asyncio.to_thread(self._describe)
+            command = (sys.executable, "-P", "-m", "cllm.text.grammar_process")
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(frame(msgspec.msgpack.encode(self._special)))
+            await self._process.stdout.readexactly(1)  # it has started, which is not on the account of a grammar
+        return self._process
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def size_of(question: bytes, verdict: Verdict) -> int:
+    return len(question) + len(verdict.grammar) + len(verdict.error)
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+def main() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+
+    def read() -> bytes:
+        head = stdin.read(4)
+        if len(head) < 4:  # the parent is gone
+            sys.exit()
+        return stdin.read(int.from_bytes(head, "little"))
+
+    checker = Checker(msgspec.msgpack.decode(read(), type=Special))
+    stdout.write(b"+")
+    stdout.flush()
+    while True:
+        constraint, param = msgspec.msgpack.decode(read(), type=tuple[Constraint, str])
+        try:
+            verdict = Verdict(checker.check(constraint, param))
+        except BadRequest as error:
+            verdict = Verdict("", str(error), error.param, error.code)
+        except (RecursionError, json.JSONDecodeError, UnicodeError) as error:
+            verdict = Verdict("", f"Invalid '{param}': {type(error).__name__}.", param, "invalid_grammar")
+        stdout.write(frame(msgspec.msgpack.encode(verdict)))
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
