@@ -11,10 +11,11 @@ import msgspec
 
 from cllm.backends.base import Backend, Blank, ModelInfo
 from cllm.core.batch import Batch, Drop, Operation, Save
-from cllm.core.output import NO_TOKEN, Stats, TokenOutput
-from cllm.core.request import Request
+from cllm.core.output import NO_TOKEN, Embedded, Stats, TokenOutput
+from cllm.core.request import EmbeddingRequest, Request
 from cllm.core.sequence import FinishReason, Sequence
 from cllm.engine.disk import DiskCache, Written
+from cllm.engine.embeddings import Embeddings
 from cllm.engine.grammars import Grammars
 from cllm.errors import EngineError
 from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
@@ -29,6 +30,12 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A new request."""
 
     request: Request
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Texts of which vectors are wanted."""
+
+    request: EmbeddingRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -51,7 +58,7 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop, whatever is running."""
 
 
-Command = Add | Abort | Explain | Close
+Command = Add | Embed | Abort | Explain | Close
 
 
 class Inbox(Protocol):
@@ -72,6 +79,10 @@ class Outbox(Protocol):
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         """What one step gave."""
+        ...
+
+    def embedded(self, embedded: Embedded) -> None:
+        """Some of the vectors of a request."""
         ...
 
     def explain(self, explanation: Explanation) -> None:
@@ -116,6 +127,7 @@ class Engine:
         self.clock = clock
         self._grammars = grammars
         self._held: dict[str, list[tuple[float, Sequence]]] = {}  # until their grammar is compiled, and since when
+        self.embeddings = Embeddings(backend)
         self._disk = disk
         self._chooser = chooser
         self._check = check
@@ -138,16 +150,28 @@ class Engine:
                         return
                     case Explain():
                         outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
-                    case Add() | Abort():
+                    case Add() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
-            outbox.send(outputs, self.scheduler.stats())
+            for embedded in self.embeddings.take():
+                outbox.embedded(embedded)
+            outbox.send(outputs, self.stats())
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._held)
+        return self.scheduler.has_work() or self.embeddings.has_work() or bool(self._held)
 
-    def handle(self, command: Add | Abort) -> list[TokenOutput]:
+    def stats(self) -> Stats:
+        stats = self.scheduler.stats()
+        if self.embeddings.num_tokens:
+            stats = msgspec.structs.replace(stats, num_embedding_tokens=self.embeddings.num_tokens)
+        return stats
+
+    def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
+        if isinstance(command, Embed):
+            self.embeddings.add(command.request)
+            return []
         if isinstance(command, Abort):
+            self.embeddings.abort(command.request_id)
             return [*self._stop_holding(command), *self.scheduler.abort(command.request_id, command.index)]
         request = command.request
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
@@ -177,7 +201,8 @@ class Engine:
     def _take_compiled(self) -> list[TokenOutput]:
         """Queue those whose grammar has been compiled since the last step."""
         outputs = []
-        for text, grammar in self._grammars.results(0.0 if self.scheduler.has_work() else WAIT).items():
+        is_idle = not (self.scheduler.has_work() or self.embeddings.has_work())
+        for text, grammar in self._grammars.results(WAIT if is_idle else 0.0).items():
             for since, seq in self._held.pop(text, []):
                 outputs += self._queue(seq, grammar, since)
         return outputs
@@ -191,8 +216,13 @@ class Engine:
         return ended
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; returns what was sampled, nothing if there is nothing to do."""
+        """Compute one batch; returns what was sampled, nothing if there is nothing to do.
+
+        Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
+        """
         ended = self._take_compiled() if self._held else []
+        embeds = self.embeddings.has_work()
+        self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2 if embeds else 0.0
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
@@ -204,9 +234,20 @@ class Engine:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
                 self._choose_layout(self._chooser)
+        if embeds:
+            self._embed()
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _embed(self) -> None:
+        """A bite beside those who generate: what they leave of a step's time, but never nothing."""
+        begun, target = self.clock(), self.scheduler.params.target_itl
+        left = None
+        if target is not None and self.scheduler.running:
+            left = target - (begun - self.scheduler.begun)
+        num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
+        self.embeddings.observe(num_tokens, self.clock() - begun)
 
     def _compute(self, batch: Batch) -> list[TokenOutput]:
         try:

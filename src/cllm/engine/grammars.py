@@ -49,7 +49,7 @@ class Grammars:
 
     def results(self, wait: float) -> dict[str, Grammar]:
         """What has been compiled since the last call, by text; waits ``wait`` seconds for the first one."""
-        compiled = {}
+        compiled: dict[str, Grammar] = {}
         try:
             while True:
                 text, grammar = self._results.get(timeout=0 if compiled else wait)

@@ -23,6 +23,7 @@ from cllm.core.output import Stats
 # CPUs take minutes for what GPUs do in milliseconds, so the buckets reach further than usual.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
 GAUGES = {
@@ -40,6 +41,7 @@ GAUGES = {
     "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
     "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
+    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of embedded texts since the engine started"),
     "num_waiting_tokens": (
         "waiting_tokens",
         "tokens to compute of the sequences that wait, by what was cached when they came",
@@ -94,9 +96,13 @@ class Metrics:
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
         self._requests = counter("requests", "requests accepted")
         self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
+        self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)
+        self._known_grammars = counter("grammar_cache_hits", "grammars and schemas that had been checked before")
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
+        self._embedded = counter("embeddings", "texts that were to be embedded")
+        self._embedded_tokens = counter("embedding_tokens", "tokens of the texts that were to be embedded")
         self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
         self._num_generated = 0  # since they were counted
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
@@ -131,8 +137,20 @@ class Metrics:
         self._shared.inc(num_shared)
         self._recalled.inc(num_recalled)
 
+    def embedding_begun(self, num_texts: int, num_tokens: int) -> None:
+        self._requests.inc()
+        self._embedded.inc(num_texts)
+        self._embedded_tokens.inc(num_tokens)
+
     def unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
+
+    def grammar(self, seconds: float | None) -> None:
+        """One was checked in ``seconds``; None: it had been before."""
+        if seconds is None:
+            self._known_grammars.inc()
+        else:
+            self._grammars.observe(seconds)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.sampling.top_k import Ids, Row
 
 if TYPE_CHECKING:  # its import takes a tenth of a second
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_LEXER_STATES = 20_000  # of a grammar, one to two kB each
 FEW = 512  # allowed tokens that are looked at one by one; with more of them the others are forbidden in the row
 FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0, -np.inf, 0)
 PENALTIES = FORBIDDEN.astype(np.float32)  # of the eight tokens that a byte of a mask stands for, shape (256, 8)

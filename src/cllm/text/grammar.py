@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.text.json_schema import enforceable
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
-MAX_JSON = 400_000  # characters of a schema
 MAX_CHOICES = 4096
 # At most one space where JSON allows any number: a model must not be able to write blanks for ever.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -49,8 +50,10 @@ def json_term(schema: Any, param: str) -> str:
 
 
 def regex_term(pattern: str) -> str:
-    """A term of Lark for the texts that match ``pattern`` as a whole."""
-    return "/" + re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern) + "/"
+    """A term of Lark for the texts that match ``pattern`` as a whole; digits are those of ASCII."""
+    from llguidance import regex_to_lark
+
+    return "/" + regex_to_lark(pattern, "d") + "/"
 
 
 def text_term(text: str) -> str:
@@ -63,8 +66,9 @@ def after(before: str, grammar: str) -> str:
     parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
     if grammar.lstrip().startswith("{"):
         parts = json.loads(grammar)["grammars"]
-    first = {"lark_grammar": f"start: before @text\nbefore: {before}"}
-    return json.dumps({"grammars": [first, parts[0] | {"name": "text"}, *parts[1:]]})
+    name = f"after{len(parts)}"
+    first = {"lark_grammar": f"start: before @{name}\nbefore: {before}"}
+    return json.dumps({"grammars": [first, parts[0] | {"name": name}, *parts[1:]]})
 
 
 def to_lark(constraint: Constraint, param: str) -> str:
@@ -74,7 +78,6 @@ def to_lark(constraint: Constraint, param: str) -> str:
         case "json_object":
             return f"start: {json_term({'type': 'object'}, param)}"
         case "json_schema":
-            check_size(json.dumps(value), MAX_JSON, param)
             return f"start: {json_term(value, param)}"
         case "regex":
             return f"start: {regex_term(check_size(value, MAX_TEXT, param))}"
@@ -118,16 +121,28 @@ class Checker:
     """Compiles grammars without a model, to find out whether they can be."""
 
     def __init__(self, special: Special) -> None:
-        self._clients = bytes_tokenizer({}, 257)
-        self._ours = bytes_tokenizer(special.tokens, special.vocabulary_size)
+        self._special = special
+
+    @cached_property
+    def _clients(self) -> LLTokenizer:
+        return bytes_tokenizer({}, 257)
+
+    @cached_property
+    def _ours(self) -> LLTokenizer:
+        return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
 
     def check(self, constraint: Constraint, param: str) -> str:
         """The grammar, which can be compiled and allows something. Raises BadRequest, naming ``param``."""
         from llguidance import LLMatcher, LLParserLimits
 
         text = to_lark(constraint, param)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        if constraint.kind == "grammar":
+            _, warnings = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+            if any("no tokenizer" in warning for warning in warnings):
+                raise invalid(param, "it names special tokens, which only text may stand for")
         tokenizer = self._ours if constraint.kind == "lark" else self._clients
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -137,8 +152,9 @@ class Checker:
 
 def reason(error: str) -> str:
     """llguidance's, without where that is in a grammar which the client has not written."""
-    first = error.strip().splitlines()[0] if error.strip() else "it allows nothing"
-    return re.sub(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?", "", first)
+    lines = error.strip().splitlines() or ["it allows nothing"]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
+    return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
 
 
 def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:

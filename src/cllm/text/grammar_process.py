@@ -12,18 +12,21 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
+import pydantic_core
 
 from cllm.errors import BadRequest, EngineError
-from cllm.text.grammar import Checker, Constraint, Special
+from cllm.text.grammar import Checker, Constraint, Special, invalid
 
 log = logging.getLogger("cllm.text")
 
 TIMEOUT = 2.0  # seconds for one grammar
 MAX_MEMORY = 1 << 30  # bytes of the process
+MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once
 MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
 
@@ -40,8 +43,11 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 class GrammarProcess:
     """Starts the process when there is something to check, and again if it had to be killed."""
 
-    def __init__(self, special: Callable[[], Special]) -> None:
-        """``special`` is asked in another thread, once."""
+    def __init__(self, special: Callable[[], Special], observe: Callable[[float | None], None]) -> None:
+        """``special`` is asked in another thread, once; ``observe`` is told the seconds of each check, None for one
+        that had been done before.
+        """
+        self._observe = observe
         self._describe = special
         self._special: Special | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -49,15 +55,20 @@ class GrammarProcess:
         self._num_waiting = 0
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._known_size = 0
-        self.num_asked = 0
-        self.num_checked = 0
 
     async def check(self, constraint: Constraint, param: str) -> str:
         """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask."""
-        self.num_asked += 1
-        question = msgspec.msgpack.encode((constraint, param))
+        try:
+            question = pydantic_core.to_json((constraint.kind, constraint.value, param))
+        except ValueError:
+            raise invalid(param, "it is nested too deeply") from None
+        if len(question) > MAX_SIZE:
+            raise invalid(param, f"it is larger than {MAX_SIZE} bytes")
         verdict = self._known.get(question)
-        if verdict is None:
+        if verdict is not None:
+            self._known.move_to_end(question)
+            self._observe(None)
+        else:
             if self._num_waiting >= MAX_WAITING:
                 raise EngineError("Too many grammars are being checked; please retry.", 1.0)
             self._num_waiting += 1
@@ -67,8 +78,6 @@ class GrammarProcess:
             finally:
                 self._num_waiting -= 1
             self._remember(question, verdict)
-        else:
-            self._known.move_to_end(question)
         if verdict.error:
             raise BadRequest(verdict.error, param=verdict.param, code=verdict.code)
         return verdict.grammar
@@ -86,7 +95,7 @@ class GrammarProcess:
             self._known_size -= size_of(question, verdict)
 
     async def _ask(self, question: bytes, param: str) -> Verdict:
-        self.num_checked += 1
+        begun = time.monotonic()
         try:
             process = await self._running()
             assert process.stdin is not None
@@ -96,12 +105,13 @@ class GrammarProcess:
                 head = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(int.from_bytes(head, "little"))
         except BaseException as error:  # whoever asked may have gone away; what is answered is nobody's then
-            await self.close()
+            self.kill()
             if not isinstance(error, (TimeoutError, asyncio.IncompleteReadError, ConnectionError)):
                 raise
-            why = f"takes longer than {TIMEOUT:g} s" if isinstance(error, TimeoutError) else "takes too much memory"
+            why = f"takes longer than {TIMEOUT:g} s" if isinstance(error, TimeoutError) else "took the checker's life"
             log.warning("a grammar was refused: to compile it %s", why)
-            return Verdict("", f"Invalid '{param}': to compile it {why}.", param, "invalid_grammar")
+            return verdict_of(invalid(param, "it is too complex"))
+        self._observe(time.monotonic() - begun)
         return msgspec.msgpack.decode(body, type=Verdict)
 
     async def _running(self) -> asyncio.subprocess.Process:
@@ -113,22 +123,27 @@ class GrammarProcess:
                 *command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             self._process.stdin.write(frame(msgspec.msgpack.encode(self._special)))
-            await self._process.stdout.readexactly(1)  # it has started, which is not on the account of a grammar
+            try:
+                await self._process.stdout.readexactly(1)  # it has started, which is not on the account of a grammar
+            except asyncio.IncompleteReadError:
+                raise EngineError("The process that checks grammars does not start.") from None
         return self._process
 
-    async def close(self) -> None:
+    def kill(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+
+
+def verdict_of(error: BadRequest) -> Verdict:
+    return Verdict("", str(error), error.param, error.code)
 
 
 def size_of(question: bytes, verdict: Verdict) -> int:
@@ -156,13 +171,15 @@ def main() -> None:
     stdout.write(b"+")
     stdout.flush()
     while True:
-        constraint, param = msgspec.msgpack.decode(read(), type=tuple[Constraint, str])
+        kind, value, param = json.loads(read())
         try:
-            verdict = Verdict(checker.check(constraint, param))
+            verdict = Verdict(checker.check(Constraint(kind, value), param))
         except BadRequest as error:
-            verdict = Verdict("", str(error), error.param, error.code)
-        except (RecursionError, json.JSONDecodeError, UnicodeError) as error:
-            verdict = Verdict("", f"Invalid '{param}': {type(error).__name__}.", param, "invalid_grammar")
+            verdict = verdict_of(error)
+        except (RecursionError, MemoryError):
+            verdict = verdict_of(invalid(param, "it is too complex"))
+        except UnicodeError:
+            verdict = verdict_of(invalid(param, "it has a lone surrogate"))
         stdout.write(frame(msgspec.msgpack.encode(verdict)))
         stdout.flush()
 

@@ -73,7 +73,9 @@ class Translator:
 
     def _refuse(self, where: str, why: str) -> NoReturn:
         place = f" at {where[:200]}" if where else ""
-        raise BadRequest(f"Invalid schema in '{self._param}'{place}: {why}.", self._param, "invalid_json_schema")
+        raise BadRequest(
+            f"Invalid schema in '{self._param}'{place}: {why}.", param=self._param, code="invalid_json_schema"
+        )
 
     def _schema(self, schema: Any, where: str, depth: int) -> Schema:
         self._num_schemas += 1
