@@ -24,7 +24,7 @@ from cllm.text.grammar import Checker, Constraint, Special, invalid
 
 log = logging.getLogger("cllm.text")
 
-TIMEOUT = 2.0  # seconds for one grammar
+TIMEOUT = 1.0  # seconds for one grammar
 MAX_MEMORY = 1 << 30  # bytes of the process
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once

@@ -12,6 +12,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
+from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat
 
 MAX_PROMPTS = 128
@@ -23,7 +24,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(TermsBody):
+class GenerationBody(TermsBody, ConstrainedBody):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -144,16 +145,11 @@ class Tool(Body):
     function: Function
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
@@ -165,8 +161,6 @@ class ChatBody(GenerationBody):
         """Raise BadRequest for what would change the answer and cannot be done yet."""
         if self.logprobs or self.top_logprobs is not None:
             raise self.refuse("logprobs", "are not supported yet")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise self.refuse("response_format", "other than text is not supported yet")
         if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
             raise self.refuse("tool_choice", "can be 'auto' or 'none'; forcing a call is not supported yet")
 
