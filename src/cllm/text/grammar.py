@@ -152,6 +152,8 @@ class Checker:
 
 def reason(error: str) -> str:
     """llguidance's, without where that is in a grammar which the client has not written."""
+    if "oneOf" in error:
+        return "the options of 'oneOf' must exclude each other by type or by the constants of a required property"
     lines = error.strip().splitlines() or ["it allows nothing"]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
     return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])

@@ -25,7 +25,6 @@ FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 # Keywords that cannot be enforced, and the values with which they say nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "not": (False,),
-    "if": (),
     "contains": (),
     "propertyNames": (True, {}),
     "uniqueItems": (False,),
@@ -90,6 +89,8 @@ class Translator:
         for keyword, harmless in REFUSED.items():
             if keyword in schema and not any(schema[keyword] == value for value in harmless):
                 self._refuse(where, f"'{keyword}' cannot be enforced")
+        if "if" in schema and schema.keys() & {"then", "else"}:
+            self._refuse(where, "'if' cannot be enforced")
         if depth and isinstance(schema.get("$id"), str):
             self._refuse(where, "'$id' within a schema is not supported")
         found: dict[str, Any] = {}
