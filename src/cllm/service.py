@@ -28,7 +28,8 @@ from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm, Reading, schemas_of
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
-from cllm.text.grammar import Constraint, compile_grammar
+from cllm.text.grammar import Constraint, Special
+from cllm.text.grammar_process import GrammarProcess
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -123,12 +124,14 @@ class Service:
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
         self._chat_form = ChatForm(vocabulary)
+        self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     def close(self) -> None:
         """Nothing is served any longer."""
+        self._grammars.kill()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -169,8 +172,11 @@ class Service:
         tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
         prompt = await self.encode_chat(chat, terms, param)
-        if chat.tool_choice == "required" or params.grammar:  # which has to be compiled
-            reading, params = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
+        if chat.tool_choice == "required" or params.grammar:
+            reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
+            if bound.grammar != params.grammar:
+                await self.grammar(Constraint("lark", bound.grammar), "tools")
+            params = bound
         else:
             reading, params = self._chat_form.read(prompt, chat, params)
         return Generation(request_id, [prompt], params, terms, param, reading)
@@ -190,9 +196,9 @@ class Service:
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
 
-        Raises BadRequest for what cannot be enforced.
+        Raises BadRequest for what cannot be enforced, and EngineError if too many grammars are being checked.
         """
-        return await asyncio.to_thread(compile_grammar, constraint, param)
+        return await self._grammars.check(constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self._least_tokens(num_characters)
@@ -397,6 +403,9 @@ class Answer:
             if output.finish == FinishReason.ERROR:
                 self._error = EngineError("The engine failed to compute this request; please retry.")
                 break
+            if output.finish == FinishReason.GRAMMAR:
+                self._error = grammar_error()
+                break
             if output.finish == FinishReason.TIMEOUT:
                 self._error = self._timeout()
                 break
@@ -447,6 +456,11 @@ class Answer:
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)
         return RequestTimeout(f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded")
+
+
+def grammar_error() -> BadRequest:
+    """What passed the checks at the door, and could not be followed to its end."""
+    return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
 
 
 def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:

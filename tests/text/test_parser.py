@@ -115,7 +115,22 @@ def test_what_was_written_is_read(name, calls, places, thought, said) -> None:
 
 def pieces_of(name: str) -> list[str]:
     form = with_thoughts(name)
-    words = ["get_weather", "x", "{", "}", '"', "\\", '{"name": ', '"get_time"', ', "arguments": {', " ", "\n", "é", ":", ","]
+    words = [
+        "get_weather",
+        "x",
+        "{",
+        "}",
+        '"',
+        "\\",
+        '{"name": ',
+        '"get_time"',
+        ', "arguments": {',
+        " ",
+        "\n",
+        "é",
+        ":",
+        ",",
+    ]
     whole = written(form, [("get_weather", {"city": "Oslo", "days": 2})])
     halves = [whole[: len(whole) // 2], whole[len(whole) // 2 :], whole]
     return sorted(form.marks) + [mark[:-1] for mark in sorted(form.marks)] + words + halves
@@ -225,7 +240,9 @@ def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
     form = forms()[name]
     head, _, _ = written(form, [("get_weather", {"city": "Oslo"})]).partition("slo")
     opener = form.calls.open[0] if form.calls.open else form.header.open[0]
-    begin, token = {"text": ("", "word "), "argument": (head, "word "), "openers": ("", opener), "space": ("", " ")}[kind]
+    begin, token = {"text": ("", "word "), "argument": (head, "word "), "openers": ("", opener), "space": ("", " ")}[
+        kind
+    ]
 
     def seconds(num_tokens: int) -> float:
         parser = Parser(form, TOOLS)

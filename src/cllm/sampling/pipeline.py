@@ -1,5 +1,7 @@
 """The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p, temperature.
 
+A grammar forbids tokens behind the bias.
+
 Row by row: between two decodes nothing is in the processor's caches, so what counts is how little is touched. A row is
 read once, and all that follows works on its candidates.
 """
@@ -10,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.core.batch import Batch
+from cllm.core.output import NO_TOKEN
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
 from cllm.sampling.thinking import forced_token
@@ -26,7 +30,10 @@ class Sampler:
     """Stateless: all that a draw depends on is the row, the request's params, its seed and the position."""
 
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """A token id for each sampled position of ``batch``; ``logits`` (num_samples, vocabulary) is written to."""
+        """A token id for each sampled position of ``batch``, NO_TOKEN where a grammar allows none.
+
+        ``logits`` (num_samples, vocabulary) is written to.
+        """
         seqs = [row.seq for row in batch.rows for _ in range(row.num_samples)]
         positions = [row.seq.num_tokens + i for row in batch.rows for i in range(row.num_samples)]
         drafts = [row.draft for row in batch.rows for _ in range(row.num_samples)]
@@ -42,6 +49,21 @@ def choose(row: Row, seq: Sequence, position: int, draft: tuple[int, ...] = ()) 
         penalize(row, seq)
     if params.logit_bias:
         add_bias(row, params.logit_bias)
+    if seq.matcher is None:
+        return select(row, seq, position)
+    mask = seq.matcher.allowed()
+    if mask is None:
+        return NO_TOKEN
+    ids = allowed_ids(mask)
+    if ids is None:
+        forbid(row, mask)
+        return select(row, seq, position)
+    return int(ids[select(row[ids], seq, position)]) if ids.shape[0] > 1 else int(ids[0])
+
+
+def select(row: Row, seq: Sequence, position: int) -> int:
+    """The place in ``row`` of the token of ``seq`` at ``position``."""
+    params = seq.request.params
     if params.greedy:
         return int(row.argmax())
     return draw(row, params, uniform(seq.seed, position))

@@ -6,6 +6,7 @@ import secrets
 import time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -30,6 +31,8 @@ async def chat_completions(request: Request) -> Response:
     body.check()
     params = body.params(request.app.state.sampling)
     terms = body.terms(request)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
     generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
     return await respond(request, body, generation, chat=True)
 
@@ -42,6 +45,8 @@ async def completions(request: Request) -> Response:
     body.check()
     params = body.params(request.app.state.sampling)
     terms = body.terms(request)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
     prompts = [
         await service.encode(prompt, terms=terms) if isinstance(prompt, str) else prompt for prompt in body.prompts()
     ]

@@ -12,6 +12,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
+from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
 
 MAX_PROMPTS = 128
@@ -23,7 +24,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(TermsBody):
+class GenerationBody(TermsBody, ConstrainedBody):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -169,10 +170,6 @@ class AllowedTools(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class TemplateVariables(Body):
     """What a client may tell the chat template."""
 
@@ -189,7 +186,6 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -201,8 +197,6 @@ class ChatBody(GenerationBody):
         """Raise BadRequest for what would change the answer and cannot be done yet."""
         if self.logprobs or self.top_logprobs is not None:
             raise self.refuse("logprobs", "are not supported yet")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise self.refuse("response_format", "other than text is not supported yet")
 
     def chat(self) -> Chat:
         mode, allowed = self._tool_choice()
