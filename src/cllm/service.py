@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -29,7 +30,8 @@ from cllm.text.chat_form import ChatForm, Reading, schemas_of
 from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
 from cllm.text.choice import Choice
 from cllm.text.dry_breakers import DryBreakers
-from cllm.text.grammar import Constraint, compile_grammar
+from cllm.text.grammar import Constraint, Special
+from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
@@ -133,6 +135,7 @@ class Service:
         self._chat_template = ChatTemplate(vocabulary)
         self._renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
+        self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
@@ -140,6 +143,7 @@ class Service:
     def close(self) -> None:
         """Nothing is served any longer."""
         self._renderer.close()
+        self._grammars.kill()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -159,38 +163,20 @@ class Service:
         """What chats can have of this model: tools, thinking."""
         return self._chat_form.capabilities
 
-    async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
-        """Tokens of a whole prompt, control tokens included that it spells out.
+    async def encode(
+        self, text: str, param: str = "prompt", terms: Terms | None = None, *, plain: bool = False
+    ) -> list[int]:
+        """Tokens of a whole prompt, control tokens included that it spells out; or, ``plain``, of a part that is text.
 
         Raises BadRequest if it can never fit, without tokenizing what is far too long; and QueueFull for a long one
         that would be refused on these ``terms``.
         """
         self._check_length(len(text), param)
+        tokenize = partial(self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain)
         if len(text) < LONG_TEXT:
-            return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
+            return tokenize()
         self._check_room(terms, len(text))
-        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
-
-    async def encode_infill(self, prompt: str | list[int], suffix: str, terms: Terms | None = None) -> list[int]:
-        """Tokens that ask for what lies between ``prompt`` and ``suffix``, both of which are plain text.
-
-        Raises BadRequest (param suffix) if the model was not made for that, and what ``encode`` raises.
-        """
-        if (marks := self.vocabulary.infill_tokens) is None:
-            message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
-            raise BadRequest(message, param="suffix", code="unsupported_parameter")
-        before = prompt if isinstance(prompt, list) else await self._encode_plain(prompt, "prompt", terms)
-        behind = await self._encode_plain(suffix, "suffix", terms)
-        begin = self.vocabulary.tokenize("", add_special=True, parse_special=False)
-        return [*begin, marks[0], *before, marks[1], *behind, marks[2]]
-
-    async def _encode_plain(self, text: str, param: str, terms: Terms | None) -> list[int]:
-        """Tokens of a part of a prompt, in which nothing is special. Raises what ``encode`` raises."""
-        self._check_length(len(text), param)
-        if len(text) < LONG_TEXT:
-            return self.vocabulary.tokenize(text, add_special=False, parse_special=False)
-        self._check_room(terms, len(text))
-        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=False, parse_special=False)
+        return await asyncio.to_thread(tokenize)
 
     async def prepare(
         self, request_id: str, chat: Chat, params: SamplingParams, terms: Terms, param: str = "messages"
@@ -201,8 +187,11 @@ class Service:
         tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
         prompt = await self.encode_chat(chat, terms, param)
-        if chat.tool_choice == "required" or params.grammar:  # which has to be compiled
-            reading, params = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
+        if chat.tool_choice == "required" or params.grammar:
+            reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
+            if bound.grammar != params.grammar:
+                await self.grammar(Constraint("lark", bound.grammar), "tools")
+            params = bound
         else:
             reading, params = self._chat_form.read(prompt, chat, params)
         return Generation(request_id, [prompt], params, terms, param, reading)
@@ -224,9 +213,9 @@ class Service:
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
 
-        Raises BadRequest for what cannot be enforced.
+        Raises BadRequest for what cannot be enforced, and EngineError if too many grammars are being checked.
         """
-        return await asyncio.to_thread(compile_grammar, constraint, param)
+        return await self._grammars.check(constraint, param)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self._least_tokens(num_characters)
@@ -432,6 +421,9 @@ class Answer:
             if output.finish == FinishReason.ERROR:
                 self._error = EngineError("The engine failed to compute this request; please retry.")
                 break
+            if output.finish == FinishReason.GRAMMAR:
+                self._error = grammar_error()
+                break
             if output.finish == FinishReason.TIMEOUT:
                 self._error = self._timeout()
                 break
@@ -491,6 +483,11 @@ class Answer:
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)
         return RequestTimeout(f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded")
+
+
+def grammar_error() -> BadRequest:
+    """What passed the checks at the door, and could not be followed to its end."""
+    return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
 
 
 def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cllm.core.batch import Batch, Chunk
+
+if TYPE_CHECKING:  # its import takes a tenth of a second
+    from llguidance import LLTokenizer
 
 Logits = npt.NDArray[np.float32]
 Vectors = npt.NDArray[np.float32]
@@ -82,6 +85,11 @@ class Backend(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model that is loaded; another thread may read it."""
+        ...
+
     def forward(self, batch: Batch) -> Logits:
         """Carry out the operations, compute the rows.
 
@@ -138,13 +146,14 @@ class Vocabulary(Protocol):
         """The texts that become one control token when special tokens are parsed, longest first."""
         ...
 
-    def spell(self, token: int) -> bytes:
-        """The bytes of one token id, also those of a control token's own name."""
-        ...
-
     @property
     def infill_tokens(self) -> tuple[int, int, int] | None:
         """What marks a prefix, a suffix, and the middle that is to be written; None if the model knows no such."""
+        ...
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The names of tokens that stand for more than their text, by id; a grammar must name them to allow them."""
         ...
 
     @property
@@ -157,4 +166,8 @@ class Vocabulary(Protocol):
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """``add_special``: the model's begin and end tokens; ``parse_special``: control tokens written in the text."""
+        ...
+
+    def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
+        """What grammars are compiled for; takes up to a second. A text may end with any of ``end_tokens``."""
         ...

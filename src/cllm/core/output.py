@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+NO_TOKEN = -1
+
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How probable a token was, and which ones were most so: natural logarithms of the model's probabilities.
@@ -18,7 +20,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
-    token: the id, or -1 if the sequence ended without one (abort). finish: "" while it goes on, else the
+    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while it goes on, else the
     FinishReason. A token that ends a sequence because it means "end" is counted but is not text: ``is_text`` False.
     num_cached_tokens: prompt tokens that were not computed again, told once, with the first token of index 0.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cllm.core.output import NO_TOKEN
 from cllm.core.request import Request
 
 
@@ -21,11 +23,31 @@ class Status(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
+    """GRAMMAR: the request's grammar cannot be compiled, or allows no further token."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
+    GRAMMAR = "grammar"
+
+
+class Matcher(Protocol):
+    """How far a sequence has followed its grammar; see sampling/grammar.py."""
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing may follow but the end."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """``token`` is the next one of the sequence."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.uint8] | None:
+        """One bit a token, the lowest of a byte first; end tokens where the text may end. None: there is no way on."""
+        ...
 
 
 class Sequence:
@@ -45,6 +67,7 @@ class Sequence:
         "index",
         "is_plain",
         "limit",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
@@ -64,6 +87,7 @@ class Sequence:
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens.
 
+        Whoever compiles its grammar sets ``matcher``, if it has one.
         The scheduler sets ``arrived`` and ``expires`` (seconds of its clock), ``order``, a number that grows, ``work``,
         the tokens that were not cached when it came, and ``urgency``, the class in which it is served once it runs.
         """
@@ -87,6 +111,7 @@ class Sequence:
         # tokens of the prompt whose logprobs are still to be told; they cannot be without computing it
         scores = request.params.prompt_logprobs is not None and index == 0
         self.num_unscored = self.num_prompt_tokens - 1 if scores else 0
+        self.matcher: Matcher | None = None
         self.limit = context_length
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
@@ -115,7 +140,7 @@ class Sequence:
     def scores_of(self, start: int, count: int) -> int:
         """How many of ``count`` positions from ``start`` say of a token of the prompt what is still to be told."""
         last = self.num_prompt_tokens - 1
-        return max(0, min(start + count, last) - max(start, last - self.num_unscored)) if self.num_unscored else 0
+        return max(0, min(start + count, last) - max(start, last - self.num_unscored))
 
     @property
     def num_lacking_tokens(self) -> int:
@@ -123,14 +148,25 @@ class Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
 
     def finish_after(self, token: int, end_tokens: Collection[int]) -> tuple[FinishReason | str, bool]:
-        """Whether ``token``, the last one, ends the sequence ("" if not), and whether it is text."""
-        params = self.request.params
-        if (token in end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
+        """Whether ``token``, the last one, ends the sequence ("" if not), and whether it is text.
+
+        NO_TOKEN is of one whose grammar allows none.
+        """
+        params, matcher = self.request.params, self.matcher
+        if token == NO_TOKEN:
+            return FinishReason.GRAMMAR, False
+        if token in end_tokens and (matcher is not None or not params.ignore_eos):
             return FinishReason.STOP, False
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, False
+        if matcher is not None and matcher.stopped:
+            return FinishReason.STOP, True
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
 
     @property

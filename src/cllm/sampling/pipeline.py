@@ -1,6 +1,7 @@
 """The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p, temperature.
 
-Those that few ask for are in extensions.py and dry.py; core/params.py tells where in this order they stand.
+Those that few ask for are in extensions.py and dry.py; core/params.py tells where in this order they stand. A grammar
+forbids tokens behind the bias.
 
 Row by row: between two decodes nothing is in the processor's caches, so what counts is how little is touched. A row is
 read once, and all that follows works on its candidates.
@@ -16,12 +17,13 @@ import numpy.typing as npt
 
 from cllm.core.batch import Batch
 from cllm.core.batch import Row as BatchRow
-from cllm.core.output import Logprobs
+from cllm.core.output import NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
 from cllm.sampling.dry import Past, add_dry
 from cllm.sampling.extensions import Mirostat, draw_extended
+from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
@@ -47,7 +49,8 @@ class Sampler:
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
         """A token for each row of ``logits`` (num_samples, vocabulary), which are written to.
 
-        Where a row only says how probable the next token of the prompt is, it is that one.
+        Where a row only says how probable the next token of the prompt is, it is that one; NO_TOKEN where a grammar
+        allows none.
         """
         if self.logprobs:
             self.logprobs = {}
@@ -82,7 +85,8 @@ class Sampler:
         model = distribution(row, params.logprobs)
         untouched = row.copy()
         token = self._choose_from(row, seq, position, draft)
-        self.logprobs[at] = model.of(untouched[token])
+        if token != NO_TOKEN:
+            self.logprobs[at] = model.of(untouched[token])
         return token
 
     def _choose_from(self, row: Row, seq: Sequence, position: int, draft: tuple[int, ...]) -> int:
@@ -97,8 +101,22 @@ class Sampler:
             add_dry(row, seq, self._pasts[seq])
         if params.logit_bias:
             add_bias(row, params.logit_bias)
-        if position - seq.num_prompt_tokens < params.min_tokens:
-            row[[*self._end_tokens, *params.stop_token_ids]] = -np.inf
+        if seq.matcher is None:
+            if position - seq.num_prompt_tokens < params.min_tokens:
+                row[[*self._end_tokens, *params.stop_token_ids]] = -np.inf
+            return self._select(row, seq, position)
+        mask = seq.matcher.allowed()
+        if mask is None:
+            return NO_TOKEN
+        ids = allowed_ids(mask)
+        if ids is None:
+            forbid(row, mask)
+            return self._select(row, seq, position)
+        return int(ids[self._select(row[ids], seq, position)]) if ids.shape[0] > 1 else int(ids[0])
+
+    def _select(self, row: Row, seq: Sequence, position: int) -> int:
+        """The place in ``row`` of the token of ``seq`` at ``position``."""
+        params = seq.request.params
         if params.greedy or not params.extended:
             return choose(row, seq, position)
         if not params.mirostat:
@@ -109,7 +127,7 @@ class Sampler:
 
 
 def choose(row: Row, seq: Sequence, position: int) -> int:
-    """The token of ``seq`` at ``position`` by its logits ``row``."""
+    """The place in ``row`` of the token of ``seq`` at ``position``, by its logits alone."""
     params = seq.request.params
     return int(row.argmax()) if params.greedy else draw(row, params, uniform(seq.seed, position))
 

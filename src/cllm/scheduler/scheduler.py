@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import msgspec
 
 from cllm.core.batch import Batch, Operation, Row, Trim
-from cllm.core.output import Logprobs, Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, Logprobs, Stats, TokenOutput
 from cllm.core.sequence import FinishReason, Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
@@ -141,9 +141,7 @@ class Scheduler:
     def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self.ledger.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-        if not seq.num_unscored:
-            return Row(seq, seq.num_computed_tokens, count, num_samples, draft)
-        num_scores = seq.scores_of(seq.num_computed_tokens, count)
+        num_scores = seq.scores_of(seq.num_computed_tokens, count) if seq.num_unscored else 0
         return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
@@ -327,7 +325,8 @@ class Scheduler:
     ) -> list[TokenOutput]:
         """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished.
 
-        ``logprobs``: of those tokens whose logprobs are to be told, by their index.
+        ``logprobs``: of those tokens whose logprobs are to be told, by their index. NO_TOKEN is of a sequence whose
+        grammar allows none; it ends.
         """
         outputs = self.take_ended()
         if not batch.rows:
@@ -389,15 +388,16 @@ class Scheduler:
 
     def _scored(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
         seq.num_unscored -= len(logprobs)
-        return TokenOutput(seq.request.request_id, seq.index, -1, prompt_logprobs=logprobs)
+        return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
         if seq.num_tokens >= seq.limit:  # max_tokens is 0: the prompt alone was to be computed
             self.release(seq)
-            num_cached = (seq.num_cached_tokens or 0) if seq.index == 0 else 0
-            return TokenOutput(seq.request.request_id, seq.index, -1, FinishReason.LENGTH, False, num_cached)
-        seq.append(token)
-        self.waiting.policy.served(seq, 0, 1)
+            num_cached = 0 if seq.index else seq.num_cached_tokens or 0
+            return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached)
+        if token != NO_TOKEN:
+            seq.append(token)
+            self.waiting.policy.served(seq, 0, 1)
         finish, is_text = seq.finish_after(token, self.end_tokens)
         if finish:
             self.expected.finished(seq)

@@ -8,12 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import LLMatcher
-
 from cllm.errors import BadRequest
 from cllm.text.arguments import types_of
 from cllm.text.form import Form, any_of
-from cllm.text.grammar import LIMITS, json_term
+from cllm.text.grammar import json_term, text_term
 
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -48,8 +46,8 @@ class CallGrammar:
         """The grammar of a message.
 
         answer: the grammar of its text, "" if there must be none. calls: whether it may be calls of ``tools`` instead.
-        thinks, inside: it may begin with reasoning, or begins in the middle of it. Raises BadRequest (tools) for a
-        schema that cannot be enforced.
+        thinks, inside: it may begin with reasoning, or begins in the middle of it. It is not compiled yet. Raises
+        BadRequest (tools) for a schema that cannot be enforced.
         """
         self._rules = []
         header = self._form.header
@@ -60,12 +58,10 @@ class CallGrammar:
             options.append(self._calls(tools, parallel=parallel))
         thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
         lark = "\n".join([f"start: {thoughts}({' | '.join(options)})", *self._rules])
-        grammars = [{"name": "message", "lark_grammar": lark}, {"name": "answer", "lark_grammar": answer}]
-        text = json.dumps({"grammars": grammars}, ensure_ascii=False) if answer else lark
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
-        if failed:
-            raise not_enforceable(messages[0][:300])
-        return text
+        if not answer:
+            return lark
+        parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, parts[0] | {"name": "answer"}, *parts[1:]]})
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -76,16 +72,14 @@ class CallGrammar:
         """Terms for a text, in which there may be control tokens."""
         parts = [part for part in self._marks.split(text) if part] if self._control else [text]
         return " ".join(
-            f"<[{self._control[part]}]>" if part in self._control else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
+            f"<[{self._control[part]}]>" if part in self._control else text_term(part) for part in parts if part
         )
 
     def _until(self, mark: str) -> str:
         """Any text and then, for the first time, ``mark``."""
         if mark in self._control:
             return self._rule("/(?s:.*)/") + " " + self._text(mark)
-        return self._rule("/(?s:.*)/", f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
+        return self._rule("/(?s:.*)/", f"[suffix={text_term(mark)}]")
 
     def _thoughts(self, *, inside: bool) -> str:
         form = self._form

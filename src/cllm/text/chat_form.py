@@ -49,11 +49,8 @@ class ChatForm:
         """The control tokens that marks of the form are, and their ids."""
         calls = self.form.calls
         written = "".join(calls.begin + calls.write + calls.end + calls.pair) if calls else ""
-        texts = [
-            text for text in self._vocabulary.control_tokens if text in self.form.marks or (text and text in written)
-        ]
-        encoded = {text: self._vocabulary.tokenize(text, add_special=False, parse_special=True) for text in texts}
-        return {text: tokens[0] for text, tokens in encoded.items() if len(tokens) == 1}
+        special = self._vocabulary.special_tokens
+        return {text: token for token, text in special.items() if text in self.form.marks or (text and text in written)}
 
     @cached_property
     def _pieces(self) -> list[bytes]:

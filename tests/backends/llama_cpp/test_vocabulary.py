@@ -35,7 +35,7 @@ TEXTS = [
 def vocabulary(builtin_path):
     from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
-    made = LlamaVocabulary(builtin_path)
+    made = LlamaVocabulary.load(builtin_path)
     yield made
     made.close()
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_model(tmp_path):
     path = tmp_path / "letter.gguf"
     path.write_text("Dear model, ...")
     with pytest.raises(StartupError, match=r"letter\.gguf"):
-        LlamaVocabulary(path)
+        LlamaVocabulary.load(path)
 
 
 def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
@@ -108,14 +108,5 @@ def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
     from tiny_models import INFILL
 
     assert vocabulary.infill_tokens is None
-    with contextlib.closing(type(vocabulary)(tiny_model("gemma3"))) as other:
+    with contextlib.closing(type(vocabulary).load(tiny_model("gemma3"))) as other:
         assert other.infill_tokens == INFILL
-
-
-def test_a_control_token_is_spelled_by_its_name(vocabulary):
-    """It adds nothing to a text, but has a name; other tokens are spelled as they are written."""
-    (end,) = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
-    assert vocabulary.pieces[end] == b""
-    assert vocabulary.spell(end) == b"<|im_end|>"
-    (seven,) = vocabulary.tokenize("7", add_special=False, parse_special=False)
-    assert vocabulary.spell(seven) == vocabulary.pieces[seven] == b"7"

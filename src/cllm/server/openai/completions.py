@@ -5,18 +5,20 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, text_of
 from cllm.server.openai.routes import check_model, head_of, headers_of, json_answer
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, usage_object
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Delta, Generation, Service
+from cllm.service import Answer, Delta, Generation, Service, Terms
 from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -30,14 +32,15 @@ async def completions(request: Request) -> Response:
     check_model(body.model, service)
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
     terms = body.terms(request)
     texts = body.prompts()
     prompts = []
     for text in texts:
-        if body.suffix is not None:
-            prompts.append(await service.encode_infill(text, body.suffix, terms))
-        else:
-            prompts.append(await service.encode(text, terms=terms) if isinstance(text, str) else text)
+        plain = body.suffix is not None
+        tokens = await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
+        prompts.append(tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms))
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
     answer = service.submit(generation)
     echoed = [text if isinstance(text, str) else text_of(service.vocabulary, text) for text in texts]
@@ -48,6 +51,16 @@ async def completions(request: Request) -> Response:
     with answer:
         choices = await until_disconnect(request, collect(answer, words))
     return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))
+
+
+async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
+    """Tokens that ask for what lies between ``prefix`` and ``suffix``. Raises BadRequest if the model knows no such."""
+    if (marks := service.vocabulary.infill_tokens) is None:
+        message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
+        raise BadRequest(message, param="suffix", code="unsupported_parameter")
+    begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
+    behind = await service.encode(suffix, "suffix", terms, plain=True)
+    return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
 
 
 class Words:

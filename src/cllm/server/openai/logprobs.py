@@ -19,7 +19,7 @@ def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = vocabulary.spell(token)
+        data = spelled(vocabulary, token)
         return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
     content = [
@@ -65,11 +65,16 @@ def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, fl
 
 def readable(vocabulary: Vocabulary, token: int) -> str:
     """The text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
-    data = vocabulary.spell(token)
+    data = spelled(vocabulary, token)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def spelled(vocabulary: Vocabulary, token: int) -> bytes:
+    """The bytes of a token, or its name if it has none."""
+    return vocabulary.pieces[token] or vocabulary.special_tokens.get(token, "").encode()
 
 
 def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:

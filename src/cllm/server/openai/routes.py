@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -36,6 +37,8 @@ async def chat_completions(request: Request) -> Response:
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     terms = body.terms(request)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
     generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
     return await respond(request, body, generation)
 

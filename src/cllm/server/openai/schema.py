@@ -14,6 +14,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
+from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
 from cllm.text.dry_breakers import DryBreakers
 
@@ -51,7 +52,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(TermsBody):
+class GenerationBody(TermsBody, ConstrainedBody):
     """What chat completions and completions have in common."""
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -230,10 +231,6 @@ class AllowedTools(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class TemplateVariables(Body):
     """What a client may tell the chat template: what those of the known models ask about, and nothing else."""
 
@@ -276,7 +273,6 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -290,8 +286,6 @@ class ChatBody(GenerationBody):
         """Raise BadRequest for what would change the answer and cannot be done yet."""
         if self.top_logprobs is not None and not self.logprobs:
             raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise self.refuse("response_format", "other than text is not supported yet")
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
