@@ -398,8 +398,8 @@ class Answer:
             if not outputs:
                 return None
             now, before = time.monotonic(), self.generation.usage.completion_tokens
-            if deltas := self._feed(outputs):
-                count = self.generation.usage.completion_tokens - before
+            deltas = self._feed(outputs)
+            if count := self.generation.usage.completion_tokens - before:
                 self._metrics.tokens(count, now - self._last, first=before == 0)
                 self._last = now
         except Exception as error:
