@@ -175,6 +175,25 @@ class Cache(Section):
     max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
 
 
+class Storage(Section):
+    """What clients leave with the server."""
+
+    max_responses: int = Field(
+        default=1000,
+        ge=0,
+        le=10_000_000,
+        description="Answers of /v1/responses kept in memory, for previous_response_id; 0 keeps none.",
+    )
+    max_responses_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
+    folder: Text | None = Field(
+        default="~/.local/state/cllm",
+        description="Folder for the files and batches of /v1/files and /v1/batches; null turns both off.",
+    )
+    max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Files kept in it, at most.")
+    max_files_mb: int = Field(default=2000, ge=1, le=10**9, description="Size of all files in MB, at most.")
+    max_file_mb: int = Field(default=100, ge=1, le=1_000_000, description="Size of an uploaded file in MB, at most.")
+
+
 class LlamaCpp(Section):
     """What llama.cpp is told when it loads the model."""
 
@@ -249,6 +268,7 @@ class Settings(Section):
     scheduler: Scheduler = Scheduler()
     kv: KV = KV()
     cache: Cache = Cache()
+    storage: Storage = Storage()
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
     log: Log = Log()

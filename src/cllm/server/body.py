@@ -36,10 +36,18 @@ class Body(pydantic.BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
 
 
-def documented(model: type[Body]) -> dict[str, Any]:
-    """The OpenAPI entry of a body that its route reads by itself; app.py moves ``$defs`` to where they belong."""
+class RequestBody(dict[str, Any]):
+    """The OpenAPI entry of a body that its route reads by itself, and the ``model`` it is made from."""
+
+    model: type[Body]
+
+
+def documented(model: type[Body], media_type: str = "application/json") -> RequestBody:
+    """What a route says of its body; app.py moves ``$defs`` to where they belong."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    entry = RequestBody(requestBody={"required": True, "content": {media_type: {"schema": schema}}})
+    entry.model = model
+    return entry
 
 
 def check_parameters(value: dict[str, Any], model: type[Body], request: Request) -> None:

@@ -24,14 +24,18 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 @router.post("/chat/completions", openapi_extra=documented(ChatBody))
 async def chat_completions(request: Request) -> Response:
-    service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
-    check_model(body.model, service)
+    check_model(body.model, request.app.state.service)
+    generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
+    return await respond(request, body, generation, chat=True)
+
+
+async def chat_generation(request: Request, body: ChatBody, request_id: str, param: str = "messages") -> Generation:
+    """What is to be computed for a chat, ready to be submitted; ``param`` names its messages in errors."""
+    service: Service = request.app.state.service
     body.check()
     params = body.params(request.app.state.sampling)
-    terms = body.terms(request)
-    generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
-    return await respond(request, body, generation, chat=True)
+    return await service.prepare(request_id, body.chat(), params, body.terms(request), param)
 
 
 @router.post("/completions", openapi_extra=documented(CompletionBody))
