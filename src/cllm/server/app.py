@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
@@ -13,6 +14,8 @@ from cllm.server.openai import batches, files, responses
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
+
+ROUTERS = (openai.router, responses.router, files.router, batches.router, native.router)
 
 
 def create_app(service: Service, settings: Settings) -> FastAPI:
@@ -29,13 +32,16 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
     app.state.batches = batches.make(app, settings)
     errors.install(app)
-    app.include_router(openai.router)
-    app.include_router(responses.router)
-    app.include_router(files.router)
-    app.include_router(batches.router)
-    app.include_router(native.router)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.state.routes = routes()
     gather_schemas(app)
     return app
+
+
+def routes() -> list[APIRoute]:
+    """All of them, those of one dialect together."""
+    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 
 
 def gather_schemas(app: FastAPI) -> None:

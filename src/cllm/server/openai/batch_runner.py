@@ -53,6 +53,7 @@ class Batches:
         self._app = app
         self._folder = StateFolder(folder)
         self._records: dict[str, BatchRecord] = {}
+        self._parts: dict[str, BatchFiles] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._working: dict[str, asyncio.Task[None]] = {}  # on the lines of a batch
         self._slots = asyncio.Semaphore(max_lines_at_once)
@@ -103,6 +104,7 @@ class Batches:
         for other in sorted(ended, key=lambda other: other.created_at)[: max(0, len(self._records) - MAX_RECORDS)]:
             del self._records[other.id]
             self._files_of(other).delete()
+            del self._parts[other.id]
         self._start(record)
 
     def get(self, batch_id: str, owner: str) -> BatchRecord:
@@ -134,7 +136,10 @@ class Batches:
             self._working[record.id].cancel()
 
     def _files_of(self, record: BatchRecord) -> BatchFiles:
-        return BatchFiles(self._folder.path / "batches", record.id)
+        files = self._parts.get(record.id)
+        if files is None:
+            files = self._parts[record.id] = BatchFiles(self._folder.path / "batches", record.id)
+        return files
 
     def _start(self, record: BatchRecord) -> None:
         task = asyncio.create_task(self._run(record))
@@ -232,7 +237,9 @@ class Batches:
         data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
         self.files.take_room(len(data))
         try:
-            await self._on_disk(lambda: self._files_of(record).add(data, succeeded=succeeded))
+            files = self._files_of(record)
+            files.add(data, succeeded=succeeded)
+            await self._on_disk(files.flush)
         except BaseException:
             self.files.return_room(len(data))
             raise
@@ -299,8 +306,9 @@ class Batches:
 
 def endpoint_of(app: FastAPI, path: str) -> APIRoute:
     """The route of an endpoint. Raises BadRequest if it is none of those that batches may use."""
-    for route in app.routes:
-        if path in ENDPOINTS and isinstance(route, APIRoute) and route.path == path:
+    routes: list[APIRoute] = app.state.routes
+    for route in routes:
+        if path in ENDPOINTS and route.path == path:
             return route
     message = f"Invalid 'endpoint': it must be one of {', '.join(ENDPOINTS)}."
     raise BadRequest(message, param="endpoint", code="invalid_value")
