@@ -10,12 +10,12 @@ from cllm.config import Settings
 from cllm.server import errors
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
-from cllm.server.openai import batches, files, responses
+from cllm.server.openai import batches, embeddings, files, responses
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
 
-ROUTERS = (openai.router, responses.router, files.router, batches.router, native.router)
+ROUTERS = (openai.router, embeddings.router, responses.router, files.router, batches.router, native.router)
 
 
 def create_app(service: Service, settings: Settings) -> FastAPI:
