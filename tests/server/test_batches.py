@@ -255,24 +255,25 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(client):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_batch_outlives_its_server(start_server, tmp_path, how):
-    """Killed or ended in the middle, three times: every line has one answer in the end, and the answers are right."""
+    """Killed or ended in the middle, twice: every line has one answer in the end, and the answers are right."""
     environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state")}
-    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=30, ignore_eos=True) for i in range(240)]
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(160)]
     server = start_server(*FAKE, **environment)
     with client_of(server) as client:
         batch = begin(client, lines)
-    for part in (20, 80, 140):
+    for part in (20, 60):
         with client_of(server) as client:
             end = time.monotonic() + 60
             while (counts := client.batches.retrieve(batch.id).request_counts).completed < part:
                 assert time.monotonic() < end, counts
-            assert counts.completed < 240, "it was to be killed in the middle"
+                time.sleep(0.01)
+            assert counts.completed < 160, "it was to be killed in the middle"
         code = server.stop(how)
         assert code == (0 if how == signal.SIGTERM else -how)
         server = start_server(*FAKE, **environment)
     with client_of(server) as client:
         batch = wait(client, batch)
-        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 240, 0)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 160, 0)
         found = answers(client, batch.output_file_id)
         assert set(found) == {entry["custom_id"] for entry in lines}
         for entry in lines[::40]:
