@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -71,7 +72,7 @@ def answers(client, file_id):
 def test_a_file_is_kept(client):
     """Upload, list, retrieve, read, delete; the type is the client's own, every field checked."""
     data = json.dumps(line("ä")).encode() + b"\r\n\r\n--boundary\r\n\x00\xff"
-    name = '../../etc/päss wd'
+    name = "../../etc/päss wd"
     file = client.files.create(file=(name, data), purpose="batch")
     pydantic.TypeAdapter(FileObject).validate_python(file.to_dict())
     assert (file.bytes, file.filename, file.purpose) == (len(data), name, "batch")
@@ -283,3 +284,45 @@ def test_a_batch_outlives_its_server(start_server, tmp_path, how):
             assert answer["choices"][0]["text"] == direct.choices[0].text
         assert client.files.retrieve(batch.input_file_id).bytes
     assert not list((tmp_path / "state" / "batches").glob("*.output"))
+
+
+def test_a_batch_outlives_its_engine(start_server):
+    """Lines that were lost with it are computed again."""
+    server = start_server(*FAKE)
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(60)]
+    with client_of(server) as client:
+        batch = begin(client, lines)
+        while client.batches.retrieve(batch.id).request_counts.completed < 8:
+            time.sleep(0.01)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert len(answers(client, batch.output_file_id)) == 60
+
+
+def test_a_batch_yields_to_everybody_else(start_server):
+    """Its lines are of the class batch, whatever they say: a request that comes later is computed before them."""
+    server = start_server("--backend.name", "fake", "--max-num-seqs", "1")
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive") for i in range(30)]
+    with client_of(server) as client:
+        batch = wait(client, begin(client, lines), ["in_progress"])
+        client.completions.create(model=None, prompt="a", max_tokens=4)
+        assert client.batches.retrieve(batch.id).request_counts.completed < 15
+        client.batches.cancel(batch.id)
+
+
+def test_without_a_folder_there_are_no_files(start_server):
+    server = start_server(*FAKE, CLLM_STORAGE_FOLDER="null")
+    for path in ("/v1/files", "/v1/batches"):
+        answer = server.client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "storage_off")
+
+
+def test_two_servers_do_not_share_a_folder(start_server, tmp_path):
+    """The second one says so, and serves everything else."""
+    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path)}
+    first, second = start_server(*FAKE, **environment), start_server(*FAKE, **environment)
+    assert first.client.get("/v1/files").status_code == 200
+    answer = second.client.get("/v1/files")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert second.client.get("/v1/models").status_code == 200

@@ -31,6 +31,14 @@ def docs() -> None:
     print(page(), end="")
 
 
+@app.command
+def api() -> None:
+    """Print the page docs/api.md, which describes all routes and their parameters."""
+    from cllm.cli import api_page
+
+    print(api_page.page(), end="")
+
+
 def as_json(loaded: Loaded) -> str:
     content = {"settings": loaded.settings.model_dump(), "origins": loaded.origins, "notes": loaded.notes}
     return json.dumps(content, indent=2)

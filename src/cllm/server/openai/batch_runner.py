@@ -254,8 +254,8 @@ class Batches:
         request_id = f"req_{secrets.token_hex(12)}"
         tries = 0
         while True:
-            while not service.ready:  # rarely, so that nobody has to say when it is
-                await asyncio.sleep(PAUSE)  # noqa: ASYNC110
+            while not service.ready:  # noqa: ASYNC110  # rarely, so that nobody has to say when it is
+                await asyncio.sleep(PAUSE)
             request = request_of(self._app, record, to_json(body))
             try:
                 response = await endpoint_of(self._app, record.endpoint).endpoint(request)

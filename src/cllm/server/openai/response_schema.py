@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -173,21 +173,28 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """``verbosity`` is taken without effect: nothing tells a model to be short but its instructions."""
+    ignored: ClassVar[Mapping[str, str]] = {"verbosity": "nothing tells a model to be brief but its instructions"}
 
     format: TextFormat = TextFormat()
-    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Body):
-    """``summary`` and the others are taken without effect: what the model thinks is given in its own words."""
+    ignored: ClassVar[Mapping[str, str]] = {
+        "summary": "what the model thinks is given in its own words",
+        "generate_summary": "what the model thinks is given in its own words",
+        "context": "the template decides which reasoning of earlier turns the model reads",
+        "mode": "there is one",
+    }
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "events are as long as their texts"}
 
 
 class ResponseBody(GenerationBody):
-    ignored: ClassVar[dict[str, str]] = {
+    ignored: ClassVar[Mapping[str, str]] = {
         "service_tier": "there is one tier; `priority` says how urgent a request is",
         "prompt_cache_key": "prefixes are found by their tokens",
         "prompt_cache_retention": "prefixes are kept as long as there is memory",
@@ -198,7 +205,7 @@ class ResponseBody(GenerationBody):
         "image": "there are no images",
         "access_programs": "there are none",
     }
-    refused: ClassVar[dict[str, str]] = {
+    refused: ClassVar[Mapping[str, str]] = {
         "background": "a response is computed while its client waits; use /v1/batches for what may take long",
         "conversation": "conversations are not kept; use previous_response_id",
         "prompt": "prompt templates are not kept; send instructions and input",
@@ -206,6 +213,7 @@ class ResponseBody(GenerationBody):
     }
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # has other options than a chat's
     instructions: str | None = None
     previous_response_id: Identifier | None = None
     store: bool | None = Field(
@@ -245,7 +253,7 @@ class ResponseBody(GenerationBody):
 
     def chat(self, items: list[dict[str, Any]]) -> ChatBody:
         """The chat that asks for the same after ``items``. Raises BadRequest."""
-        own = set(ResponseBody.__annotations__) | {"stream_options", "max_tokens"}
+        own = {*ResponseBody.__annotations__, "max_tokens"}
         values = self.model_dump(include=(set(GenerationBody.model_fields) - own) & self.model_fields_set)
         values["messages"] = messages_of(items, self.instructions)
         choice, tools = self.tool_choice, self.tools

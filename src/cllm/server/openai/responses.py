@@ -145,7 +145,6 @@ def response_head(request: Request, body: ResponseBody, generation: Generation) 
         "top_logprobs": body.top_logprobs or 0,
         "top_p": generation.params.top_p,
         "truncation": "disabled",
-        "usage": None,
         "metadata": body.metadata or {},
     }
     return head if body.user is None else {**head, "user": body.user}

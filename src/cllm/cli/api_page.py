@@ -1,0 +1,119 @@
+"""The page docs/api.md, read off the code: every route, and whether a parameter is done, ignored or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from fastapi.routing import APIRoute
+
+from cllm.server.app import routes
+from cllm.server.body import Body, RequestBody
+
+INTRODUCTION = """\
+# API
+
+This page is made from the code by `cllm config api`.
+
+What a server takes, dialect by dialect, route by route. A parameter is
+
+* **done**: it does what its dialect says,
+* **ignored**: it is taken and changes nothing, for the reason that is given,
+* **refused**: the request is answered with 400 and the reason, unless the value asks for nothing (null, false, empty).
+
+Any other parameter is unknown: it is counted (`cllm:unknown_parameters`) and ignored, or refused with 400 if
+`server.strict` is set. Extensions of the dialects, such as `priority` or `top_k`, stand among the rest. With OpenAI's
+client they go into `extra_body`.
+
+Types are strict: a number in quotes is no number, and NaN is none. Errors come in the form of their dialect and name
+the field and the limit.
+"""
+HEAD = "| Parameter | | |\n|---|---|---|\n"
+
+
+def page() -> str:
+    return "\n".join(sections())
+
+
+def sections() -> Iterator[str]:
+    yield INTRODUCTION
+    found = routes()
+    for dialect in dict.fromkeys(map(dialect_of, found)):
+        yield f"## {dialect}\n"
+        yield from (route_section(route) for route in found if dialect_of(route) == dialect)
+
+
+def dialect_of(route: APIRoute) -> str:
+    return str(route.tags[0])
+
+
+def route_section(route: APIRoute) -> str:
+    text = f"### {' '.join(sorted(route.methods))} {route.path}\n"
+    if route.description:
+        text += f"\n{route.description}\n"
+    model = body_model(route)
+    rows = [*query_rows(route), *(body_rows(model) if model else ())]
+    if rows:
+        text += f"\n{HEAD}" + "".join(f"| `{name}` | {state} | {cell(what)} |\n" for name, state, what in rows)
+    return text
+
+
+def body_model(route: APIRoute) -> type[Body] | None:
+    return route.openapi_extra.model if isinstance(route.openapi_extra, RequestBody) else None
+
+
+def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
+    """The parameters of the query."""
+    for field in route.dependant.query_params:
+        yield f"?{field.alias}", "done", ""
+
+
+def body_rows(model: type[Body], path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, state and meaning of every parameter of a body; those of an object follow it as a.b."""
+    schema = model.model_json_schema()
+    for name, field in model.model_fields.items():
+        shown = field.alias or name
+        about = schema["properties"][shown]
+        parts = [described(about, schema.get("$defs", {})), about.get("description", "")]
+        yield path + shown, "done", ". ".join(part.removesuffix(".") for part in parts if part)
+        for inner in inner_models(field.annotation):
+            yield from body_rows(inner, f"{path}{shown}.")
+    for state, names in (("ignored", model.ignored), ("refused", model.refused)):
+        for name, why in names.items():
+            yield path + name, state, why
+
+
+def inner_models(annotation: Any) -> Iterator[type[Body]]:
+    """The model of a parameter that is an object with parameters of its own."""
+    kinds = [annotation, *get_args(annotation)]
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Body)]
+    if len(models) == 1:
+        yield models[0]
+
+
+def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        return described(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "enum" in schema or "const" in schema:
+        return ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
+    members = [member for key in ("anyOf", "oneOf") for member in schema.get(key, ()) if member.get("type") != "null"]
+    if members:
+        return " or ".join(dict.fromkeys(described(member, definitions) for member in members))
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {described(schema.get('items', {}), definitions)}"
+    if kind in ("integer", "number"):
+        return f"{kind}{bounds(schema)}"
+    return {"string": "text", "boolean": "true or false", "object": "object"}.get(str(kind), "anything")
+
+
+def bounds(schema: dict[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    return f" from {low}" if low is not None else f" up to {high}" if high is not None else ""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
