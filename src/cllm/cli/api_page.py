@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from fastapi.routing import APIRoute
 
@@ -38,20 +38,29 @@ def page() -> str:
 def sections() -> Iterator[str]:
     yield INTRODUCTION
     found = routes()
+    shown: dict[type[Body], str] = {}
     for dialect in dict.fromkeys(map(dialect_of, found)):
         yield f"## {dialect}\n"
-        yield from (route_section(route) for route in found if dialect_of(route) == dialect)
+        for route in found:
+            if dialect_of(route) == dialect:
+                yield route_section(route, shown)
 
 
 def dialect_of(route: APIRoute) -> str:
     return str(route.tags[0])
 
 
-def route_section(route: APIRoute) -> str:
-    text = f"### {' '.join(sorted(route.methods))} {route.path}\n"
+def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
+    """``shown``: the bodies above, and whose they are."""
+    name = f"{' '.join(sorted(route.methods or ()))} {route.path}"
+    text = f"### {name}\n"
     if route.description:
-        text += f"\n{route.description}\n"
+        text += f"\n{' '.join(route.description.split())}\n"
     model = body_model(route)
+    if model in shown:
+        return f"{text}\nThe parameters are those of `{shown[model]}`.\n"
+    if model is not None:
+        shown[model] = name
     rows = [*query_rows(route), *(body_rows(model) if model else ())]
     if rows:
         text += f"\n{HEAD}" + "".join(f"| `{name}` | {state} | {cell(what)} |\n" for name, state, what in rows)
@@ -76,19 +85,26 @@ def body_rows(model: type[Body], path: str = "") -> Iterator[tuple[str, str, str
         about = schema["properties"][shown]
         parts = [described(about, schema.get("$defs", {})), about.get("description", "")]
         yield path + shown, "done", ". ".join(part.removesuffix(".") for part in parts if part)
-        for inner in inner_models(field.annotation):
-            yield from body_rows(inner, f"{path}{shown}.")
+        inner = inner_models(field.annotation)
+        if len(inner) == 1:
+            ((model_of_field, place),) = inner.items()
+            yield from body_rows(model_of_field, f"{path}{shown}{place}.")
     for state, names in (("ignored", model.ignored), ("refused", model.refused)):
         for name, why in names.items():
             yield path + name, state, why
 
 
-def inner_models(annotation: Any) -> Iterator[type[Body]]:
-    """The model of a parameter that is an object with parameters of its own."""
-    kinds = [annotation, *get_args(annotation)]
-    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Body)]
-    if len(models) == 1:
-        yield models[0]
+def inner_models(annotation: Any) -> dict[type[Body], str]:
+    """The models of objects that a parameter may be, each with "[]" if it may be a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return {annotation: ""}
+    found: dict[type[Body], str] = {}
+    for member in get_args(annotation):
+        found |= {
+            model: ("[]" if get_origin(annotation) is list else "") + place
+            for model, place in inner_models(member).items()
+        }
+    return found
 
 
 def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:

@@ -80,12 +80,14 @@ async def create(request: Request) -> dict[str, Any]:
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
+    """The batches of this token, the newest first."""
     records = opened(request).owned_by(account(request, None))
     return page([record.public() for record in records], after, limit)
 
 
 @router.get("/{batch_id}")
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
+    """How far a batch is, and where its answers are."""
     return opened(request).get(batch_id, account(request, None)).public()
 
 

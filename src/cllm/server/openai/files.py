@@ -80,6 +80,7 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
+    """The files of this token, the newest first."""
     files = opened(request).files.owned_by(account(request, None))
     objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
@@ -87,11 +88,13 @@ async def list_files(
 
 @router.get("/{file_id}")
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
+    """What is known of a file."""
     return file_object(opened(request).files.get(file_id, account(request, None)))
 
 
 @router.get("/{file_id}/content")
 async def content(request: Request, file_id: str) -> Response:
+    """What a file holds, byte by byte."""
     store = opened(request).files
     file = store.get(file_id, account(request, None))
     headers = {"content-length": str(file.bytes)}
@@ -100,6 +103,7 @@ async def content(request: Request, file_id: str) -> Response:
 
 @router.delete("/{file_id}")
 async def delete(request: Request, file_id: str) -> dict[str, Any]:
+    """Delete a file, unless a batch still reads it."""
     batches = opened(request)
     file = batches.files.get(file_id, account(request, None))
     if (batch := batches.reader_of(file_id)) is not None:

@@ -50,6 +50,7 @@ async def input_tokens(request: Request) -> dict[str, Any]:
 
 @router.get("/{response_id}")
 async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
+    """A response that is kept."""
     if stream:
         message = "'stream' is for responses in the background, and there are none."
         raise BadRequest(message, param="stream", code="unsupported_parameter")
@@ -59,12 +60,14 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
 
 @router.delete("/{response_id}")
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response; those that go on from it cannot be gone on from any longer."""
     kept(request).delete(response_id, account(request, None))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel")
 async def cancel(request: Request, response_id: str) -> Response:
+    """Always refused: nothing is computed in the background."""
     kept(request).get(response_id, account(request, None))
     message = "Only responses in the background can be cancelled, and there are none; to end one, close its connection."
     raise BadRequest(message, param="response_id", code="unsupported_operation")
