@@ -17,6 +17,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
+from cllm.server.request_id import with_request_ids
 from cllm.server.sse import streaming
 from cllm.service import Service
 
@@ -71,7 +72,7 @@ def open_server(settings: Settings, params: EngineParams, model_name: str, engin
     vocabulary, metrics = build_vocabulary(params), Metrics(model_name)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
     config = uvicorn.Config(
-        streaming(create_app(service, settings)),
+        streaming(with_request_ids(create_app(service, settings, params.path))),
         log_config=None,
         access_log=False,
         lifespan="off",
