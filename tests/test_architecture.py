@@ -16,6 +16,7 @@ FLOORS = [
     {"cllm"},  # the package itself, what `import cllm` gives
     {"cli", "bench"},
     {"server"},
+    {"embedding"},
     {"service"},
     {"text", "process", "llm"},
     {"engine"},

@@ -26,6 +26,7 @@ from cllm.process.flights import Stream
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
+from cllm.text.grammar import Constraint, compile_grammar
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -117,9 +118,9 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
-        self._request_timeout = request_timeout
+        self.request_timeout = request_timeout
         self._recorder = recorder
-        self._longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
+        self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     def close(self) -> None:
         """Nothing is served any longer."""
@@ -178,19 +179,26 @@ class Service:
         self._check_room(terms, length)
         return await asyncio.to_thread(self._chat_template.encode, messages, tools, **chat.variables)
 
+    async def grammar(self, constraint: Constraint, param: str) -> str:
+        """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
+
+        Raises BadRequest for what cannot be enforced.
+        """
+        return await asyncio.to_thread(compile_grammar, constraint, param)
+
     def _check_length(self, num_characters: int, param: str) -> None:
         at_least = self._least_tokens(num_characters)
         if at_least >= self.info.context_length:
             raise context_length_exceeded(at_least, self.info.context_length, param, at_least=True)
 
     def _least_tokens(self, num_characters: int) -> int:
-        return num_characters // self._longest_piece
+        return num_characters // self.longest_piece
 
     def _check_room(self, terms: Terms | None, num_characters: int) -> None:
         """Tokenizing a long text takes longer than a refusal may."""
         if terms is None:
             return
-        self._check_ready()
+        self.check_ready()
         try:
             prompt = [0] * max(1, self._least_tokens(num_characters))
             self.engine.check_room(request_of("", prompt, SamplingParams(), terms))
@@ -201,6 +209,9 @@ class Service:
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
         info = self.info
+        if not info.generates:
+            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            raise BadRequest(message, param="model", code="unsupported_model")
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
@@ -208,9 +219,10 @@ class Service:
             raise BadRequest(
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
-        self._check_ready()
+        self.check_ready()
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise EngineError while nothing is taken."""
         if self.draining:
             self.metrics.refused("draining")
             raise EngineError("The server is shutting down.")
@@ -240,7 +252,7 @@ class Service:
         generation.usage.cached_tokens = stream.num_reused_tokens
         self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
         pieces = self.vocabulary.pieces
-        return Answer(generation, stream, self.engine, self.metrics, pieces, self._request_timeout, self._recorder)
+        return Answer(generation, stream, self.engine, self.metrics, pieces, self.request_timeout, self._recorder)
 
 
 class Answer:

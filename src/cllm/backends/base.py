@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.batch import Batch
+from cllm.core.batch import Batch, Chunk
 
 Logits = npt.NDArray[np.float32]
+Vectors = npt.NDArray[np.float32]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -23,6 +24,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     part of a tile costs nearly as much as all of it. num_spare_ids: seq_ids from max_num_seqs on that can hold tokens
     but not be computed. kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes; a saved state of n tokens
     takes state_bytes + n * state_bytes_per_token. fingerprint: of the model and of all that its saved states depend on.
+
+    generates: False for a model that gives vectors alone. embedding_size: numbers of a vector; 0 if it gives none.
+    pooling: how a text's vector comes from those of its tokens: mean, last, cls (the first), or rank: it is one number,
+    of how well a text, which is a query and a document, fits together. max_embedding_tokens: of one text.
+    embedding_bite: tokens that one call of ``embed`` may have; if embeds_whole, texts must not be cut, and one that is
+    longer may be there alone.
     """
 
     name: str
@@ -48,6 +55,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_bytes_per_token: int = 0
     fingerprint: str = ""
     system: str = ""
+    generates: bool = True
+    embedding_size: int = 0
+    pooling: str = "mean"
+    max_embedding_tokens: int = 0
+    embedding_bite: int = 64
+    embeds_whole: bool = False
 
 
 class Blank(NamedTuple):
@@ -75,6 +88,16 @@ class Backend(Protocol):
         Returns logits of the sampled positions in the order of the batch, shape (num_samples, vocabulary_size), a
         view that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
         what the seq_ids that the batch touches hold, and which operations were carried out, is then unknown.
+        """
+        ...
+
+    def embed(self, chunks: list[Chunk]) -> Vectors:
+        """Of each chunk the sum of its tokens' vectors (mean), the last, the first, or the score, as ``info.pooling``.
+
+        Shape (len(chunks), embedding_size), float32, the caller's own. What ``forward`` computes is not touched. The
+        caller guarantees what ModelInfo and MAX_CHUNKS say; that a text longer than all before it begins a bite; that
+        all chunks but the last end their texts, all but the first begin one, and that the first, if it begins none,
+        goes on where the last of the call before has ended. Raises EngineError; no text can be gone on with then.
         """
         ...
 

@@ -1,7 +1,8 @@
 """A backend without a model: it says what its script says, costs what its cost model says, and breaks on request.
 
 ``cllm serve --backend.name fake`` serves it, tests and simulations run on it. The text continues the prompt by
-counting: after the token t comes t + 1, and END after ``length`` tokens, so every answer can be checked.
+counting: after the token t comes t + 1, and END after ``length`` tokens, so every answer can be checked. The vector of
+a text is the mean of its tokens' vectors, so texts are alike as far as they have the same tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cllm.backends.base import Blank, Logits, ModelInfo
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Save, Trim
+from cllm.backends.base import Blank, Logits, ModelInfo, Vectors
+from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.errors import EngineError
 
 END = 256
 CONTROL = {257: "<|im_start|>", 258: "<|im_end|>"}
 VOCABULARY_SIZE = 260
+TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).astype(np.float32)
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ class FakeBackend:
             num_spare_ids=num_spare_ids,
             state_bytes_per_token=1,
             fingerprint="fake",
+            embedding_size=TOKEN_VECTORS.shape[1],
+            max_embedding_tokens=context_length,
         )
         self._num_spare_ids = num_spare_ids
         self._length = length
@@ -99,6 +103,7 @@ class FakeBackend:
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
+        self._embedded = 0, 0  # of the text that was last in the last bite: tokens computed, and all
         self.num_steps = 0
 
     def forward(self, batch: Batch) -> Logits:
@@ -124,6 +129,25 @@ class FakeBackend:
                 logits[at, self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)] = 20
                 at += 1
         return logits
+
+    def embed(self, chunks: list[Chunk]) -> Vectors:
+        self.num_steps += 1
+        before, self._embedded = self._embedded, (0, 0)
+        self._break()
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        if not 0 < num_tokens <= self.info.embedding_bite or len(chunks) > MAX_CHUNKS:
+            raise EngineError(f"a bite of {num_tokens} tokens in {len(chunks)} chunks")
+        for i, (tokens, start, length) in enumerate(chunks):
+            if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
+                raise EngineError("a token outside of the vocabulary")
+            if (start, length) != (before if start and i == 0 else (0, length)):
+                raise EngineError(f"a chunk from {start} of {length} after {before}")
+            if start + len(tokens) > length or (start + len(tokens) < length and i + 1 < len(chunks)):
+                raise EngineError(f"a chunk from {start} to {start + len(tokens)} of {length}")
+        last = chunks[-1]
+        self._embedded = last.start + len(last.tokens), last.length
+        self._sleep(self._costs.step + num_tokens * self._costs.token)
+        return np.array([TOKEN_VECTORS[chunk.tokens].sum(axis=0) for chunk in chunks])
 
     def _operate(self, operation: Operation) -> None:
         match operation:

@@ -87,6 +87,15 @@ class Drop(NamedTuple):
         return f"drop s{self.snapshot}"
 
 
+class Chunk(NamedTuple):
+    """Tokens of a text that is to be embedded, from position ``start``; the whole text has ``length``."""
+
+    tokens: list[int]
+    start: int
+    length: int
+
+
+MAX_CHUNKS = 32  # of one bite
 Operation = Trim | Copy | Save | Load | Drop
 
 

@@ -21,6 +21,17 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
 
 
+class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Of one request for vectors, the next of them in the order of its texts, float32 in little-endian bytes.
+
+    None with the first message of a request: it has begun. error: why there will be no more, in words.
+    """
+
+    request_id: str
+    vectors: list[bytes]
+    error: str = ""
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine after a step: what the gauges show.
 
@@ -46,3 +57,4 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     waiting_seconds: float = 0.0
     prompt_token_seconds: float = 0.0
     step_seconds: float = 0.0
+    num_embedding_tokens: int = 0

@@ -35,6 +35,14 @@ class Request(msgspec.Struct, frozen=True):
     queue_timeout: float | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, frozen=True):
+    """Texts, as token ids that have been checked, of each of which a vector is wanted."""
+
+    request_id: str
+    texts: list[list[int]]
+    priority: Priority = Priority.NORMAL
+
+
 def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, param: str) -> None:
     """Raise BadRequest, naming the field ``param``, for a prompt that can never be computed."""
     if not prompt:

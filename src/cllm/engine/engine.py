@@ -11,10 +11,11 @@ import msgspec
 
 from cllm.backends.base import Backend, Blank, ModelInfo
 from cllm.core.batch import Batch, Drop, Operation, Save
-from cllm.core.output import Stats, TokenOutput
-from cllm.core.request import Request
+from cllm.core.output import Embedded, Stats, TokenOutput
+from cllm.core.request import EmbeddingRequest, Request
 from cllm.core.sequence import FinishReason, Sequence
 from cllm.engine.disk import DiskCache, Written
+from cllm.engine.embeddings import Embeddings
 from cllm.errors import EngineError
 from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
 from cllm.sampling.pipeline import Sampler
@@ -27,6 +28,12 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A new request."""
 
     request: Request
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Texts of which vectors are wanted."""
+
+    request: EmbeddingRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -46,7 +53,7 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop, whatever is running."""
 
 
-Command = Add | Abort | Explain | Close
+Command = Add | Embed | Abort | Explain | Close
 
 
 class Inbox(Protocol):
@@ -67,6 +74,10 @@ class Outbox(Protocol):
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         """What one step gave."""
+        ...
+
+    def embedded(self, embedded: Embedded) -> None:
+        """Some of the vectors of a request."""
         ...
 
     def explain(self, explanation: Explanation) -> None:
@@ -103,6 +114,7 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.clock = clock
+        self.embeddings = Embeddings(backend)
         self._disk = disk
         self._chooser = chooser
         self._check = check
@@ -118,20 +130,35 @@ class Engine:
             outputs: list[TokenOutput] = []
             if self._chooser is not None and not self.scheduler.has_work():
                 self._choose_layout(self._chooser)
-            for command in inbox.drain(block=not self.scheduler.has_work() and not self._save_one_idle()):
+            for command in inbox.drain(block=not self.has_work() and not self._save_one_idle()):
                 match command:
                     case Close():
                         self._save_all_idle()
                         return
                     case Explain():
                         outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
-                    case Add() | Abort():
+                    case Add() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
-            outbox.send(outputs, self.scheduler.stats())
+            for embedded in self.embeddings.take():
+                outbox.embedded(embedded)
+            outbox.send(outputs, self.stats())
 
-    def handle(self, command: Add | Abort) -> list[TokenOutput]:
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or self.embeddings.has_work()
+
+    def stats(self) -> Stats:
+        stats = self.scheduler.stats()
+        if self.embeddings.num_tokens:
+            stats = msgspec.structs.replace(stats, num_embedding_tokens=self.embeddings.num_tokens)
+        return stats
+
+    def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
+        if isinstance(command, Embed):
+            self.embeddings.add(command.request)
+            return []
         if isinstance(command, Abort):
+            self.embeddings.abort(command.request_id)
             return self.scheduler.abort(command.request_id, command.index)
         request = command.request
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
@@ -145,7 +172,12 @@ class Engine:
         return []
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; returns what was sampled, nothing if there is nothing to do."""
+        """Compute one batch; returns what was sampled, nothing if there is nothing to do.
+
+        Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
+        """
+        embeds = self.embeddings.has_work()
+        self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2 if embeds else 0.0
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
@@ -157,9 +189,20 @@ class Engine:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
                 self._choose_layout(self._chooser)
+        if embeds:
+            self._embed()
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _embed(self) -> None:
+        """A bite beside those who generate: what they leave of a step's time, but never nothing."""
+        begun, target = self.clock(), self.scheduler.params.target_itl
+        left = None
+        if target is not None and self.scheduler.running:
+            left = target - (begun - self.scheduler.begun)
+        num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
+        self.embeddings.observe(num_tokens, self.clock() - begun)
 
     def _compute(self, batch: Batch) -> list[TokenOutput]:
         try:

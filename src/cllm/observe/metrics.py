@@ -40,6 +40,7 @@ GAUGES = {
     "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
     "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
+    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of embedded texts since the engine started"),
     "num_waiting_tokens": (
         "waiting_tokens",
         "tokens to compute of the sequences that wait, by what was cached when they came",
@@ -97,6 +98,8 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
+        self._embedded = counter("embeddings", "texts that were to be embedded")
+        self._embedded_tokens = counter("embedding_tokens", "tokens of the texts that were to be embedded")
         self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
         self._num_generated = 0  # since they were counted
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
@@ -130,6 +133,11 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt_tokens)
         self._shared.inc(num_shared)
         self._recalled.inc(num_recalled)
+
+    def embedding_begun(self, num_texts: int, num_tokens: int) -> None:
+        self._requests.inc()
+        self._embedded.inc(num_texts)
+        self._embedded_tokens.inc(num_tokens)
 
     def unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)

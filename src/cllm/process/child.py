@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from cllm.core.output import Stats, TokenOutput
+from cllm.core.output import Embedded, Stats, TokenOutput
 from cllm.engine.build import EngineParams, build_backend, build_engine
 from cllm.engine.engine import Command
 from cllm.errors import StartupError
@@ -60,6 +60,9 @@ class PipeOutbox:
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         send_all(self._descriptor, Stepped(outputs, stats))
+
+    def embedded(self, embedded: Embedded) -> None:
+        send_all(self._descriptor, embedded)
 
     def explain(self, explanation: Explanation) -> None:
         send_all(self._descriptor, Explained(explanation))

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from cllm.backends.base import ModelInfo
-from cllm.core.output import Stats
-from cllm.core.request import Request
+from cllm.core.output import Embedded, Stats
+from cllm.core.request import EmbeddingRequest, Request
 from cllm.engine.build import EngineParams
-from cllm.engine.engine import Abort, Add, Close, Explain
+from cllm.engine.engine import Abort, Add, Close, Embed, Explain
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import Backlog, QueueLimits
+from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.flights import Flights, Stream
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.results import ResultCache
@@ -53,6 +54,7 @@ class EngineClient:
         self.pid: int | None = None
         self._params = params
         self._on_loading = on_loading
+        self._embeddings = Embeddings(limits or QueueLimits())
         backlog = Backlog(limits or QueueLimits(), params.policy, params.weights)
         self._flights = Flights(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
@@ -102,6 +104,8 @@ class EngineClient:
                 self.stats = message.stats
                 self._flights.backlog.observe(message.stats)
                 self._flights.put(message.outputs, time.monotonic())
+            case Embedded():
+                self._embeddings.put(message)
             case Explained():
                 answer(self._asked.popleft(), message.explanation)
             case Loading():
@@ -153,6 +157,7 @@ class EngineClient:
             waiting_seconds=0.0,
         )
         self._flights.fail(error)
+        self._embeddings.fail(error)
 
     def check_room(self, request: Request) -> None:
         """Raise QueueFull if ``request`` would be refused now, were it not for others that share its result."""
@@ -180,6 +185,18 @@ class EngineClient:
         for name in self._flights.leave(stream):
             if self.ready:
                 self._write(frame(Abort(name)))
+
+    def embed(self, request: EmbeddingRequest) -> Waiter:
+        """Hand texts to the engine. ``forget`` must follow. Raises QueueFull, and EngineError if there is no engine."""
+        self._check_ready()
+        waiter = self._embeddings.begin(request)
+        self._write(frame(Embed(request)))
+        return waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        """Nobody waits for these vectors any longer."""
+        if self._embeddings.forget(waiter) and self.ready:
+            self._write(frame(Abort(waiter.request.request_id)))
 
     async def explain(self, num_steps: int) -> Explanation:
         """The last ``num_steps`` steps, who runs, who waits and why. Raises EngineError if there is no engine."""

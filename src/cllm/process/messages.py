@@ -1,6 +1,7 @@
 """What crosses the border: frames of a 4-byte length and MessagePack, over the child's stdin and stdout.
 
-To the child: EngineParams once, then commands (engine/engine.py). From the child: the structs below.
+To the child: EngineParams once, then commands (engine/engine.py). From the child: the structs below
+and Embedded (core/output.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cllm.backends.base import ModelInfo
-from cllm.core.output import Stats, TokenOutput
+from cllm.core.output import Embedded, Stats, TokenOutput
 from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
@@ -46,7 +47,7 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
-FromChild = Loading | Ready | Failed | Stepped | Explained
+FromChild = Loading | Ready | Failed | Stepped | Embedded | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -74,6 +74,7 @@ class Scheduler:
         self.expected = Expectations()
         self.begun = 0.0  # the present step, and what prompts may have of it
         self.budget = 0
+        self.reserved = 0.0  # seconds of a step that are not for prompts
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
         self.num_parked = 0
@@ -155,7 +156,7 @@ class Scheduler:
         space = self.params.max_num_batched_tokens - num_tokens
         if not num_rows or self.params.target_itl is None:
             return space
-        num_tiles = self.cost.num_tiles(num_rows, self.params.target_itl)
+        num_tiles = self.cost.num_tiles(num_rows, self.params.target_itl - self.reserved)
         if num_tiles is None:
             return space
         # So that tiles are full: rows of one pool are computed with the prompts; else a prompt's first token is with

@@ -1,0 +1,153 @@
+"""Texts in, vectors out; and how well documents fit a query. What dialects have beside generation."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.core.request import EmbeddingRequest
+from cllm.errors import BadRequest
+from cllm.process.backlog import QueueFull
+from cllm.process.embeddings import Waiter
+from cllm.service import LONG_TEXT, RequestTimeout, Service, Terms
+
+Vectors = npt.NDArray[np.float32]
+
+MAX_TOKENS = 300_000  # of one request, as OpenAI has it
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """vectors: of shape (number of texts, embedding_size) and of length 1. num_tokens: read, of all texts."""
+
+    vectors: Vectors
+    num_tokens: int
+
+
+def names(param: str, count: int) -> list[str]:
+    """What the texts of a list are called in errors."""
+    return [f"{param}[{i}]" for i in range(count)]
+
+
+async def encode_texts(
+    service: Service, texts: Sequence[str | list[int]], params: Iterable[str], *, truncate: bool = False
+) -> list[list[int]]:
+    """Tokens of each text, with what the model wants before and behind; control tokens are not looked for in them.
+    A text that is token ids already is taken as it is.
+
+    ``params`` name the texts in errors. With ``truncate`` a text that is too long is cut, else it raises BadRequest.
+    """
+    limit, longest = service.info.max_embedding_tokens, service.longest_piece
+    for text, param in zip(texts, params, strict=True):
+        if isinstance(text, str) and len(text) > limit * longest and not truncate:
+            raise too_long(param, len(text) // longest, limit, at_least=True)
+
+    def encode() -> list[list[int]]:
+        encoded = [
+            service.vocabulary.tokenize(text[: limit * longest], add_special=True, parse_special=False)
+            if isinstance(text, str)
+            else text
+            for text in texts
+        ]
+        return [tokens[:limit] for tokens in encoded] if truncate else encoded
+
+    return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
+
+
+async def embed(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> Embedding:
+    """The vectors of ``texts`` (token ids), computed beside what is being generated.
+
+    Raises BadRequest, naming the text by its entry in ``params``, for one that can never be computed, and for a model
+    without vectors; QueueFull, EngineError, RequestTimeout. When it is cancelled, the engine forgets the texts.
+    """
+    if service.info.pooling == "rank":
+        raise unfit("ranks documents (/v1/rerank); it does not give embeddings")
+    rows, num_tokens = await compute(service, texts, params, terms)
+    return Embedding(rows, num_tokens)
+
+
+async def compute(
+    service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms
+) -> tuple[Vectors, int]:
+    """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
+    check(service, texts, list(params))
+    service.check_ready()
+    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.priority)
+    num_tokens = sum(map(len, texts))
+    begun, outcome = time.monotonic(), "abort"
+    try:
+        waiter = service.engine.embed(request)
+    except QueueFull as error:
+        service.metrics.refused(error.bound)
+        raise
+    service.metrics.embedding_begun(len(texts), num_tokens)
+    try:
+        vectors = await wait(waiter, terms, service.request_timeout)
+        outcome = "finished"
+    except Exception as error:
+        outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
+        raise
+    finally:
+        service.engine.forget(waiter)
+        service.metrics.ended(outcome, time.monotonic() - begun)
+    return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
+
+
+def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
+    """Raise BadRequest for what can never be computed."""
+    info = service.info
+    if not info.embedding_size:
+        raise unfit("does not give embeddings")
+    for tokens, param in zip(texts, params, strict=True):
+        if not tokens:
+            raise BadRequest(f"Invalid '{param}': the text is empty.", param=param, code="invalid_value")
+        if min(tokens) < 0 or max(tokens) >= info.vocabulary_size:
+            message = f"Invalid '{param}': token ids must be between 0 and {info.vocabulary_size - 1}."
+            raise BadRequest(message, param=param, code="invalid_value")
+        if len(tokens) > info.max_embedding_tokens:
+            raise too_long(param, len(tokens), info.max_embedding_tokens)
+    if (num_tokens := sum(map(len, texts))) > MAX_TOKENS:
+        param = params[0].partition("[")[0]
+        message = f"Invalid '{param}': the texts have {num_tokens} tokens together, {MAX_TOKENS} are allowed."
+        raise BadRequest(message, param=param, code="max_tokens_per_request")
+
+
+async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
+    """All vectors of a request. Raises RequestTimeout, by whichever limit is reached first, and EngineError."""
+    limits = [
+        (terms.deadline, "took longer than its deadline_ms", "deadline_exceeded", waiter.done),
+        (request_timeout, "took longer than request_timeout allows", "request_timeout", waiter.done),
+        (terms.queue_timeout, "waited longer than its queue_timeout_ms", "queue_timeout", waiter.begun),
+    ]
+    begun = time.monotonic()
+    for seconds, what, code, awaited in sorted((limit for limit in limits if limit[0] is not None), key=by_seconds):
+        assert seconds is not None
+        left = max(0.0, begun + seconds - time.monotonic())
+        await asyncio.wait({awaited, waiter.done}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not (awaited.done() or waiter.done.done()):
+            limit = f"{round(seconds * 1000)} ms"
+            raise RequestTimeout(f"The request {what}, {limit}.", code)
+    return await waiter.done
+
+
+def by_seconds(limit: tuple[float | None, str, str, object]) -> float:
+    return limit[0] or 0.0
+
+
+def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False) -> BadRequest:
+    return BadRequest(
+        f"Invalid '{param}': this model embeds texts of up to {limit} tokens, "
+        f"but this one has {'at least ' if at_least else ''}{num_tokens} tokens.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def unfit(what: str) -> BadRequest:
+    return BadRequest(f"The model {what}.", param="model", code="unsupported_model")

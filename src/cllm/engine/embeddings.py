@@ -1,0 +1,200 @@
+"""Texts that become vectors, bite by bite, between the steps that generate."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backends.base import Backend
+from cllm.core.batch import MAX_CHUNKS, Chunk
+from cllm.core.output import Embedded
+from cllm.core.request import EmbeddingRequest, Priority
+from cllm.errors import EngineError
+
+log = logging.getLogger("cllm.engine")
+
+SHARE = 0.2  # of a new observation in a mean
+
+
+class Job:
+    """A request; ``num_begun`` of its texts have been."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        self.request = request
+        self.num_begun = 0
+        self.has_failed = False
+
+
+class Text:
+    """One text that has been begun; ``start`` of its tokens are computed, ``total`` is what came of them."""
+
+    def __init__(self, job: Job, tokens: list[int]) -> None:
+        self.job = job
+        self.tokens = tokens
+        self.alone = False
+        self.again()
+
+    def again(self) -> None:
+        self.start = 0
+        self.total: npt.NDArray[np.float32] | float = 0.0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.start
+
+
+class Embeddings:
+    """What waits to be embedded, and in which order.
+
+    Higher classes first; the requests of one class in turns, text by text. At most one text is begun and not complete:
+    the next bite goes on with it. A bite that fails is tried again text by text, so that one text fails alone.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._jobs: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._going: Text | None = None
+        self._again: deque[Text] = deque()  # whose bite has failed
+        self._longest = 0
+        self._done: list[Embedded] = []
+        self._seconds_per_token = 0.0
+        self.num_tokens = 0  # computed so far
+
+    def add(self, request: EmbeddingRequest) -> None:
+        self._jobs[request.priority].append(Job(request))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; an unknown one is ignored."""
+        for jobs in self._jobs.values():
+            for job in [job for job in jobs if job.request.request_id == request_id]:
+                jobs.remove(job)
+        if self._going is not None and self._going.job.request.request_id == request_id:
+            self._going = None
+        self._again = deque(text for text in self._again if text.job.request.request_id != request_id)
+
+    def has_work(self) -> bool:
+        return self._going is not None or bool(self._again) or any(self._jobs.values())
+
+    def take(self) -> list[Embedded]:
+        """What has come out since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def num_tokens_for(self, seconds: float | None) -> int:
+        """How many tokens a bite may have: what ``seconds`` are enough for, in whole tiles, one tile at least."""
+        info = self._backend.info
+        if seconds is None:
+            return info.embedding_bite
+        num_tiles = int(seconds / (self._seconds_per_token * info.tile)) if self._seconds_per_token else 1
+        return min(info.embedding_bite, max(1, num_tiles) * info.tile)
+
+    def bite(self, num_tokens: int) -> int:
+        """Compute about so many tokens, in one call of the backend; returns how many it were.
+
+        More than asked for only if the model needs a text as a whole.
+        """
+        parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
+        try:
+            rows = self._backend.embed([chunk for _, chunk in parts])
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                log.exception("a bite failed")
+            self._failed([text for text, _ in parts], error)
+            return 0
+        self._going = None
+        for (text, chunk), row in zip(parts, rows, strict=True):
+            self._advance(text, chunk, row)
+        count = sum(len(chunk.tokens) for _, chunk in parts)
+        self.num_tokens += count
+        return count
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A bite of so many tokens took ``seconds``."""
+        if num_tokens:
+            each = seconds / max(num_tokens, self._backend.info.tile)
+            before = self._seconds_per_token
+            self._seconds_per_token = before + SHARE * (min(each, 2 * before) - before) if before else each
+
+    # --- one bite ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, room: int) -> Iterator[tuple[Text, int]]:
+        """The texts of a bite and the tokens there are for each."""
+        whole, count = self._backend.info.embeds_whole, 0
+        while room > 0 and count < MAX_CHUNKS:
+            text = self._going if count == 0 and self._going is not None else self._peek()
+            if text is None:
+                return
+            if count and (text.alone or (whole and text.num_left > room) or len(text.tokens) > self._longest):
+                return
+            if text is not self._going:
+                self._begin(text)
+            yield text, text.num_left if whole else room
+            if text.alone:
+                return
+            room -= text.num_left
+            count += 1
+
+    def _peek(self) -> Text | None:
+        """The text that is to be begun next."""
+        if self._again:
+            return self._again[0]
+        job = next((jobs[0] for jobs in self._jobs.values() if jobs), None)
+        return Text(job, job.request.texts[job.num_begun]) if job is not None else None
+
+    def _begin(self, text: Text) -> None:
+        self._longest = max(self._longest, len(text.tokens))
+        if self._again:
+            self._again.popleft()
+            return
+        job = text.job
+        jobs = self._jobs[job.request.priority]
+        jobs.popleft()
+        if not job.num_begun:
+            self._done.append(Embedded(job.request.request_id, []))
+        job.num_begun += 1
+        if job.num_begun < len(job.request.texts):
+            jobs.append(job)
+
+    def _chunk(self, text: Text, room: int) -> Chunk:
+        return Chunk(text.tokens[text.start : text.start + room], text.start, len(text.tokens))
+
+    def _advance(self, text: Text, chunk: Chunk, row: npt.NDArray[np.float32]) -> None:
+        if text.job.has_failed:
+            return
+        pooling = self._backend.info.pooling
+        if pooling == "mean":
+            text.total = text.total + row
+        elif pooling != "cls" or chunk.start == 0:
+            text.total = row.copy()
+        text.start += len(chunk.tokens)
+        if text.num_left:
+            self._going = text
+            return
+        vector = np.asarray(text.total, np.float32)
+        norm = float(np.linalg.norm(vector))
+        if not 0 < norm < np.inf and pooling != "rank":
+            self._fail(text.job, "the model gave a vector that has no direction")
+            return
+        vector = vector if pooling == "rank" else vector / norm
+        self._done.append(Embedded(text.job.request.request_id, [vector.astype("<f4").tobytes()]))
+
+    def _failed(self, texts: list[Text], error: Exception) -> None:
+        log.error("texts could not be embedded: %s", error)
+        self._going = None
+        if len(texts) == 1:
+            self._fail(texts[0].job, str(error))
+            return
+        for text in texts:
+            text.again()
+            text.alone = True
+        self._again = deque(chain(texts, self._again))
+
+    def _fail(self, job: Job, why: str) -> None:
+        job.has_failed = True
+        self.abort(job.request.request_id)
+        self._done.append(Embedded(job.request.request_id, [], why))

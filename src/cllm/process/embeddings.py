@@ -1,0 +1,101 @@
+"""Texts on their way to vectors, and who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from cllm.core.output import Embedded
+from cllm.core.request import EmbeddingRequest
+from cllm.errors import CLLMError, EngineError
+from cllm.process.backlog import QueueFull, QueueLimits, mean
+
+MAX_TOKENS = 4_000_000  # that may be in the engine, whatever the limits of the queue are
+
+
+class Waiter:
+    """Vectors as they come. begun: set when the engine has begun. Await ``done`` for all of them."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        loop = asyncio.get_running_loop()
+        self.request = request
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[list[bytes]] = loop.create_future()
+        self.vectors: list[bytes] = []
+        self.num_tokens_left = sum(map(len, request.texts))
+
+    def put(self, embedded: Embedded) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)
+        for vector in embedded.vectors:
+            self.num_tokens_left -= len(self.request.texts[len(self.vectors)])
+            self.vectors.append(vector)
+        if self.done.done():
+            return
+        if embedded.error:
+            self.done.set_exception(EngineError(f"The texts could not be embedded: {embedded.error}."))
+        elif len(self.vectors) == len(self.request.texts):
+            self.done.set_result(self.vectors)
+
+    def fail(self, error: CLLMError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class Embeddings:
+    """All requests for vectors that are in the engine; refuses what would be too many."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._waiters: dict[str, Waiter] = {}
+        self._seconds_per_token = 0.0
+        self._last = 0.0  # when something came, or began to be waited for
+
+    def begin(self, request: EmbeddingRequest) -> Waiter:
+        """Raises QueueFull; what can begin at once is never refused."""
+        waiter = Waiter(request)
+        num_tokens = sum(waiter.num_tokens_left for waiter in self._waiters.values())
+        if self._waiters:
+            self._check(len(self._waiters), num_tokens, num_tokens + waiter.num_tokens_left)
+        else:
+            self._last = time.monotonic()
+        self._waiters[request.request_id] = waiter
+        return waiter
+
+    def _check(self, num_requests: int, num_ahead: int, num_tokens: int) -> None:
+        limits, seconds = self._limits, num_ahead * self._seconds_per_token
+        max_tokens = MAX_TOKENS if limits.tokens is None else min(limits.tokens, MAX_TOKENS)
+        if limits.requests is not None and num_requests > limits.requests:
+            what = f"{num_requests} requests for embeddings would wait, {limits.requests} may"
+            raise QueueFull(what, "requests", seconds / num_requests)
+        if num_tokens > max_tokens:
+            what = f"{num_tokens} tokens would wait to be embedded, {max_tokens} may"
+            raise QueueFull(what, "tokens", min(seconds, (num_tokens - max_tokens) * self._seconds_per_token))
+        if limits.seconds is not None and seconds > limits.seconds:
+            what = f"the first vector would take {seconds:.1f} seconds, {limits.seconds:g} it may"
+            raise QueueFull(what, "seconds", seconds - limits.seconds)
+
+    def put(self, embedded: Embedded) -> None:
+        waiter = self._waiters.get(embedded.request_id)
+        if waiter is None:
+            return
+        before = waiter.num_tokens_left
+        waiter.put(embedded)
+        if count := before - waiter.num_tokens_left:
+            now = time.monotonic()
+            self._seconds_per_token = mean(self._seconds_per_token, (now - self._last) / count)
+            self._last = now
+
+    def forget(self, waiter: Waiter) -> bool:
+        """Whether the engine is to be told, because it has not finished."""
+        known = self._waiters.pop(waiter.request.request_id, None)
+        waiter.begun.cancel()
+        if not waiter.done.cancel() and not waiter.done.cancelled():
+            waiter.done.exception()  # which nobody may have asked for
+        return known is not None and len(waiter.vectors) < len(waiter.request.texts)
+
+    def fail(self, error: CLLMError) -> None:
+        """The engine will say nothing more about any of them."""
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters.values():
+            waiter.fail(error)

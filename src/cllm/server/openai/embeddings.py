@@ -1,0 +1,93 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.embedding import Vectors, embed, encode_texts, names
+from cllm.errors import BadRequest
+from cllm.server.body import documented, read_body
+from cllm.server.openai.routes import check_model
+from cllm.server.queueing import TermsBody
+from cllm.server.sse import until_disconnect
+from cllm.service import Service
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+MAX_INPUTS = 2048
+AT_ONCE = 16  # vectors that are written before others may have the event loop
+
+
+class EmbeddingsBody(TermsBody):
+    """Texts, or their token ids, and how their vectors are wanted."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """One or more texts, or token ids of them. Raises BadRequest if there are none or too many."""
+        inputs: Any = self.input
+        if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
+            inputs = [inputs]
+        if not 1 <= len(inputs) <= MAX_INPUTS:
+            message = f"Invalid 'input': 1 to {MAX_INPUTS} texts are accepted, not {len(inputs)}."
+            raise BadRequest(message, param="input", code="invalid_value")
+        checked: list[str] | list[list[int]] = inputs
+        return checked
+
+    def names(self, count: int) -> list[str]:
+        """What the inputs are called in errors."""
+        is_list = isinstance(self.input, list) and not isinstance(self.input[0], int)
+        return names("input", count) if is_list else ["input"]
+
+
+@router.post("/embeddings", openapi_extra=documented(EmbeddingsBody))
+async def embeddings(request: Request) -> Response:
+    """Vectors of texts: of length 1, so that the product of two is how much alike their texts are."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbeddingsBody)
+    check_model(body.model, service)
+    size = service.info.embedding_size
+    if body.dimensions is not None and size and body.dimensions > size:
+        message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
+        raise BadRequest(message, param="dimensions", code="integer_above_max_value")
+    inputs = body.inputs()
+    params = body.names(len(inputs))
+    texts = await encode_texts(service, inputs, params)
+    embedding = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
+    vectors = shortened(embedding.vectors, body.dimensions)
+    usage = {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens}
+    head = {"object": "list", "model": service.model_name, "usage": usage}
+    data = await written(vectors, as_base64=body.encoding_format == "base64")
+    return Response(to_json(head)[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
+
+
+def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """The first ``dimensions`` of each vector, of length 1 again."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :dimensions]
+    norms = np.linalg.norm(cut, axis=1, keepdims=True)
+    return cut / np.where(norms > 0, norms, 1)
+
+
+async def written(vectors: Vectors, *, as_base64: bool) -> bytes:
+    """The objects of all vectors, with commas between; others may run in between, there may be megabytes."""
+    parts = []
+    for i, vector in enumerate(vectors):
+        if i % AT_ONCE == 0:
+            await asyncio.sleep(0)
+        number = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        parts.append(to_json({"object": "embedding", "index": i, "embedding": number}))
+    return b",".join(parts)
