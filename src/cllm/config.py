@@ -45,6 +45,9 @@ class Server(Section):
         default=False,
         description="Refuse requests with parameters that are not known (400); else these are counted and ignored.",
     )
+    allow_pull: bool = Field(
+        default=False, description="Let clients of Ollama's API download models from the hub (POST /api/pull)."
+    )
     drain_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="Seconds that running streams get to end after SIGTERM."
     )

@@ -6,15 +6,25 @@ from fastapi import FastAPI
 
 from cllm import __version__
 from cllm.config import Settings
+from cllm.engine.build import EngineParams
 from cllm.server import errors
+from cllm.server.anthropic import errors as anthropic_errors
+from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
+from cllm.server.ollama import errors as ollama_errors
+from cllm.server.ollama import routes as ollama
 from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
 from cllm.service import Service
 
 
-def create_app(service: Service, settings: Settings) -> FastAPI:
+DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
+NO_MODEL = EngineParams(backend="fake")
+
+
+def create_app(service: Service, settings: Settings, params: EngineParams = NO_MODEL) -> FastAPI:
+    """``params``: of the engine behind the service."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -25,9 +35,12 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.service = service
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
-    errors.install(app)
+    app.state.engine_params = params
+    errors.install(app, DIALECTS)
+    app.include_router(anthropic.router)  # first, because it leaves to others what it does not know
     app.include_router(openai.router)
     app.include_router(embeddings.router)
+    app.include_router(ollama.router)
     app.include_router(native.router)
     gather_schemas(app)
     return app

@@ -41,7 +41,10 @@ class Body(pydantic.BaseModel):
 @functools.cache
 def inner_models(model: type[Body]) -> dict[str, type[Body]]:
     """The fields that are objects with a model of their own."""
-    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in model.model_fields.items()}
+    kinds = {
+        field.alias or name: (field.annotation, *get_args(field.annotation))
+        for name, field in model.model_fields.items()
+    }
     return {
         name: kind
         for name, members in kinds.items()
@@ -65,7 +68,8 @@ def check_parameters(value: dict[str, Any], model: type[Body], request: Request,
         if value.get(name) not in (None, False, "", [], {}):
             param = path + name
             raise BadRequest(f"Unsupported parameter: '{param}': {why}.", param=param, code="unsupported_parameter")
-    unknown = [name for name in value if not (name in model.model_fields or name in (*model.ignored, *model.refused))]
+    known = {field.alias or name for name, field in model.model_fields.items()} | {*model.ignored, *model.refused}
+    unknown = [name for name in value if name not in known]
     if unknown and request.app.state.settings.server.strict:
         param = path + unknown[0][:100]
         raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")

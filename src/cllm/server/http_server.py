@@ -72,7 +72,7 @@ def open_server(settings: Settings, params: EngineParams, model_name: str, engin
     vocabulary, metrics = build_vocabulary(params), Metrics(model_name)
     service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
     config = uvicorn.Config(
-        streaming(with_request_ids(create_app(service, settings, params.path))),
+        streaming(with_request_ids(create_app(service, settings, params))),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -21,6 +21,12 @@ MAX_TOOLS = 512
 
 NAMES = {"stop": "stop_sequences"}  # of sampling parameters, where Anthropic has others
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "xhigh": Effort.XHIGH, "max": Effort.XHIGH}
+CHOICES: dict[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
 ONE_KIND = "there is one kind of service for all; priority and deadline_ms say what is urgent"
 CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
 NOWHERE = "nothing is run on the server; declare a client tool"
@@ -146,13 +152,19 @@ class CountBody(Body):
         return Chat(
             self._messages(),
             [tool.for_template() for tool in tools],
-            tool_choice={"auto": "auto", "none": "none"}.get(choice.type, "required"),  # type: ignore[arg-type]
+            tool_choice=CHOICES[choice.type],
             allowed_tools=(choice.name or "",) if choice.type == "tool" else (),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             thinking=None if thinking is None else thinking.type != "disabled",
             thinking_budget=thinking.budget_tokens if thinking else None,
             effort=EFFORTS[effort] if effort else None,
         )
+
+    def output_schema(self) -> tuple[dict[str, Any], str] | None:
+        """What the answer must be, and where the body says so."""
+        if self.output_config and self.output_config.format:
+            return self.output_config.format.schema_, "output_config.format.schema"
+        return (self.output_format.schema_, "output_format.schema") if self.output_format else None
 
     def _messages(self) -> list[dict[str, Any]]:
         """Turns of the same role are one, results of tools are messages of their own before the user's text."""
@@ -201,18 +213,14 @@ class MessagesBody(CountBody, TermsBody):
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
 
-    @pydantic.model_validator(mode="after")
-    def _leaves_room(self) -> MessagesBody:
-        budget = self.thinking.budget_tokens if self.thinking else None
-        if budget is not None and budget >= self.max_tokens:
-            raise ValueError(f"thinking.budget_tokens must be below max_tokens, {self.max_tokens}, not {budget}")
-        return self
-
     def terms(self, request: Request, user: str | None = None) -> Terms:
         return super().terms(request, user or (self.metadata.user_id if self.metadata else None))
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Raises BadRequest for values out of range."""
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            raise invalid("thinking.budget_tokens", f"it must be below max_tokens, {self.max_tokens}, not {budget}")
         with named(NAMES):
             return defaults.params(
                 stop=tuple(self.stop_sequences or ()),
