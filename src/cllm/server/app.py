@@ -18,7 +18,6 @@ from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
 from cllm.service import Service
 
-
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
 NO_MODEL = EngineParams(backend="fake")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import secrets
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 from cllm.text.grammar import Constraint
 
-VERSIONS = {"2023-06-01", "2023-01-01"}
+VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")
 
 
 class Route(APIRoute):
@@ -75,7 +76,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
 @router.get("/models", include_in_schema=False)
 async def models(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,  # noqa: ARG001  # it is checked
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
@@ -107,10 +108,10 @@ def model_object(service: Service) -> dict[str, Any]:
 
 
 def check_version(request: Request) -> None:
-    """Raise BadRequest for a version of the API that there never was; without one it is the newest."""
+    """Raise BadRequest for what is no version of the API; they are dates, and all are answered alike."""
     version = request.headers.get("anthropic-version")
-    if version is not None and version not in VERSIONS:
-        message = f"anthropic-version: {version[:40]!r} is not a version; the newest is 2023-06-01."
+    if version is not None and not VERSION.fullmatch(version):
+        message = f"anthropic-version: {version[:40]!r} is not a version; one is 2023-06-01."
         raise BadRequest(message, param="anthropic-version", code="invalid_value")
 
 

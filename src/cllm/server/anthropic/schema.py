@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.requests import Request
 
 from cllm.core.params import SamplingParams
@@ -74,10 +73,13 @@ class Tool(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict or None,
+        }
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 class ToolChoice(Body):
@@ -241,7 +243,7 @@ def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
         elif block.type == "tool_use":
             function = {
                 "name": needed(block.name, at, "name"),
-                "arguments": to_json(needed(block.input, at, "input")).decode(),
+                "arguments": needed(block.input, at, "input"),
             }
             calls.append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # which nobody but its author can read

@@ -38,7 +38,7 @@ def read_card(path: str) -> Card:
     header = read_header(file)
     parameters = num_parameters(header)
     quantization = quantization_of(file.name) or commonest_type(header)
-    info = {name: value for name, value in header.metadata.items() if name not in NOT_SHOWN}
+    info: dict[str, Any] = {name: value for name, value in header.metadata.items() if name not in NOT_SHOWN}
     info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())  # long lists are named, not shown
     return Card(
         digest=hashlib.sha256(fingerprint(file).encode()).hexdigest(),

@@ -11,7 +11,7 @@ from cllm.server.errors import Dialect, Fault, describe_in_stream
 
 
 def speaks_ollama(request: Request) -> bool:
-    path = request.scope["path"]
+    path: str = request.scope["path"]
     return path == "/api" or path.startswith("/api/")
 
 

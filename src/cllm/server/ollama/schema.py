@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
-from pydantic_core import to_json
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
@@ -147,7 +146,7 @@ class GenerateBody(GenerationBody):
 
 class CalledFunction(Body):
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class ToolCall(Body):
@@ -206,15 +205,13 @@ class ChatBody(GenerationBody):
             if given.thinking:
                 message_["reasoning_content"] = given.thinking
             if given.tool_calls:
-                calls = [
-                    (call.id or f"call_{i}_{j}", call.function.name) for j, call in enumerate(given.tool_calls)
-                ]
+                calls = [(call.id or f"call_{i}_{j}", call.function.name) for j, call in enumerate(given.tool_calls)]
                 waiting = calls
                 message_["tool_calls"] = [
                     {
                         "id": key,
                         "type": "function",
-                        "function": {"name": name, "arguments": to_json(call.function.arguments).decode()},
+                        "function": {"name": name, "arguments": call.function.arguments},
                     }
                     for (key, name), call in zip(calls, given.tool_calls, strict=True)
                 ]
