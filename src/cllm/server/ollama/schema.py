@@ -98,7 +98,7 @@ class GenerationBody(TermsBody):
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         return (self.options or Options()).params(defaults)
@@ -115,7 +115,12 @@ class GenerationBody(TermsBody):
         return Constraint("json_object")
 
     def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
-        effort = EFFORTS[self.think] if isinstance(self.think, str) else None
+        """Raises BadRequest for an effort that does not exist."""
+        effort = None
+        if isinstance(self.think, str):
+            if (effort := EFFORTS.get(self.think)) is None:
+                message = "Invalid 'think': it is true, false, low, medium, high or max."
+                raise BadRequest(message, param="think", code="invalid_value")
         return Chat(messages, tools, thinking=None if self.think is None else bool(self.think), effort=effort)
 
 
