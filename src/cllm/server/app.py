@@ -6,7 +6,6 @@ from fastapi import FastAPI
 
 from cllm import __version__
 from cllm.config import Settings
-from cllm.engine.build import EngineParams
 from cllm.server import errors
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
@@ -19,11 +18,9 @@ from cllm.server.openai import routes as openai
 from cllm.service import Service
 
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
-NO_MODEL = EngineParams(backend="fake")
 
 
-def create_app(service: Service, settings: Settings, params: EngineParams = NO_MODEL) -> FastAPI:
-    """``params``: of the engine behind the service."""
+def create_app(service: Service, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -34,7 +31,6 @@ def create_app(service: Service, settings: Settings, params: EngineParams = NO_M
     app.state.service = service
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
-    app.state.engine_params = params
     errors.install(app, DIALECTS)
     app.include_router(anthropic.router)  # first, because it leaves to others what it does not know
     app.include_router(openai.router)

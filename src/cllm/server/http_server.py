@@ -71,7 +71,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     recorder = make_recorder(settings)
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     config = uvicorn.Config(
-        streaming(with_request_ids(create_app(service, settings, params))),
+        streaming(with_request_ids(create_app(service, settings))),
         log_config=None,
         access_log=False,
         lifespan="off",

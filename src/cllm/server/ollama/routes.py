@@ -166,7 +166,7 @@ async def running(request: Request) -> Response:
         return json_answer({"models": []})
     card = await card_of(request)
     cells = info.num_cells * info.kv_bytes_per_token
-    params = request.app.state.engine_params
+    params = service.engine.params
     on_gpu = params.backend == "llama_cpp" and uses_gpu(params)
     size = (info.model_bytes or card.size) + cells
     loaded_model = {
@@ -213,7 +213,7 @@ def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) 
 
 
 async def card_of(request: Request) -> Card:
-    return await asyncio.to_thread(read_card, request.app.state.engine_params.path)
+    return await asyncio.to_thread(read_card, request.app.state.service.engine.params.path)
 
 
 def entry(request: Request, card: Card) -> dict[str, Any]:
