@@ -269,23 +269,25 @@ def wait_for(condition, seconds=2):
 
 
 @contextlib.contextmanager
-def crowd(server, count):
-    """So many endless streams of OpenAI's dialect."""
+def crowd(server, count, key="x"):
+    """So many endless streams of OpenAI's dialect, all of one account."""
+    headers = {"authorization": f"Bearer {key}"}
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            answer = stack.enter_context(server.client.stream("POST", "/v1/completions", json=ENDLESS))
+            answer = stack.enter_context(server.client.stream("POST", "/v1/completions", json=ENDLESS, headers=headers))
             assert answer.status_code == 200
         yield
 
 
 def test_a_full_queue_is_overloaded(narrow_server):
-    """529 to Anthropic's clients, 503 to Ollama's, and when to come back."""
+    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key names an account as a token does."""
     with anthropic.Anthropic(base_url=narrow_server.url, api_key="x", max_retries=0) as client:
         client.messages.create(**ANTHROPIC)  # what it imports late takes longer than the crowd stays
         with crowd(narrow_server, 12):
-            answers = [narrow_server.client.post(path, json=body) for path, body in ROUTES]
             with pytest.raises(anthropic.APIStatusError) as raised:
                 client.messages.create(**ANTHROPIC)
+            headers = {"x-api-key": "x"}
+            answers = [narrow_server.client.post(path, json=body, headers=headers) for path, body in ROUTES]
     check_anthropic(answers[0], 529, "overloaded_error")
     assert raised.value.type == "overloaded_error"
     check_ollama(answers[1], 503)
