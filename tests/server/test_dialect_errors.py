@@ -1,6 +1,5 @@
 """Errors of Anthropic's and Ollama's routes, in the form of each, as the real clients' own exceptions."""
 
-import asyncio
 import contextlib
 import json
 import signal
@@ -217,7 +216,9 @@ def test_other_faults_of_a_request(fake_server):
     check_ollama(client.request("DELETE", "/api/delete", json={"model": "fake"}), 404)
     assert client.get("/apix").json()["error"]["code"] == "not_found"
     for name in ("../../etc/passwd", "http://x/y", "a\0b", "x" * 100_000, "other", "fake:8b"):
-        message = check_anthropic(client.post("/v1/messages", json={**ANTHROPIC, "model": name}), 404, "not_found_error")
+        message = check_anthropic(
+            client.post("/v1/messages", json={**ANTHROPIC, "model": name}), 404, "not_found_error"
+        )
         assert len(message) < 400
         assert len(check_ollama(client.post("/api/chat", json={**OLLAMA, "model": name}), 404)) < 400
         check_ollama(client.post("/api/show", json={"name": name}), 404)
@@ -280,7 +281,7 @@ def crowd(server, count, key="x"):
 
 
 def test_a_full_queue_is_overloaded(narrow_server):
-    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key names an account as a token does."""
+    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account as a token is."""
     with anthropic.Anthropic(base_url=narrow_server.url, api_key="x", max_retries=0) as client:
         client.messages.create(**ANTHROPIC)  # what it imports late takes longer than the crowd stays
         with crowd(narrow_server, 12):
@@ -320,37 +321,31 @@ def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, strea
 def test_a_stream_that_breaks_says_so(start_server):
     """The real clients raise their own errors; the stream was open and waiting when the server had to go."""
     server = start_server("--backend.name", "fake", "--max-num-seqs", "1", "--server.drain-timeout", "0.3")
-    errors = {}
+    errors = []
 
-    async def read_message():
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="x", max_retries=0) as client:
-            async with client.messages.stream(**ANTHROPIC) as stream:
-                opened.append(1)
-                async for _ in stream:
-                    pass
+    def read_message(client):
+        with pytest.raises(anthropic.APIStatusError, match="shutting down") as raised, client:
+            list(client.messages.create(**ANTHROPIC, stream=True))
+        assert raised.value.type == "api_error"
+        errors.append(raised.value)
 
-    async def read_chat():
-        async with ollama.AsyncClient(server.url) as client:
-            lines = await client.chat("fake", MESSAGES, stream=True)
-            opened.append(1)
-            async for _ in lines:
-                pass
+    def read_chat(client):
+        with pytest.raises(ollama.ResponseError, match="shutting down") as raised, client:
+            list(client.chat("fake", MESSAGES, stream=True))
+        errors.append(raised.value)
 
-    async def main():
-        tasks = [asyncio.create_task(read_message()), asyncio.create_task(read_chat())]
-        while len(opened) < 2 or await asyncio.to_thread(lambda: server.stats()["num_waiting"]) < 2:
-            await asyncio.sleep(0.02)
-        server.process.send_signal(signal.SIGTERM)
-        errors["anthropic"], errors["ollama"] = await asyncio.gather(*tasks, return_exceptions=True)
-
-    opened = []
+    clients = [anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0), ollama.Client(server.url)]
+    clients[0].messages.create(**ANTHROPIC)
     with contextlib.suppress(httpx2.HTTPError), crowd(server, 1):
-        asyncio.run(main())
-    assert isinstance(errors["anthropic"], anthropic.APIStatusError)
-    assert errors["anthropic"].type == "api_error"
-    assert isinstance(errors["ollama"], ollama.ResponseError)
-    for error in errors.values():
-        assert "shutting down" in str(error)
+        readers = zip((read_message, read_chat), clients, strict=True)
+        threads = [threading.Thread(target=read, args=(client,)) for read, client in readers]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.stats()["num_waiting"] == 2)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+    assert len(errors) == 2
     assert server.process.wait(10) == 0
 
 

@@ -151,7 +151,7 @@ def test_embeddings(fake_server):
         assert len(answer.embeddings) == 2
         assert answer.embeddings[0] != answer.embeddings[1]
         assert sum(x * x for x in answer.embeddings[0]) == pytest.approx(1, abs=1e-4)
-        assert answer.prompt_eval_count == len("a river" "a stone")
+        assert answer.prompt_eval_count == len("a river") + len("a stone")
         assert client.embed("fake", "a river").embeddings == answer.embeddings[:1]
         assert client.embeddings("fake", "a river").embedding == answer.embeddings[0]
         assert client.embed("fake", "a" * 5000).prompt_eval_count <= 512
@@ -159,7 +159,9 @@ def test_embeddings(fake_server):
             client.embed("fake", "a" * 5000, truncate=False)
 
 
-@pytest.mark.parametrize(("method", "path"), [("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")]
+)
 def test_the_server_is_alive(builtin_server, method, path):
     """What clients ask before anything else."""
     answer = builtin_server.client.request(method, path)

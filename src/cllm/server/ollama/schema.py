@@ -116,11 +116,10 @@ class GenerationBody(TermsBody):
 
     def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
         """Raises BadRequest for an effort that does not exist."""
-        effort = None
-        if isinstance(self.think, str):
-            if (effort := EFFORTS.get(self.think)) is None:
-                message = "Invalid 'think': it is true, false, low, medium, high or max."
-                raise BadRequest(message, param="think", code="invalid_value")
+        effort = EFFORTS.get(self.think) if isinstance(self.think, str) else None
+        if isinstance(self.think, str) and effort is None:
+            message = "Invalid 'think': it is true, false, low, medium, high or max."
+            raise BadRequest(message, param="think", code="invalid_value")
         return Chat(messages, tools, thinking=None if self.think is None else bool(self.think), effort=effort)
 
 
