@@ -72,9 +72,7 @@ async def embed(service: Service, texts: list[list[int]], params: Iterable[str],
     return Embedding(rows, num_tokens)
 
 
-async def compute(
-    service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms
-) -> tuple[Vectors, int]:
+async def compute(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> tuple[Vectors, int]:
     """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
     check(service, texts, list(params))
     service.check_ready()

@@ -22,7 +22,7 @@ from cllm.core.sequence import FinishReason
 from cllm.engine.build import build_backend, build_engine, build_vocabulary
 from cllm.engine.engine import Abort, Add
 from cllm.engine.settings import engine_params
-from cllm.errors import EngineError
+from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
@@ -169,6 +169,8 @@ class LLM:
             while going:
                 for output in self._engine.step():
                     choice = choices[output.request_id, output.index]
+                    if output.finish == FinishReason.GRAMMAR:
+                        raise BadRequest("the grammar cannot be compiled, or allows no further token", param="grammar")
                     if output.finish == FinishReason.ERROR:
                         raise EngineError("the engine failed to compute the prompt")
                     if completions is not None:

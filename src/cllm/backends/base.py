@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cllm.core.batch import Batch, Chunk
+
+if TYPE_CHECKING:  # its import takes a tenth of a second
+    from llguidance import LLTokenizer
 
 Logits = npt.NDArray[np.float32]
 Vectors = npt.NDArray[np.float32]
@@ -82,6 +85,11 @@ class Backend(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model that is loaded; another thread may read it."""
+        ...
+
     def forward(self, batch: Batch) -> Logits:
         """Carry out the operations, compute the rows.
 
@@ -139,6 +147,11 @@ class Vocabulary(Protocol):
         ...
 
     @property
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens that a grammar must name to allow them, by id: they stand for more than their text."""
+        ...
+
+    @property
     def chat_template(self) -> str | None: ...
 
     @property
@@ -148,4 +161,8 @@ class Vocabulary(Protocol):
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """``add_special``: the model's begin and end tokens; ``parse_special``: control tokens written in the text."""
+        ...
+
+    def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
+        """What grammars are compiled for; takes up to a second. A text may end with any of ``end_tokens``."""
         ...

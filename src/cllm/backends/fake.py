@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ import numpy as np
 from cllm.backends.base import Blank, Logits, ModelInfo, Vectors
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.errors import EngineError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 END = 256
 CONTROL = {257: "<|im_start|>", 258: "<|im_end|>"}
@@ -96,6 +99,7 @@ class FakeBackend:
             embedding_size=TOKEN_VECTORS.shape[1],
             max_embedding_tokens=context_length,
         )
+        self.vocabulary = FakeVocabulary()
         self._num_spare_ids = num_spare_ids
         self._length = length
         self._costs = costs
@@ -240,6 +244,7 @@ class FakeVocabulary:
     """One token a byte; three control tokens."""
 
     size = VOCABULARY_SIZE
+    special_tokens = CONTROL
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (
         "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{%- endfor %}"
@@ -258,3 +263,24 @@ class FakeVocabulary:
                     before = self.tokenize(head, add_special=False, parse_special=True)
                     return [*before, token, *self.tokenize(tail, add_special=False, parse_special=True)]
         return list(text.encode())
+
+    def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(ByteTokenizer(self)), eos_token=end_tokens)
+
+
+class ByteTokenizer:
+    """The vocabulary as llguidance's wrapper wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: FakeVocabulary) -> None:
+        self.eos_token_id = END
+        self.special_token_ids = list(vocabulary.special_tokens)
+        self.tokens = [
+            vocabulary.special_tokens.get(i, "").encode() or piece for i, piece in enumerate(vocabulary.pieces)
+        ]
+
+    def __call__(self, data: bytes) -> list[int]:
+        return list(data)

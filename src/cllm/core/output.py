@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+NO_TOKEN = -1
+
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
-    token: the id, or -1 if the sequence ended without one (abort). finish: "" while it goes on, else the
+    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while it goes on, else the
     FinishReason. A token that ends a sequence because it means "end" is counted but is not text: ``is_text`` False.
     num_cached_tokens: prompt tokens that were not computed again, told once, with the first token of index 0.
     """

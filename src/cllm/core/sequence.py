@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,31 @@ class Status(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
+    """GRAMMAR: the request's grammar cannot be compiled, or allows no further token."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
+    GRAMMAR = "grammar"
+
+
+class Matcher(Protocol):
+    """How far a sequence has followed its grammar; see sampling/grammar.py."""
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing may follow but the end."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """``token`` is the next one of the sequence."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.uint8] | None:
+        """One bit a token, the lowest of a byte first; end tokens where the text may end. None: there is no way on."""
+        ...
 
 
 class Sequence:
@@ -42,6 +63,7 @@ class Sequence:
         "expires",
         "index",
         "limit",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
@@ -60,6 +82,7 @@ class Sequence:
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens.
 
+        Whoever compiles its grammar sets ``matcher``, if it has one.
         The scheduler sets ``arrived`` and ``expires`` (seconds of its clock), ``order``, a number that grows, ``work``,
         the tokens that were not cached when it came, and ``urgency``, the class in which it is served once it runs.
         """
@@ -79,6 +102,7 @@ class Sequence:
         self.work = 0
         self.urgency: int = request.priority
         self.status = Status.WAITING
+        self.matcher: Matcher | None = None
         self.limit = context_length
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
@@ -105,6 +129,8 @@ class Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
 

@@ -14,6 +14,7 @@ from cllm.backends.base import Backend, ModelInfo, Vocabulary
 from cllm.engine.disk import DiskCache
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.engine import Engine, layout_of
+from cllm.engine.grammars import Grammars
 from cllm.errors import StartupError
 from cllm.kv_cache.layouts import LayoutChooser
 from cllm.kv_cache.ledger import Ledger
@@ -139,7 +140,8 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
     chooser = None
     if info.can_change_layout:
         chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
-    return Engine(backend, scheduler, Sampler(), clock, disk, chooser, check=params.check)
+    grammars = Grammars(lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens))
+    return Engine(backend, scheduler, Sampler(), clock, grammars, disk, chooser, check=params.check)
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
@@ -181,4 +183,4 @@ def build_vocabulary(params: EngineParams) -> Vocabulary:
     with loadable():
         from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
-    return LlamaVocabulary(Path(params.path))
+    return LlamaVocabulary.load(Path(params.path))

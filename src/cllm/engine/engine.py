@@ -11,13 +11,15 @@ import msgspec
 
 from cllm.backends.base import Backend, Blank, ModelInfo
 from cllm.core.batch import Batch, Drop, Operation, Save
-from cllm.core.output import Embedded, Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, Embedded, Stats, TokenOutput
 from cllm.core.request import EmbeddingRequest, Request
 from cllm.core.sequence import FinishReason, Sequence
 from cllm.engine.disk import DiskCache, Written
 from cllm.engine.embeddings import Embeddings
+from cllm.engine.grammars import Grammars
 from cllm.errors import EngineError
 from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
+from cllm.sampling.grammar import Grammar
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.scheduler import Scheduler
@@ -42,6 +44,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
     index: int | None = None
 
+    def means(self, seq: Sequence) -> bool:
+        return seq.request.request_id == self.request_id and self.index in (None, seq.index)
+
 
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Say why: the last ``num_steps`` steps, who runs, who waits for what."""
@@ -65,7 +70,7 @@ class Inbox(Protocol):
 log = logging.getLogger("cllm.engine")
 
 CHOOSE_EVERY = 8  # steps
-DISK_WAIT = 0.02  # seconds that a step without rows waits for the disk
+WAIT = 0.02  # seconds that a step without rows waits for the disk or a grammar
 LAST_SAVES = 1.5  # seconds that an engine which closes spends on saving prefixes, and on writing them
 
 
@@ -93,6 +98,11 @@ def layout_of(info: ModelInfo) -> Layout:
     return Layout(shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids)
 
 
+def end_of(seq: Sequence, reason: FinishReason) -> TokenOutput:
+    """Of one that the scheduler does not know."""
+    return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, reason, False)
+
+
 class Engine:
     """A backend, a scheduler and a sampler, stepped by one thread."""
 
@@ -102,6 +112,7 @@ class Engine:
         scheduler: Scheduler,
         sampler: Sampler,
         clock: Clock,
+        grammars: Grammars,
         disk: DiskCache | None = None,
         chooser: LayoutChooser | None = None,
         *,
@@ -114,6 +125,8 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.clock = clock
+        self._grammars = grammars
+        self._held: dict[str, list[tuple[float, Sequence]]] = {}  # until their grammar is compiled, and since when
         self.embeddings = Embeddings(backend)
         self._disk = disk
         self._chooser = chooser
@@ -128,7 +141,7 @@ class Engine:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
-            if self._chooser is not None and not self.scheduler.has_work():
+            if self._chooser is not None and not self.has_work():
                 self._choose_layout(self._chooser)
             for command in inbox.drain(block=not self.has_work() and not self._save_one_idle()):
                 match command:
@@ -145,7 +158,7 @@ class Engine:
             outbox.send(outputs, self.stats())
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self.embeddings.has_work()
+        return self.scheduler.has_work() or self.embeddings.has_work() or bool(self._held)
 
     def stats(self) -> Stats:
         stats = self.scheduler.stats()
@@ -159,32 +172,64 @@ class Engine:
             return []
         if isinstance(command, Abort):
             self.embeddings.abort(command.request_id)
-            return self.scheduler.abort(command.request_id, command.index)
+            return [*self._stop_holding(command), *self.scheduler.abort(command.request_id, command.index)]
         request = command.request
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
+        outputs = []
+        for index in range(request.params.n):
+            seq = Sequence(request, index, derive_seed(seed, index), self.backend.info.context_length)
+            grammar = self._grammars.find(request.params.grammar) if request.params.grammar else None
+            if grammar is None and request.params.grammar:
+                self._held.setdefault(request.params.grammar, []).append((self.clock(), seq))
+            else:
+                outputs += self._queue(seq, grammar, self.clock())
+        return outputs
+
+    def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
+        """Let the scheduler have a sequence that came at ``since``; or its end, if that is refused."""
+        if grammar is not None:
+            if grammar.error:
+                return [end_of(seq, FinishReason.GRAMMAR)]
+            seq.matcher = grammar.matcher()
         try:
-            for index in range(request.params.n):
-                seq_seed = derive_seed(seed, index)
-                self.scheduler.add(Sequence(request, index, seq_seed, self.backend.info.context_length), self.clock())
+            self.scheduler.add(seq, since)
         except ValueError:  # whoever sent it should have checked
             log.exception("a request was refused")
-            return [TokenOutput(request.request_id, i, -1, FinishReason.ERROR) for i in range(request.params.n)]
+            return [end_of(seq, FinishReason.ERROR)]
         return []
+
+    def _take_compiled(self) -> list[TokenOutput]:
+        """Queue those whose grammar has been compiled since the last step."""
+        outputs = []
+        is_idle = not (self.scheduler.has_work() or self.embeddings.has_work())
+        for text, grammar in self._grammars.results(WAIT if is_idle else 0.0).items():
+            for since, seq in self._held.pop(text, []):
+                outputs += self._queue(seq, grammar, since)
+        return outputs
+
+    def _stop_holding(self, abort: Abort) -> list[TokenOutput]:
+        ended = []
+        for text, held in self._held.items():
+            kept = [entry for entry in held if not abort.means(entry[1])]
+            ended += [end_of(seq, FinishReason.ABORT) for _, seq in held if abort.means(seq)]
+            self._held[text] = kept
+        return ended
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; returns what was sampled, nothing if there is nothing to do.
 
         Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
         """
+        ended = self._take_compiled() if self._held else []
         embeds = self.embeddings.has_work()
         self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2 if embeds else 0.0
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
-        outputs = self.scheduler.take_ended() if batch is None else self._compute(batch)
+        outputs = ended + (self.scheduler.take_ended() if batch is None else self._compute(batch))
         if self._disk is not None:
             is_idle = batch is None or not batch.rows
-            self._take_in(self._disk, wait=DISK_WAIT if is_idle and self.scheduler.has_work() else 0.0)
+            self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
         if self._chooser is not None and batch is not None and batch.rows:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:

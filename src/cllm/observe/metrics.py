@@ -23,6 +23,7 @@ from cllm.core.output import Stats
 # CPUs take minutes for what GPUs do in milliseconds, so the buckets reach further than usual.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
 GAUGES = {
@@ -95,6 +96,8 @@ class Metrics:
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
         self._requests = counter("requests", "requests accepted")
         self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
+        self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)
+        self._known_grammars = counter("grammar_cache_hits", "grammars and schemas that had been checked before")
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
@@ -141,6 +144,13 @@ class Metrics:
 
     def unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
+
+    def grammar(self, seconds: float | None) -> None:
+        """One was checked in ``seconds``; None: it had been before."""
+        if seconds is None:
+            self._known_grammars.inc()
+        else:
+            self._grammars.observe(seconds)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()

@@ -13,6 +13,8 @@ from cllm.errors import CLLMError
 from cllm.process.backlog import Backlog, Place
 from cllm.process.results import ResultCache, digest
 
+FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
+
 
 class Stream:
     """The tokens of some requests on their way to one reader.
@@ -207,7 +209,7 @@ class Flights:
             flight.first_token[output.index] = now
         if output.finish:
             flight.going.discard(output.index)
-            flight.failed = flight.failed or output.finish in (FinishReason.ERROR, FinishReason.TIMEOUT)
+            flight.failed = flight.failed or output.finish in FAILURES
             self.backlog.ended(flight.request)
             if output.index in flight.first_token:
                 since = flight.first_token[output.index] if flight.place.position else flight.submitted

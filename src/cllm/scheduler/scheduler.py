@@ -17,7 +17,7 @@ from collections import deque
 import msgspec
 
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
-from cllm.core.output import Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, Stats, TokenOutput
 from cllm.core.sequence import FinishReason, Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
@@ -320,7 +320,10 @@ class Scheduler:
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, tokens: list[int], now: float) -> list[TokenOutput]:
-        """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished."""
+        """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished.
+
+        NO_TOKEN is of a sequence whose grammar allows none; it ends.
+        """
         outputs = self.take_ended()
         if not batch.rows:
             return outputs
@@ -377,14 +380,19 @@ class Scheduler:
         self._call_back(self.deferred.progressed(seq))
 
     def _append(self, seq: Sequence, token: int) -> TokenOutput:
-        seq.append(token)
-        self.waiting.policy.served(seq, 0, 1)
-        params = seq.request.params
+        if token != NO_TOKEN:
+            seq.append(token)
+            self.waiting.policy.served(seq, 0, 1)
+        params, matcher = seq.request.params, seq.matcher
         finish, is_text = "", True
-        if token in self.end_tokens and not params.ignore_eos:
+        if token == NO_TOKEN:
+            finish, is_text = FinishReason.GRAMMAR, False
+        elif token in self.end_tokens and (matcher is not None or not params.ignore_eos):
             finish, is_text = FinishReason.STOP, False
         elif token in params.stop_token_ids:
             finish, is_text = FinishReason.STOP, False
+        elif matcher is not None and matcher.stopped:
+            finish = FinishReason.STOP
         elif seq.num_tokens >= seq.limit:
             finish = FinishReason.LENGTH
         if finish:

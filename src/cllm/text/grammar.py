@@ -1,41 +1,78 @@
-"""What a text must follow, in the words of clients, to the grammar that the engine enforces."""
+"""What a text must follow, in the words of clients, to the grammar that the engine enforces.
+
+A grammar is in llguidance's dialect of Lark, which embeds JSON schemas. Nothing here runs a client's regular expression
+but llguidance, whose own never backtrack.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
 
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
+from cllm.text.json_schema import enforceable
 
-LIMITS = LLParserLimits(verbose_errors=False)
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
+MAX_CHOICES = 4096
 # At most one space where JSON allows any number: a model must not be able to write blanks for ever.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
-class Constraint(msgspec.Struct, frozen=True):
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """kind json_object has no value; json_schema: a schema (dict or bool); regex: a pattern that the whole text
-    matches; choice: a list of texts; grammar: Lark or GBNF.
+    matches; choice: a list of texts; grammar: a client's Lark or GBNF; lark: our own, which may name special tokens.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    kind: Kind
     value: Any = None
 
 
-def json_term(schema: dict[str, Any] | bool, param: str) -> str:
+class Special(msgspec.Struct, frozen=True, array_like=True):
+    """Of a vocabulary: its size, and the texts of its special tokens by id."""
+
+    vocabulary_size: int
+    tokens: dict[int, str]
+
+
+def json_term(schema: Any, param: str) -> str:
     """A term of Lark for the JSON values that ``schema`` allows. Raises BadRequest for what cannot be enforced."""
-    if not isinstance(schema, (dict, bool)):
-        raise BadRequest(f"Invalid '{param}': a JSON schema is an object or a boolean.", param=param)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    return "%json " + json.dumps({**schema, "x-guidance": WHITESPACE})
+    return "%json " + json.dumps(enforceable(schema, param) | {"x-guidance": WHITESPACE})
+
+
+def regex_term(pattern: str) -> str:
+    """A term of Lark for the texts that match ``pattern`` as a whole; digits are those of ASCII."""
+    from llguidance import regex_to_lark
+
+    return "/" + regex_to_lark(pattern, "d") + "/"
+
+
+def text_term(text: str) -> str:
+    """A term of Lark for ``text``."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def after(before: str, grammar: str) -> str:
+    """A grammar for what ``before``, a term of Lark, allows, and then what ``grammar`` allows."""
+    parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
+    if grammar.lstrip().startswith("{"):
+        parts = json.loads(grammar)["grammars"]
+    name = f"after{len(parts)}"
+    first = {"lark_grammar": f"start: before @{name}\nbefore: {before}"}
+    return json.dumps({"grammars": [first, parts[0] | {"name": name}, *parts[1:]]})
 
 
 def to_lark(constraint: Constraint, param: str) -> str:
-    """The grammar as Lark, not compiled yet. Raises BadRequest, naming ``param``."""
+    """The grammar, not compiled yet. Raises BadRequest, naming ``param``."""
     value = constraint.value
     match constraint.kind:
         case "json_object":
@@ -43,24 +80,104 @@ def to_lark(constraint: Constraint, param: str) -> str:
         case "json_schema":
             return f"start: {json_term(value, param)}"
         case "regex":
-            return f"start: {regex_term(value)}"
+            return f"start: {regex_term(check_size(value, MAX_TEXT, param))}"
         case "choice":
-            return "start: " + " | ".join(json.dumps(text) for text in value)
+            return f"start: {' | '.join(map(text_term, check_choices(value, param)))}"
         case "grammar":
+            from llguidance.gbnf_to_lark import any_to_lark
+
             try:
-                return any_to_lark(value)
+                return any_to_lark(check_size(value, MAX_TEXT, param))
+            except BadRequest:
+                raise
             except Exception as error:  # noqa: BLE001  # it raises that very class
-                raise BadRequest(f"Invalid '{param}': {error}", param=param, code="invalid_grammar") from None
+                raise invalid(param, str(error)) from None
+        case "lark":
+            return str(value)
 
 
-def regex_term(pattern: str) -> str:
-    return "/" + pattern.replace("/", "\\/").replace("\n", "\\n") + "/"
+def check_size(text: Any, limit: int, param: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise invalid(param, "it must be a string that is not empty")
+    if len(text) > limit:
+        raise invalid(param, f"it is longer than {limit} characters")
+    return text
 
 
-def compile_grammar(constraint: Constraint, param: str) -> str:
-    """The grammar as Lark that llguidance takes. Raises BadRequest, naming ``param``."""
-    lark = to_lark(constraint, param)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(lark, limits=LIMITS)
-    if failed:
-        raise BadRequest(f"Invalid '{param}': {messages[0][:300]}", param=param, code="invalid_grammar")
-    return lark
+def check_choices(choices: Any, param: str) -> list[str]:
+    if not isinstance(choices, list) or not 1 <= len(choices) <= MAX_CHOICES:
+        raise invalid(param, f"it must be a list of 1 to {MAX_CHOICES} strings")
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise invalid(param, "every choice must be a string that is not empty")
+    check_size("".join(choices), MAX_TEXT, param)
+    return choices
+
+
+def invalid(param: str, why: str) -> BadRequest:
+    return BadRequest(f"Invalid '{param}': {why.rstrip('.')[:300]}.", param=param, code="invalid_grammar")
+
+
+class Checker:
+    """Compiles grammars without a model, to find out whether they can be."""
+
+    def __init__(self, special: Special) -> None:
+        self._special = special
+
+    @cached_property
+    def _clients(self) -> LLTokenizer:
+        return bytes_tokenizer({}, 257)
+
+    @cached_property
+    def _ours(self) -> LLTokenizer:
+        return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
+
+    def check(self, constraint: Constraint, param: str) -> str:
+        """The grammar, which can be compiled and allows something. Raises BadRequest, naming ``param``."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        text = to_lark(constraint, param)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        if constraint.kind == "grammar":
+            _, warnings = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+            if any("no tokenizer" in warning for warning in warnings):
+                raise invalid(param, "it names special tokens, which only text may stand for")
+        tokenizer = self._ours if constraint.kind == "lark" else self._clients
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise invalid(param, reason(matcher.get_error()))
+        return text
+
+
+def reason(error: str) -> str:
+    """llguidance's, without where that is in a grammar which the client has not written."""
+    if "oneOf" in error:
+        return "the options of 'oneOf' must exclude each other by type or by the constants of a required property"
+    lines = error.strip().splitlines() or ["it allows nothing"]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
+    return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
+
+
+def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:
+    """A vocabulary of ``size`` with these special tokens, and one token for each byte wherever there is room."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    class Bytes:
+        bos_token_id = None
+
+        def __init__(self) -> None:
+            free = [token for token in range(size) if token not in special]
+            self.ids = dict(enumerate(free[:256]))
+            self.eos_token_id = free[256] if len(free) > 256 else size
+            self.special_token_ids = list(special)
+            self.tokens = [b""] * max(size, self.eos_token_id + 1)
+            for byte, token in self.ids.items():
+                self.tokens[token] = bytes([byte])
+            for token, text in special.items():
+                self.tokens[token] = text.encode()
+
+        def __call__(self, data: bytes) -> list[int]:
+            return [self.ids[byte] for byte in data]
+
+    return LLTokenizer(TokenizerWrapper(Bytes()), slices=[])

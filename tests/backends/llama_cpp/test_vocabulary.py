@@ -33,7 +33,7 @@ TEXTS = [
 def vocabulary(builtin_path):
     from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
-    made = LlamaVocabulary(builtin_path)
+    made = LlamaVocabulary.load(builtin_path)
     yield made
     made.close()
 
@@ -98,4 +98,4 @@ def test_a_file_that_is_no_model(tmp_path):
     path = tmp_path / "letter.gguf"
     path.write_text("Dear model, ...")
     with pytest.raises(StartupError, match=r"letter\.gguf"):
-        LlamaVocabulary(path)
+        LlamaVocabulary.load(path)

@@ -20,6 +20,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Blank, Logits, ModelInfo
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
+from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
@@ -116,6 +117,7 @@ class LlamaCppBackend:
         """Load ``path``; ``progress`` is told the loaded share, 0 to 1. Raises StartupError if it cannot be loaded."""
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
+        self.vocabulary = LlamaVocabulary(self._model)
         self._path = path
         self._context: Any = None
         self._num_ids = 0

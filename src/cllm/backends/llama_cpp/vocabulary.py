@@ -5,29 +5,39 @@ from __future__ import annotations
 import ctypes
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_cpp import llama_cpp as lib
 
 from cllm.backends.llama_cpp.library import check_pointer
 
-ATTR_UNKNOWN, ATTR_CONTROL = 1 << 0, 1 << 3
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
+MARK = b"\xff"  # before the text of a special token, for llguidance
 
 
 class LlamaVocabulary:
-    """Loads the vocabulary of a GGUF file and not its weights, so a process without an engine can have one.
+    """The vocabulary of a loaded model; or of a GGUF file, and not its weights, for a process without an engine.
 
     Tokenizing changes nothing in it, so several threads may.
     A Python string can never encode the one kind of text that makes
     llama.cpp's tokenizer abort (code points above U+10FFFF); lone surrogates must be refused before.
     """
 
-    def __init__(self, path: Path) -> None:
-        params = lib.llama_model_default_params()
-        params.vocab_only = True
-        self._model = check_pointer(lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}")
+    def __init__(self, model: Any) -> None:
+        """``model``: a pointer that stays valid."""
+        self._model = model
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size = int(lib.llama_vocab_n_tokens(self._vocab))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises StartupError if ``path`` is no model."""
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        return cls(check_pointer(lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}"))
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -43,11 +53,24 @@ class LlamaVocabulary:
 
     @cached_property
     def control_tokens(self) -> list[str]:
-        tokens = [
-            t for t in range(self.size) if lib.llama_vocab_get_attr(self._vocab, t) & (ATTR_UNKNOWN | ATTR_CONTROL)
-        ]
-        texts = {self._piece(token, special=True).decode("utf-8", "replace") for token in tokens}
+        texts = {self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
         return sorted(texts - {""}, key=len, reverse=True)
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        added = {token: self._text(token) for token in self._with(ATTR_USER_DEFINED)}
+        added = {token: text for token, text in added.items() if text.startswith("<") and text.endswith(">")}
+        return {token: self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)} | added
+
+    @cached_property
+    def _attributes(self) -> list[int]:
+        return [int(lib.llama_vocab_get_attr(self._vocab, token)) for token in range(self.size)]
+
+    def _with(self, attributes: int) -> list[int]:
+        return [token for token, has in enumerate(self._attributes) if has & attributes]
+
+    def _text(self, token: int) -> str:
+        return self._piece(token, special=True).decode("utf-8", "replace")
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -76,5 +99,18 @@ class LlamaVocabulary:
             count = lib.llama_tokenize(self._vocab, encoded, len(encoded), tokens, -count, add_special, parse_special)
         return list(tokens[:count])
 
+    def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        tokens = self.pieces.copy()
+        for token, text in self.special_tokens.items():
+            tokens[token] = MARK + text.encode()
+        function = ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value  # noqa: SLF001  # as llguidance.llamacpp does
+        tokenizer: LLTokenizer = LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # left out of its stubs
+            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens
+        )
+        return tokenizer
+
     def close(self) -> None:
+        """Free what ``load`` has loaded."""
         lib.llama_model_free(self._model)

@@ -1,0 +1,72 @@
+"""Grammars are compiled by a thread of their own: the step never waits for one."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cllm.sampling.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+log = logging.getLogger("cllm.engine")
+
+MAX_GRAMMARS = 64
+
+
+class Grammars:
+    """Compiles each text once; the least recently used one is forgotten as soon as there are more than MAX_GRAMMARS."""
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        """``make_tokenizer`` is called by the thread, for the first grammar: it may take a second."""
+        self._make_tokenizer = make_tokenizer
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._awaited: set[str] = set()
+        self._jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[str, Grammar]] = queue.SimpleQueue()
+        self._is_running = False
+
+    def find(self, text: str) -> Grammar | None:
+        """The grammar if it has been compiled; None: it is going to be, ``results`` will say when."""
+        grammar = self._known.get(text)
+        if grammar is not None and not grammar.error:
+            self._known.move_to_end(text)
+            return grammar
+        if text not in self._awaited:
+            self._awaited.add(text)
+            self._jobs.put(text)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, daemon=True).start()
+        return None
+
+    def results(self, wait: float) -> dict[str, Grammar]:
+        """What has been compiled since the last call, by text; waits ``wait`` seconds for the first one."""
+        compiled: dict[str, Grammar] = {}
+        try:
+            while True:
+                text, grammar = self._results.get(timeout=0 if compiled else wait)
+                self._awaited.remove(text)
+                self._known[text] = compiled[text] = grammar
+        except queue.Empty:
+            pass
+        while len(self._known) > MAX_GRAMMARS:
+            self._known.popitem(last=False)
+        return compiled
+
+    def _work(self) -> None:
+        while True:
+            text = self._jobs.get()
+            begun = time.perf_counter()
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            grammar = Grammar(text, self._tokenizer)
+            log.debug("a grammar was compiled in %.0f ms %s", (time.perf_counter() - begun) * 1000, grammar.error[:200])
+            self._results.put((text, grammar))

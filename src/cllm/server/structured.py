@@ -1,0 +1,117 @@
+"""What the answer must follow, in the words of OpenAI (``response_format``) and vLLM (``structured_outputs``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from cllm.errors import BadRequest
+from cllm.server.body import Body
+from cllm.service import Service
+from cllm.text.grammar import Constraint
+
+
+class JsonSchema(Body):
+    """``strict`` changes nothing: a schema is always enforced."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """``schema`` beside json_object is llama.cpp's way to say json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("'json_schema' is required with the type 'json_schema'")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.type == "json_schema" and self.json_schema else self.schema_
+        return Constraint("json_object") if schema is None else Constraint("json_schema", schema)
+
+
+class StructuredOutputs(Body):
+    """vLLM's, which has names that do not matter here: there is one backend, and blanks are always bounded."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+    def constraints(self) -> dict[str, Constraint]:
+        """By field."""
+        return constraints_of(
+            "structured_outputs.", json=self.json_, regex=self.regex, choice=self.choice, grammar=self.grammar
+        ) | ({"structured_outputs.json_object": Constraint("json_object")} if self.json_object else {})
+
+
+class ConstrainedBody(Body):
+    """``guided_*`` are vLLM's names until 0.12, which clients still send."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    async def grammar(self, service: Service) -> str:
+        """For SamplingParams.grammar. Raises BadRequest if there is more than one constraint, or it cannot be enforced,
+        and EngineError if too many grammars are being checked.
+        """
+        constraints = constraints_of(
+            "guided_",
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        if self.structured_outputs is not None:
+            constraints |= self.structured_outputs.constraints()
+        if self.response_format is not None and (constraint := self.response_format.constraint()):
+            constraints["response_format"] = constraint
+        if not constraints:
+            return ""
+        if len(constraints) > 1:
+            first, second = [*constraints][:2]
+            message = f"'{first}' and '{second}' cannot be combined: an answer follows one of them."
+            raise BadRequest(message, param=second, code="invalid_value")
+        ((param, constraint),) = constraints.items()
+        return await service.grammar(constraint, param)
+
+
+def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
+    """By their fields, those that are not None."""
+    found = {name: value for name, value in fields.items() if value is not None}
+    schema = found.get("json")
+    if isinstance(schema, str):
+        try:
+            found["json"] = json.loads(schema)
+        except (ValueError, RecursionError):
+            message = f"Invalid '{prefix}json': it is not JSON."
+            raise BadRequest(message, param=f"{prefix}json", code="invalid_value") from None
+    kinds: dict[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
+        "json": "json_schema",
+        "regex": "regex",
+        "choice": "choice",
+        "grammar": "grammar",
+    }
+    return {prefix + name: Constraint(kinds[name], value) for name, value in found.items()}
