@@ -1,9 +1,13 @@
 """The real ``anthropic`` client against a real server with the built-in model."""
 
 import asyncio
+import json
 
 import anthropic
+import pydantic
 import pytest
+
+from cllm.models.builtin.questions import TOOLS as TRAINED
 
 pytestmark = pytest.mark.llama
 
@@ -13,6 +17,18 @@ COUNT = [{"role": "user", "content": "Count from 3 to 30."}]
 NUMBERS = " ".join(map(str, range(3, 31)))
 GREEDY = {"temperature": 0}
 ASKED = {"model": MODEL, "max_tokens": 200, "extra_body": GREEDY}
+
+WEATHER = [{"role": "user", "content": "How is the weather in Berlin?"}]
+THINKING = {"type": "enabled", "budget_tokens": 100}
+
+
+def tool(name):
+    """As Anthropic's clients declare it."""
+    function = TRAINED[name].declare(name)["function"]
+    return {"name": name, "description": function["description"], "input_schema": function["parameters"]}
+
+
+TOOLS = [tool("get_weather"), tool("multiply")]
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +171,99 @@ def test_the_other_dialect_has_its_own_models(builtin_server):
 def test_the_beta_client_is_served_too(client):
     message = client.beta.messages.create(messages=SUM, betas=["context-management-2025-06-27"], **ASKED)
     assert message.content[0].text == "72"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_is_called_and_its_result_used(client, streamed):
+    """The whole way round, with the client's own objects sent back."""
+
+    def ask(messages):
+        if not streamed:
+            return client.messages.create(messages=messages, tools=TOOLS, **ASKED)
+        with client.messages.stream(messages=messages, tools=TOOLS, **ASKED) as stream:
+            return stream.get_final_message()
+
+    message = ask(WEATHER)
+    assert message.stop_reason == "tool_use"
+    (call,) = message.content
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Berlin"})
+    found = json.dumps({"weather": "rainy", "degrees": 17})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": found}]}
+    messages = [*WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = ask(messages)
+    assert answer.stop_reason == "end_turn"
+    assert text_of(answer) == "It is rainy in Berlin, 17 degrees."
+
+
+def test_the_arguments_of_a_call_are_streamed(client):
+    """In pieces, which are together one JSON object."""
+    with client.messages.create(messages=WEATHER, tools=TOOLS, stream=True, **ASKED) as events:
+        deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert {delta.type for delta in deltas} == {"input_json_delta"}
+    assert len(deltas) > 1
+    assert json.loads("".join(delta.partial_json for delta in deltas)) == {"city": "Berlin"}
+
+
+def test_tool_choice(client):
+    """A call can be forced, of one tool too, and forbidden."""
+    asked = {"messages": SUM, "tools": TOOLS, **ASKED}
+    forced = client.messages.create(tool_choice={"type": "any"}, **asked)
+    assert {block.type for block in forced.content} == {"tool_use"}
+    choice = {"type": "tool", "name": "multiply", "disable_parallel_tool_use": True}
+    (named,) = client.messages.create(tool_choice=choice, **asked).content
+    assert named.name == "multiply"
+    assert {type(value) for value in named.input.values()} == {int}
+    forbidden = client.messages.create(messages=WEATHER, tools=TOOLS, tool_choice={"type": "none"}, **ASKED)
+    assert "tool_use" not in {block.type for block in forbidden.content}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thinking_is_a_block_of_its_own(client, streamed):
+    """It is counted, and may be sent back."""
+
+    def ask(messages):
+        if not streamed:
+            return client.messages.create(messages=messages, thinking=THINKING, **ASKED)
+        with client.messages.stream(messages=messages, thinking=THINKING, **ASKED) as stream:
+            return stream.get_final_message()
+
+    message = ask(SUM)
+    thinking, text = message.content
+    assert (thinking.type, text.type, text.text) == ("thinking", "text", "72")
+    assert "20 + 40 = 60" in thinking.thinking
+    assert thinking.signature
+    assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+    again = [*SUM, {"role": "assistant", "content": message.content}, {"role": "user", "content": "Add 11 and 5."}]
+    assert ask(again).content[1].text == "16"
+
+
+def test_a_budget_of_thinking_is_kept(client):
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    message = client.messages.create(messages=SUM, thinking=thinking, **ASKED)
+    assert message.content[0].type == "thinking"
+    assert message.usage.output_tokens_details.thinking_tokens <= 6  # and the mark that ends it
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_an_answer_in_a_form(client):
+    """By the client's typed parser, and by a schema; one that cannot be enforced is refused."""
+    asked = [{"role": "user", "content": "Tell me of a person."}]
+    parsed = client.messages.parse(messages=asked, output_format=Person, **ASKED)
+    assert isinstance(parsed.parsed_output, Person)
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"const": 72}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    answer = client.messages.create(
+        messages=SUM, output_config={"format": {"type": "json_schema", "schema": schema}}, **ASKED
+    )
+    assert json.loads(text_of(answer)) == {"sum": 72}
+    output = {"format": {"type": "json_schema", "schema": {"type": 5}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema"):
+        client.messages.create(messages=SUM, output_config=output, **ASKED)

@@ -1,9 +1,12 @@
 """The real ``ollama`` client against a real server with the built-in model."""
 
 import asyncio
+import json
 
 import ollama
 import pytest
+
+from cllm.models.builtin.questions import TOOLS as TRAINED
 
 pytestmark = pytest.mark.llama
 
@@ -173,3 +176,52 @@ def test_the_server_is_alive(builtin_server, method, path):
 def test_version(builtin_server):
     """A version of Ollama's API, for clients that want one that is new enough."""
     assert builtin_server.client.get("/api/version").json()["version"].split(".") >= ["0", "12"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_is_called_and_its_result_used(client, streamed):
+    """The whole way round, with the client's own objects sent back; a call comes in one piece."""
+    tools = [TRAINED[name].declare(name) for name in ("get_weather", "multiply")]
+
+    def ask(messages):
+        if not streamed:
+            return client.chat(MODEL, messages, tools=tools, options=GREEDY).message
+        lines = [line.message for line in client.chat(MODEL, messages, tools=tools, options=GREEDY, stream=True)]
+        calls = [call for line in lines for call in line.tool_calls or []]
+        return ollama.Message(role="assistant", content="".join(line.content for line in lines), tool_calls=calls)
+
+    messages = [{"role": "user", "content": "Multiply 12 by 31."}]
+    message = ask(messages)
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("multiply", {"a": 12, "b": 31})
+    result = {"role": "tool", "tool_name": "multiply", "content": json.dumps({"product": 372})}
+    assert ask([*messages, message, result]).content == "The product is 372."
+
+
+def test_thinking_is_told_apart(client):
+    """With true and with a level; without, there is none."""
+    for think in (True, "low"):
+        answer = client.chat(MODEL, SUM, think=think, options=GREEDY).message
+        assert answer.content == "72"
+        assert "20 + 40 = 60" in answer.thinking
+    assert client.chat(MODEL, SUM, think=False, options=GREEDY).message.thinking is None
+    lines = list(client.generate(MODEL, SUM[0]["content"], think=True, options=GREEDY, stream=True))
+    assert "".join(line.response for line in lines) == "72"
+    assert "20 + 40 = 60" in "".join(line.thinking or "" for line in lines)
+
+
+def test_an_answer_in_a_form(client):
+    """Any JSON object, or what a schema says; one that cannot be enforced is refused."""
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"const": 72}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    assert json.loads(client.chat(MODEL, SUM, format=schema, options=GREEDY).message.content) == {"sum": 72}
+    lines = client.generate(MODEL, SUM[0]["content"], format=schema, options=GREEDY, stream=True)
+    assert json.loads("".join(line.response for line in lines)) == {"sum": 72}
+    begun = client.generate(MODEL, SUM[0]["content"], format="json", options={**GREEDY, "num_predict": 20}).response
+    assert begun.lstrip().startswith("{")
+    with pytest.raises(ollama.ResponseError, match="format"):
+        client.chat(MODEL, SUM, format={"type": 5})

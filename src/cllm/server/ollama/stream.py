@@ -87,7 +87,7 @@ class Calls:
         if self._name:
             function = {"index": self._call, "name": self._name, "arguments": object_of("".join(self._parts))}
             self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
-        self._name, self._parts = "", []
+            self._name, self._parts = "", []
 
 
 def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
@@ -142,8 +142,9 @@ class Lines:
             return self._called()
         if not delta.text:
             return b""
+        self._calls.end()
         head = self._text if delta.channel is Channel.TEXT else self._thinking
-        return head + to_json(delta.text) + self._tail
+        return self._called() + head + to_json(delta.text) + self._tail
 
     def _called(self) -> bytes:
         """A line with the calls that are complete."""
