@@ -124,6 +124,8 @@ class CountBody(Body):
         "cache_control": CACHED,
         "context_management": "messages are read as they are sent, and none is left out",
         "speed": ONE_KIND,
+        "user_profile_id": "accounts go by the token or metadata.user_id",
+        "workspace_id": "there are no workspaces",
     }
     refused: ClassVar = {
         "compaction": "conversations are not summarized",
@@ -202,8 +204,6 @@ class MessagesBody(CountBody, TermsBody):
         "fallbacks": "there is one model",
         "inference_geo": "the server is where it is",
         "service_tier": ONE_KIND,
-        "user_profile_id": "accounts go by the token or metadata.user_id",
-        "workspace_id": "there are no workspaces",
     }
     refused: ClassVar = {**CountBody.refused, "container": NOWHERE}
 
