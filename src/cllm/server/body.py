@@ -38,21 +38,6 @@ class Body(pydantic.BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
 
 
-@functools.cache
-def inner_models(model: type[Body]) -> dict[str, type[Body]]:
-    """The fields that are objects with a model of their own."""
-    kinds = {
-        field.alias or name: (field.annotation, *get_args(field.annotation))
-        for name, field in model.model_fields.items()
-    }
-    return {
-        name: kind
-        for name, members in kinds.items()
-        for kind in members
-        if isinstance(kind, type) and issubclass(kind, Body)
-    }
-
-
 def documented(model: type[Body]) -> dict[str, Any]:
     """The OpenAPI entry of a body that its route reads by itself; app.py moves ``$defs`` to where they belong."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -77,6 +62,21 @@ def check_parameters(value: dict[str, Any], model: type[Body], request: Request,
     for name, inner in inner_models(model).items():
         if isinstance(value.get(name), dict):
             check_parameters(value[name], inner, request, f"{path}{name}.")
+
+
+@functools.cache
+def inner_models(model: type[Body]) -> dict[str, type[Body]]:
+    """The fields that are objects with a model of their own."""
+    kinds = {
+        field.alias or name: (field.annotation, *get_args(field.annotation))
+        for name, field in model.model_fields.items()
+    }
+    return {
+        name: kind
+        for name, members in kinds.items()
+        for kind in members
+        if isinstance(kind, type) and issubclass(kind, Body)
+    }
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
