@@ -38,6 +38,9 @@ class Server(Section):
         default="127.0.0.1", description="Address to listen on; 0.0.0.0 is reachable from other machines."
     )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    allow_pull: bool = Field(
+        default=False, description="Let clients of Ollama's API download models from the hub (POST /api/pull)."
+    )
     max_body_mb: int = Field(
         default=4, ge=1, le=1024, description="Largest request body in MB; a larger one is refused (413)."
     )

@@ -8,14 +8,28 @@ from fastapi.routing import APIRoute
 from cllm import __version__
 from cllm.config import Settings
 from cllm.server import errors
+from cllm.server.anthropic import errors as anthropic_errors
+from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
+from cllm.server.ollama import errors as ollama_errors
+from cllm.server.ollama import routes as ollama
 from cllm.server.openai import batches, embeddings, files, responses
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
 
-ROUTERS = (openai.router, embeddings.router, responses.router, files.router, batches.router, native.router)
+DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
+ROUTERS = (
+    anthropic.router,  # first, because it leaves to others what it does not know
+    openai.router,
+    embeddings.router,
+    responses.router,
+    files.router,
+    batches.router,
+    ollama.router,
+    native.router,
+)
 
 
 def create_app(service: Service, settings: Settings) -> FastAPI:
@@ -31,7 +45,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
     app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
     app.state.batches = batches.make(app, settings)
-    errors.install(app)
+    errors.install(app, DIALECTS)
     for router in ROUTERS:
         app.include_router(router)
     app.state.routes = routes()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar, get_args
 
 import pydantic
 import pydantic_core
@@ -50,16 +52,39 @@ def documented(model: type[Body], media_type: str = "application/json") -> Reque
     return entry
 
 
-def check_parameters(value: dict[str, Any], model: type[Body], request: Request) -> None:
-    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted."""
+def check_parameters(value: dict[str, Any], model: type[Body], request: Request, path: str = "") -> None:
+    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted.
+
+    ``path``: where ``value`` lies in the body; objects that have a model of their own in it are looked at too.
+    """
     for name, why in model.refused.items():
-        if value.get(name) not in (None, False, [], {}):
-            raise BadRequest(f"Unsupported parameter: '{name}': {why}.", param=name, code="unsupported_parameter")
-    unknown = [name for name in value if not (name in model.model_fields or name in (*model.ignored, *model.refused))]
+        if value.get(name) not in (None, False, "", [], {}):
+            param = path + name
+            raise BadRequest(f"Unsupported parameter: '{param}': {why}.", param=param, code="unsupported_parameter")
+    known = {field.alias or name for name, field in model.model_fields.items()} | {*model.ignored, *model.refused}
+    unknown = [name for name in value if name not in known]
     if unknown and request.app.state.settings.server.strict:
-        name = unknown[0][:100]
-        raise BadRequest(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+        param = path + unknown[0][:100]
+        raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     request.app.state.service.metrics.unknown_parameters(len(unknown))
+    for name, inner in inner_models(model).items():
+        if isinstance(value.get(name), dict):
+            check_parameters(value[name], inner, request, f"{path}{name}.")
+
+
+@functools.cache
+def inner_models(model: type[Body]) -> dict[str, type[Body]]:
+    """The fields that are objects with a model of their own."""
+    kinds = {
+        field.alias or name: (field.annotation, *get_args(field.annotation))
+        for name, field in model.model_fields.items()
+    }
+    return {
+        name: kind
+        for name, members in kinds.items()
+        for kind in members
+        if isinstance(kind, type) and issubclass(kind, Body)
+    }
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
@@ -103,6 +128,19 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return value
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults of sampling parameters under the names that a dialect has for them."""
+    try:
+        yield
+    except BadRequest as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        message = str(error).replace(f"'{error.param}'", f"'{name}'")
+        raise BadRequest(message, param=name, code=error.code, status=error.status) from None
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:

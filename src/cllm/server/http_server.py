@@ -18,6 +18,7 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
 from cllm.server.openai.batch_runner import Batches
+from cllm.server.request_id import with_request_ids
 from cllm.server.sse import streaming
 from cllm.service import Service
 
@@ -77,7 +78,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     app = create_app(service, settings)
     config = uvicorn.Config(
-        streaming(app),
+        streaming(with_request_ids(app)),
         log_config=None,
         access_log=False,
         lifespan="off",

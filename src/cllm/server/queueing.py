@@ -36,8 +36,9 @@ class TermsBody(Body):
         default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
     )
 
-    def terms(self, request: Request) -> Terms:
-        key = account(request, self.user)
+    def terms(self, request: Request, user: str | None = None) -> Terms:
+        """``user``: who else the body names as its user."""
+        key = account(request, self.user or user)
         asked: PriorityName | None = "batch" if BATCH_OWNER in request.scope else self.priority
         return Terms(
             key=key,
@@ -54,8 +55,12 @@ def priority_of(asked: PriorityName | None, of_key: PriorityName | None) -> Prio
 
 
 def account(request: Request, user: str | None) -> str:
-    """On whose account a request goes: a name made from its token, else from the user that it names, else ""."""
+    """On whose account a request goes: a name made from its token, else from the user that it names, else "".
+
+    The token is what Authorization holds, or else x-api-key.
+    """
     token = re.sub(r"^bearer(\s+|$)", "", request.headers.get("authorization", "").strip(), flags=re.IGNORECASE)
+    token = token or request.headers.get("x-api-key", "").strip()
     if owner := request.scope.get(BATCH_OWNER):
         return str(owner)
     if token:

@@ -24,10 +24,11 @@ from starlette.types import Message
 
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
-from cllm.server.errors import describe
+from cllm.server.errors import describe, openai_form
 from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord, check_lines, load_records, numbered_lines
 from cllm.server.openai.file_store import FileStore, StateFolder, new_file, new_id
 from cllm.server.queueing import BATCH_OWNER
+from cllm.server.request_id import request_id
 from cllm.service import RequestTimeout, Service
 
 T = TypeVar("T")
@@ -228,8 +229,8 @@ class Batches:
         return completed | failed
 
     async def _answer(self, record: BatchRecord, line: dict[str, Any]) -> None:
-        status, content, request_id = await self._compute(record, line["body"])
-        answer = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(request_id), content)
+        status, content, name = await self._compute(record, line["body"])
+        answer = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(name), content)
         await self._add(record, line["custom_id"], answer, b"null", succeeded=status == 200)
 
     async def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
@@ -251,7 +252,6 @@ class Batches:
     async def _compute(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, bytes, str]:
         """Status, content and request id of the answer to one line."""
         service: Service = self._app.state.service
-        request_id = f"req_{secrets.token_hex(12)}"
         tries = 0
         while True:
             while not service.ready:  # noqa: ASYNC110  # rarely, so that nobody has to say when it is
@@ -259,7 +259,11 @@ class Batches:
             request = request_of(self._app, record, to_json(body))
             try:
                 response = await endpoint_of(self._app, record.endpoint).endpoint(request)
-                return response.status_code, bytes(response.body), response.headers.get("x-request-id", request_id)
+                return (
+                    response.status_code,
+                    bytes(response.body),
+                    response.headers.get("x-request-id", request_id(request)),
+                )
             except QueueFull as error:
                 await asyncio.sleep(error.retry_after)
             except Exception as error:
@@ -268,8 +272,8 @@ class Batches:
                 if not again or tries == TRIES:
                     if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
                         log.exception("a line of the batch %s failed", record.id)
-                    status, content = describe(error)
-                    return status, to_json(content), request_id
+                    status, content = openai_form(describe(error))
+                    return status, to_json(content), request_id(request)
                 await asyncio.sleep(getattr(error, "retry_after", PAUSE))
 
     async def _finish(self, record: BatchRecord) -> None:

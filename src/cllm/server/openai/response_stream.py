@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.server.errors import describe
+from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_schema import new_id
 from cllm.service import Delta, Generation, Usage
 from cllm.text.chat import Channel
@@ -154,8 +154,7 @@ class ResponseEvents:
         return data + self._event(f"response.{status}", response=self.response)
 
     def fault(self, error: Exception) -> bytes:
-        message = describe(error)[1]["error"]["message"]
         data = self._close("incomplete")
-        fault = {"code": "server_error", "message": message}
+        fault = {"code": "server_error", "message": describe_in_stream(error).message}
         failed = {**self.response, "status": "failed", "output": self._output, "error": fault}
         return data + self._event("response.failed", response=failed)
