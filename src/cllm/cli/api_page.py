@@ -77,18 +77,23 @@ def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
         yield f"?{field.alias}", "done", ""
 
 
-def body_rows(model: type[Body], path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, state and meaning of every parameter of a body; those of an object follow it as a.b."""
+def body_rows(model: type[Body], path: str = "", above: tuple[type[Body], ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """Name, state and meaning of every parameter of a body; those of an object follow it as a.b.
+
+    ``above``: the models around this one, which are not described in themselves again.
+    """
     schema = model.model_json_schema()
+    definitions = schema.get("$defs", {})
+    properties = (definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema).get("properties", {})
     for name, field in model.model_fields.items():
         shown = field.alias or name
-        about = schema["properties"][shown]
-        parts = [described(about, schema.get("$defs", {})), about.get("description", "")]
+        about = properties[shown]
+        parts = [described(about, definitions), about.get("description", "")]
         yield path + shown, "done", ". ".join(part.removesuffix(".") for part in parts if part)
         inner = inner_models(field.annotation)
-        if len(inner) == 1:
+        if len(inner) == 1 and not {*inner} & {model, *above}:
             ((model_of_field, place),) = inner.items()
-            yield from body_rows(model_of_field, f"{path}{shown}{place}.")
+            yield from body_rows(model_of_field, f"{path}{shown}{place}.", (*above, model))
     for state, names in (("ignored", model.ignored), ("refused", model.refused)):
         for name, why in names.items():
             yield path + name, state, why
