@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -33,7 +33,7 @@ from cllm.service import RequestTimeout, Service
 
 T = TypeVar("T")
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MAX_UNFINISHED = 100
 MAX_RECORDS = 1000  # the oldest that have ended leave
 TRIES = 3  # of a line, if the engine fails
@@ -66,7 +66,14 @@ class Batches:
         if self._folder.is_open:
             return
         self._folder.open()
-        self.files.load()
+        try:
+            self.files.load()
+            self._load()
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _load(self) -> None:
         service: Service = self._app.state.service
         for record in load_records(self._folder.path / "batches"):
             self._records[record.id] = record
@@ -135,6 +142,8 @@ class Batches:
             await self._turn(record, "cancelling")
         if record.id in self._working:
             self._working[record.id].cancel()
+        elif record.id not in self._running:  # it waits for a server with another model
+            self._start(record)
 
     def _files_of(self, record: BatchRecord) -> BatchFiles:
         files = self._parts.get(record.id)
@@ -309,13 +318,8 @@ class Batches:
 
 
 def endpoint_of(app: FastAPI, path: str) -> APIRoute:
-    """The route of an endpoint. Raises BadRequest if it is none of those that batches may use."""
-    routes: list[APIRoute] = app.state.routes
-    for route in routes:
-        if path in ENDPOINTS and route.path == path:
-            return route
-    message = f"Invalid 'endpoint': it must be one of {', '.join(ENDPOINTS)}."
-    raise BadRequest(message, param="endpoint", code="invalid_value")
+    """The route of an endpoint."""
+    return next(route for route in app.state.routes if route.path == path)
 
 
 def request_of(app: FastAPI, record: BatchRecord, body: bytes) -> Request:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from cllm.config import Settings
 from cllm.server.body import Body, documented, read_body
 from cllm.server.openai.batch_record import BatchRecord
-from cllm.server.openai.batch_runner import Batches, endpoint_of
+from cllm.server.openai.batch_runner import Batches, Endpoint
 from cllm.server.openai.file_store import FileStore
 from cllm.server.openai.files import ExpiresAfter, opened
 from cllm.server.openai.paging import page
@@ -31,7 +31,7 @@ SECONDS = {"h": 3600, "d": 86_400}
 
 class BatchBody(Body):
     input_file_id: Annotated[str, Field(max_length=200)]
-    endpoint: Annotated[str, Field(max_length=200)]
+    endpoint: Endpoint
     completion_window: Annotated[
         str, Field(pattern=WINDOW, description="What has no answer by then gets none: 24h, or other hours or days.")
     ]
@@ -51,12 +51,15 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
 
 @router.post("", openapi_extra=documented(BatchBody))
 async def create(request: Request) -> dict[str, Any]:
-    """Compute all requests of a file that was uploaded before; the answers come in a file too."""
+    """Compute all requests of a file that was uploaded before, when nobody waits for an answer.
+
+    The answers come in a file too, failures in another, in no order. A batch goes on after a crash or a restart, with a
+    server of the same model. Files and batches are seen with the token alone that made them.
+    """
     batches = opened(request)
     body = await read_body(request, BatchBody)
     service: Service = request.app.state.service
     owner, now = account(request, None), int(time.time())
-    endpoint_of(request.app, body.endpoint)
     batches.files.get(body.input_file_id, owner, "input_file_id")
     window = re.fullmatch(WINDOW, body.completion_window)
     assert window is not None

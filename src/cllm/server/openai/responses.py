@@ -27,7 +27,11 @@ router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 @router.post("", openapi_extra=documented(ResponseBody))
 async def create(request: Request) -> Response:
-    """Answer, and keep the answer, so that the next request can go on from it by its id."""
+    """Answer, and keep the answer, so that the next request can go on from it by its id.
+
+    What is kept lies in memory, so many responses and so many bytes (storage.max_responses, storage.max_responses_mb);
+    the ones not used for longest make room, and a restart forgets all. They are seen with their own token alone.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
     generation, items = await generation_of(request, body)
