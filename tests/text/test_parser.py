@@ -1,5 +1,6 @@
 """Every family's way to write, in every chunking: the same parts, nothing lost, constant cost."""
 
+import itertools
 import json
 import re
 import string
@@ -17,7 +18,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}, "any": {}},
 }
-TOOLS = {"get_weather": SCHEMA, "get_time": {"type": "object"}}
+TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA}
 CALLING = sorted(name for name, form in forms().items() if form.calls)
 THINK = forms()["think"].reasoning
 
@@ -41,7 +42,7 @@ def read(form: Form, chunks: list[str], tools=TOOLS, **options) -> list[tuple[st
 
 def cut(text: str, places: list[int]) -> list[str]:
     at = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
-    return [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
 def written(form: Form, calls: list[tuple[str, dict]]) -> str:
