@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -24,6 +25,7 @@ from cllm.process.backlog import Place, QueueFull
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
 from cllm.text.chat import Channel, Chat
+from cllm.text.chat_form import ChatForm, Reading, schemas_of
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
 from cllm.text.grammar import Constraint, Special
@@ -86,7 +88,8 @@ class Generation:
     """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
-    One that asks for the next message of a chat is made by ``Service.prepare``.
+    One that asks for the next message of a chat is made by ``Service.prepare``; then ``reading`` says how to parse it,
+    if it is more than text.
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class Generation:
     params: SamplingParams
     terms: Terms = Terms()
     param: str = "prompt"
+    reading: Reading | None = None
     usage: Usage = field(default_factory=Usage)
 
 
@@ -119,6 +123,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self._chat_template = ChatTemplate(vocabulary)
+        self._chat_form = ChatForm(vocabulary)
         self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
         self._recorder = recorder
@@ -143,9 +148,8 @@ class Service:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What the model's chat template knows: tools, thinking."""
-        template = self.vocabulary.chat_template or ""
-        return frozenset(word for word, sign in (("tools", "tools"), ("thinking", "think")) if sign in template)
+        """What chats can have of this model: tools, thinking."""
+        return self._chat_form.capabilities
 
     async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
         """Tokens of a whole prompt, control tokens included that it spells out.
@@ -167,20 +171,27 @@ class Service:
         ``params.grammar`` binds the text of the message, not its reasoning. Raises BadRequest (param tool_choice or
         tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
-        if chat.tool_choice == "required":
-            message = "'tool_choice' can be 'auto' or 'none'; forcing a call is not supported yet."
-            raise BadRequest(message, param="tool_choice", code="unsupported_parameter")
-        return Generation(request_id, [await self.encode_chat(chat, terms, param)], params, terms, param)
+        prompt = await self.encode_chat(chat, terms, param)
+        if chat.tool_choice == "required" or params.grammar:
+            reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
+            if bound.grammar != params.grammar:
+                await self.grammar(Constraint("lark", bound.grammar), "tools")
+            params = bound
+        else:
+            reading, params = self._chat_form.read(prompt, chat, params)
+        return Generation(request_id, [prompt], params, terms, param, reading)
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
-        messages, tools = chat.messages, chat.tools if chat.tool_choice != "none" else []
-        length = sum(len(str(message.get("content") or "")) for message in messages)
+        allowed = schemas_of(chat)
+        tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
+        length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        if len(str(messages)) + len(str(tools)) < LONG_TEXT:
-            return self._chat_template.encode(messages, tools, **chat.variables)
+        encode = partial(self._chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
+        if len(str(chat.messages)) + len(str(tools)) < LONG_TEXT:
+            return encode()
         self._check_room(terms, length)
-        return await asyncio.to_thread(self._chat_template.encode, messages, tools, **chat.variables)
+        return await asyncio.to_thread(encode)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
@@ -279,8 +290,13 @@ class Answer:
         self._engine = engine
         self._metrics = metrics
         self._recorder = recorder
+        stops, reading = generation.params.stop, generation.reading
+        if reading:
+            pieces = reading.pieces
         self._choices = {
-            (request.request_id, j): Choice(i * generation.params.n + j, pieces, generation.params.stop)
+            (request.request_id, j): Choice(
+                i * generation.params.n + j, pieces, stops, reading.parser() if reading else None
+            )
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
         }
@@ -376,9 +392,10 @@ class Answer:
         return deltas
 
     def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
-        """One delta for each choice that they belong to."""
+        """One delta for each choice that they belong to, or one for each part of those that are parsed."""
         usage = self.generation.usage
         deltas: dict[int, Delta] = {}
+        parsed: list[Delta] = []
         for output in outputs:
             choice = self._choices[output.request_id, output.index]
             if choice.finish:  # sampled before the engine heard of the stop string
@@ -394,20 +411,42 @@ class Answer:
                 break
             usage.cached_tokens += output.num_cached_tokens
             usage.completion_tokens += 1
-            text, finish = choice.feed(output)
-            delta = deltas.get(choice.index)
-            if delta is None:
-                deltas[choice.index] = Delta(choice.index, text, 1, finish)
+            if choice.parser:
+                finish = self._parse(choice, output, parsed)
             else:
-                delta.text += text
-                delta.num_tokens += 1
-                delta.finish = finish
+                text, finish = choice.feed(output)
+                delta = deltas.get(choice.index)
+                if delta is None:
+                    deltas[choice.index] = Delta(choice.index, text, 1, finish)
+                else:
+                    delta.text += text
+                    delta.num_tokens += 1
+                    delta.finish = finish
             if finish:
                 self._num_going -= 1
                 self._metrics.finished(finish)
                 if not output.finish:
                     self._engine.stop(self._stream, output.request_id, output.index)
-        return list(deltas.values())
+        return [*deltas.values(), *parsed]
+
+    def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
+        """Add to ``deltas`` what ``output`` adds to a choice that has a parser; the reason if it has finished."""
+        assert choice.parser
+        if choice.parser.channel == Channel.REASONING:
+            self.generation.usage.reasoning_tokens += 1
+        last = deltas[-1] if deltas and deltas[-1].index == choice.index else None
+        for part in choice.parts(output):
+            if last and last.channel == part.channel and last.call == part.call and not part.name:
+                last.text += part.text
+            else:
+                last = Delta(choice.index, part.text, 0, channel=part.channel, call=part.call, name=part.name)
+                deltas.append(last)
+        if last is None:
+            last = Delta(choice.index, "", 0)
+            deltas.append(last)
+        last.num_tokens += 1
+        last.finish = choice.finish
+        return choice.finish
 
     def _timeout(self) -> RequestTimeout:
         """Which of its own limits has ended the generation."""

@@ -39,8 +39,15 @@ async def stream(client, question):
 
 
 async def read(chunks):
-    parts = [chunk.choices[0].delta.content or "" async for chunk in chunks]
-    return "".join(parts)
+    """The message as the model has written it."""
+    text, name, arguments = "", "", ""
+    async for chunk in chunks:
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        for call in delta.tool_calls or []:
+            name += call.function.name or ""
+            arguments += call.function.arguments
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' if name else text
 
 
 def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questions):

@@ -15,6 +15,19 @@ MAX_STOP_LENGTH = 1024
 MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
+
+    open: the tokens that the output begins with if it begins with reasoning; () if it always does. close: those that
+    end it.
+    """
+
+    num_tokens: int
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    force: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling of one request; the steps apply in the order penalties, bias, top-k, top-p, min-p, temperature.
 
@@ -23,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
     max_tokens: None means up to the end of the context. grammar: what the text must follow, in llguidance's Lark; ""
-    is anything.
+    is anything. thinking: a limit of reasoning, or None.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """
@@ -43,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)

@@ -19,6 +19,7 @@ from cllm.errors import EngineError
 from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
+from cllm.sampling.thinking import forced_token
 from cllm.sampling.top_k import Ids, Row, top_k
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
@@ -35,12 +36,15 @@ class Sampler:
         """
         seqs = [row.seq for row in batch.rows for _ in range(row.num_samples)]
         positions = [row.seq.num_tokens + i for row in batch.rows for i in range(row.num_samples)]
-        return [choose(*each) for each in zip(logits, seqs, positions, strict=True)]
+        drafts = [row.draft for row in batch.rows for _ in range(row.num_samples)]
+        return [choose(*each) for each in zip(logits, seqs, positions, drafts, strict=True)]
 
 
-def choose(row: Row, seq: Sequence, position: int) -> int:
-    """The token of ``seq`` at ``position``; ``row`` is written to."""
+def choose(row: Row, seq: Sequence, position: int, draft: tuple[int, ...] = ()) -> int:
+    """The token of ``seq`` at ``position``, behind its own and some of ``draft``; ``row`` is written to."""
     params = seq.request.params
+    if params.thinking is not None and (token := forced_token(seq, params.thinking, position, draft)) is not None:
+        return token
     if params.penalized:
         penalize(row, seq)
     if params.logit_bias:

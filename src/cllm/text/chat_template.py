@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import zlib
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -33,7 +35,18 @@ class ChatTemplate:
         self._vocabulary = vocabulary
         self._control = control_pattern(vocabulary.control_tokens)
         source = source if source is not None else vocabulary.chat_template
+        self._source = source or ""
         self._template = compile_template(source) if source else None
+        self._wants_short_ids = bool(re.search(r"length\s*!=\s*9", self._source))  # Mistral
+        self._wants_thinking = "message.thinking" in self._source  # gpt-oss
+
+    @cached_property
+    def _wants_objects(self) -> bool:
+        """Whether arguments must be an object; some templates want JSON, others take both and text is more exact."""
+        if "arguments is string" in self._source:
+            return False
+        shown = self._probe({"probe_key": 1})
+        return "'probe_key'" not in shown if shown else self._probe("{}") is None
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message.
@@ -44,7 +57,7 @@ class ChatTemplate:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
         try:
             text = self._template.render(
-                messages=self._fenced(messages),
+                messages=self._fenced(self._adapted(messages)),
                 tools=self._fenced(tools) or None,
                 add_generation_prompt=True,
                 **self._vocabulary.special_texts,
@@ -68,6 +81,50 @@ class ChatTemplate:
             tokens += tokenize(rest, add_special=False, parse_special=True)
         return tokens
 
+    def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``messages`` as this template wants them: arguments as objects, and the names that it has for things."""
+        return [
+            self._adapted_message(message) if message["role"] in ("assistant", "tool") else message
+            for message in messages
+        ]
+
+    def _adapted_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        message = dict(message)
+        if self._wants_thinking and message.get("reasoning_content"):
+            message["thinking"] = message.pop("reasoning_content")
+            if message.get("tool_calls"):
+                message["content"] = ""  # the template takes one of them
+        if self._wants_short_ids and "tool_call_id" in message:
+            message["tool_call_id"] = short_id(message["tool_call_id"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [self._adapted_call(call) for call in calls]
+        return message
+
+    def _adapted_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and self._wants_objects:
+            try:
+                parsed = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                parsed = None
+            function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+        elif not isinstance(arguments, str) and not self._wants_objects:
+            function["arguments"] = tojson(arguments)
+        call = {**call, "function": function}
+        return {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
+
+    def _probe(self, arguments: Any) -> str | None:
+        """A conversation with a call that has these arguments; None if the template refuses it."""
+        call = {"id": "probe1234", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return (
+                self._template.render(messages=messages, **self._vocabulary.special_texts) if self._template else None
+            )
+        except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
+            return None
+
     def _fenced(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
@@ -76,6 +133,11 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {self._fenced(key): self._fenced(item) for key, item in value.items()}
         return value
+
+
+def short_id(name: str) -> str:
+    """Nine letters and digits that stand for the id of a call."""
+    return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"
 
 
 def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:

@@ -15,6 +15,10 @@ class StopStrings:
         self._held = ""
         self._longest = max(map(len, stops), default=0)
 
+    def __bool__(self) -> bool:
+        """Whether there is something to look for."""
+        return bool(self._stops)
+
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was found; after that, feed nothing more."""
         if not self._stops:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.schema import ChatBody, CompletionBody, GenerationBody
-from cllm.server.openai.stream import Chunks, usage_object
+from cllm.server.openai.stream import Chunks, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Generation, Service
@@ -106,15 +106,16 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
 async def collect(answer: Answer, *, chat: bool) -> list[dict[str, Any]]:
     """All choices of a generation, whole."""
     generation = answer.generation
-    texts: list[list[str]] = [[] for _ in range(len(generation.prompts) * generation.params.n)]
-    finish = [""] * len(texts)
+    choices = [Whole() for _ in range(len(generation.prompts) * generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
-            texts[delta.index].append(delta.text)
-            finish[delta.index] = delta.finish
-    choices: list[dict[str, Any]] = []
-    for i, parts in enumerate(texts):
-        text = "".join(parts)
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-        choices.append({"index": i, **content, "logprobs": None, "finish_reason": finish[i]})
-    return choices
+            choices[delta.index].add(delta)
+    return [
+        {
+            "index": i,
+            **({"message": choice.message()} if chat else {"text": "".join(choice.text)}),
+            "logprobs": None,
+            "finish_reason": choice.finish,
+        }
+        for i, choice in enumerate(choices)
+    ]

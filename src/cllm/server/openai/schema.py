@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from cllm.core.params import SamplingParams
+from cllm.core.params import LARGEST, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
-from cllm.text.chat import Chat
+from cllm.text.chat import Chat, Effort
 
 MAX_PROMPTS = 128
 
@@ -98,6 +98,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -117,6 +118,8 @@ class Message(Body):
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -145,14 +148,47 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class TemplateVariables(Body):
+    """What a client may tell the chat template."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     def num_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
@@ -161,16 +197,28 @@ class ChatBody(GenerationBody):
         """Raise BadRequest for what would change the answer and cannot be done yet."""
         if self.logprobs or self.top_logprobs is not None:
             raise self.refuse("logprobs", "are not supported yet")
-        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-            raise self.refuse("tool_choice", "can be 'auto' or 'none'; forcing a call is not supported yet")
 
     def chat(self) -> Chat:
+        mode, allowed = self._tool_choice()
         return Chat(
             [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
             [tool.model_dump(exclude_none=True) for tool in self.tools or []],
-            tool_choice="auto" if isinstance(self.tool_choice, dict) else self.tool_choice or "auto",
-            variables=dict[str, Any](self.chat_template_kwargs or {}),
+            tool_choice=mode,
+            allowed_tools=allowed,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking_budget=self.thinking_token_budget,
+            effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
+            variables=self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {},
         )
+
+    def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return "required", (function.name,)
+            case AllowedTools(allowed_tools=allowed):
+                return allowed.mode, tuple(tool.function.name for tool in allowed.tools)
+            case mode:
+                return mode or "auto", ()
 
 
 class CompletionBody(GenerationBody):

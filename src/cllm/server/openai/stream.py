@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from pydantic_core import to_json
 
 from cllm.server.errors import error_event
 from cllm.service import Delta, Generation, Usage
+from cllm.text.chat import Channel
 
 DONE = b"data: [DONE]\n\n"
 
@@ -18,7 +20,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 class Chunks:
@@ -48,8 +55,22 @@ class Chunks:
         empty = b'"delta":{}' if self._chat else b'"text":""'
         return self._choice(index, empty + b',"logprobs":null,"finish_reason":"%s"}' % reason.encode())
 
+    def _call(self, delta: Delta) -> bytes:
+        call: dict[str, Any] = {"index": delta.call}
+        if delta.name:
+            call |= {"id": call_id(), "type": "function", "function": {"name": delta.name, "arguments": delta.text}}
+        else:
+            call["function"] = {"arguments": delta.text}
+        return self._choice(delta.index, b'"delta":{"tool_calls":[' + to_json(call) + b"]" + self._going)
+
+    def _reasoning(self, delta: Delta) -> bytes:
+        return self._choice(delta.index, b'"delta":{"reasoning_content":' + to_json(delta.text) + self._going)
+
     def of(self, delta: Delta) -> bytes:
-        data = self.text(delta.index, delta.text) if delta.text else b""
+        if delta.channel == Channel.TEXT:
+            data = self.text(delta.index, delta.text) if delta.text else b""
+        else:
+            data = self._call(delta) if delta.channel == Channel.CALL else self._reasoning(delta)
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
     def begin(self) -> bytes:
@@ -65,3 +86,38 @@ class Chunks:
 
     def fault(self, error: Exception) -> bytes:
         return error_event(error) + DONE
+
+
+class Whole:
+    """A choice that is answered at once."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.finish = ""
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []  # names, and the parts of the arguments
+
+    def add(self, delta: Delta) -> None:
+        self.finish = delta.finish
+        match delta.channel:
+            case Channel.TEXT:
+                self.text.append(delta.text)
+            case Channel.REASONING:
+                self._reasoning.append(delta.text)
+            case Channel.CALL:
+                if delta.name:
+                    self._calls.append((delta.name, []))
+                self._calls[delta.call][1].append(delta.text)
+
+    def message(self) -> dict[str, Any]:
+        text = "".join(self.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {"id": call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+                for name, parts in self._calls
+            ]
+        return message

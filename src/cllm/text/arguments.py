@@ -1,0 +1,233 @@
+"""The arguments of a call as a model writes them, to JSON text, as they come and without looking back.
+
+A reader has ``feed(text)``: the JSON text that it adds, and what of ``text`` does not belong to the arguments any more,
+None while they go on; and ``close()``: what completes them if nothing follows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Protocol
+
+from cllm.text.form import MAX_HEAD, Tags
+
+OUTSIDE = re.compile(r'["{}\[\]]')
+INSIDE = re.compile(r'["\\]')
+WORD = re.compile(r"[^\s{}\[\],:]+")
+PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class Reader(Protocol):
+    def feed(self, text: str) -> tuple[str, str | None]: ...
+    def close(self) -> str: ...
+
+
+class Object:
+    """A JSON object, as it stands."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """``depth``: how many brackets are open already."""
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        at = 0
+        if self._escaped and text:
+            at, self._escaped = 1, False
+        while match := (INSIDE if self._in_string else OUTSIDE).search(text, at):
+            at = match.end()
+            if self._in_string:
+                if match[0] == '"':
+                    self._in_string = False
+                elif at == len(text):
+                    self._escaped = True
+                else:
+                    at += 1
+            elif match[0] == '"':
+                self._in_string = True
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+                if not self._depth:
+                    return text[:at], text[at:]
+        return text, None
+
+    def close(self) -> str:
+        return ""
+
+
+class Bare:
+    """An object whose keys are bare words and whose strings stand between a mark of their own (Gemma 4)."""
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        self._buffer = ""
+        self._in_string = False
+        self._depth = 0
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        self._buffer += text
+        written: list[str] = []
+        while self._buffer and (self._string(written) if self._in_string else self._token(written)):
+            if not self._depth:
+                rest, self._buffer = self._buffer, ""
+                return "".join(written), rest
+        return "".join(written), None
+
+    def _string(self, written: list[str]) -> bool:
+        body, found, rest = self._buffer.partition(self._quote)
+        if not found:
+            keep = num_begun(body, self._quote)
+            body, rest = body[: len(body) - keep], body[len(body) - keep :]
+        written.append(escaped(body) + ('"' if found else ""))
+        self._buffer, self._in_string = rest, not found
+        return bool(found)
+
+    def _token(self, written: list[str]) -> bool:
+        buffer, size = self._buffer, 1
+        if buffer.startswith(self._quote):
+            written.append('"')
+            self._in_string, size = True, len(self._quote)
+        elif self._quote.startswith(buffer):
+            return False
+        elif match := WORD.match(buffer[:MAX_HEAD]):
+            size = match.end()
+            if size == len(buffer) < MAX_HEAD:
+                return False
+            is_key = buffer[size : size + 1] == ":"
+            written.append(json.dumps(match[0]) if is_key else value_of(match[0], set()))
+        else:
+            written.append(buffer[0])
+            self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(buffer[0], 0)
+        self._buffer = buffer[size:]
+        return True
+
+    def close(self) -> str:
+        held, self._buffer = self._buffer, ""
+        return escaped(held) + '"' if self._in_string else held
+
+
+class Pairs:
+    """Keys and values between tags. A value that the schema calls a string is streamed, others when they are whole."""
+
+    def __init__(self, tags: Tags, schema: dict[str, Any]) -> None:
+        self._tags = tags
+        properties = schema.get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        self._buffer = ""
+        self._step = self._key
+        self._lead = "{"  # what stands before the next key
+        self._types: set[str] = set()
+        self._value: list[str] = []
+        self._is_first = False
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        self._buffer += text
+        written: list[str] = []
+        while self._step(written):
+            pass
+        if self._step == self._end:
+            rest, self._buffer = self._buffer, ""
+            return "".join(written), rest
+        return "".join(written), None
+
+    def _end(self, written: list[str]) -> bool:
+        return False
+
+    def _key(self, written: list[str]) -> bool:
+        """From between two pairs to the begin of a value."""
+        tags, buffer = self._tags, self._buffer.lstrip()
+        self._buffer = buffer
+        if tags.key_open.startswith(buffer) and len(buffer) < len(tags.key_open):
+            return False
+        key, found, rest = buffer[len(tags.key_open) :].partition(tags.key_close)
+        rest = rest.lstrip() if tags.value_open else rest
+        is_pair = buffer.startswith(tags.key_open) and len(key) < MAX_HEAD
+        if is_pair and (not found or (tags.value_open.startswith(rest) and len(rest) < len(tags.value_open))):
+            return False
+        if not is_pair or not rest.startswith(tags.value_open):
+            written.append("{}" if self._lead == "{" else "}")
+            self._step = self._end
+            return False
+        self._buffer = rest[len(tags.value_open) :]
+        written.append(f"{self._lead}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+        self._types = types_of(self._properties.get(key.strip()))
+        self._is_first, self._step = True, self._text if self._types == {"string"} else self._whole
+        if self._step == self._text:
+            written.append('"')
+        return True
+
+    def _piece(self) -> tuple[str, bool]:
+        """What of the value is certain, and whether that was its end."""
+        body, found, rest = self._buffer.partition(self._tags.value_close)
+        if not found:
+            keep = num_begun(body, self._tags.value_close)
+            if self._tags.trim and body[: len(body) - keep].endswith("\n"):
+                keep += 1
+            body, rest = body[: len(body) - keep], body[len(body) - keep :]
+        elif self._tags.trim:
+            body = body.removesuffix("\n")
+        self._buffer = rest
+        if self._is_first and (body or found):
+            self._is_first = False
+            body = body.removeprefix("\n") if self._tags.trim else body
+        return body, bool(found)
+
+    def _text(self, written: list[str]) -> bool:
+        body, is_end = self._piece()
+        written.append(escaped(body) + ('"' if is_end else ""))
+        if is_end:
+            self._lead, self._step = ", ", self._key
+        return is_end
+
+    def _whole(self, written: list[str]) -> bool:
+        body, is_end = self._piece()
+        self._value.append(body)
+        if is_end:
+            written.append(value_of("".join(self._value), self._types))
+            self._value, self._lead, self._step = [], ", ", self._key
+        return is_end
+
+    def close(self) -> str:
+        if self._step == self._text:
+            return escaped(self._buffer) + '"}'
+        if self._step == self._whole:
+            return value_of("".join(self._value) + self._buffer, self._types) + "}"
+        return "{}" if self._lead == "{" else "}"
+
+
+def num_begun(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
+def escaped(text: str) -> str:
+    """``text`` inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def types_of(schema: Any) -> set[str]:
+    """The JSON types that a schema allows, {} if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kind = schema.get("type", [])
+    if not kind and isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
+        return {"string"}
+    return {kind} if isinstance(kind, str) else {item for item in kind if isinstance(item, str)}
+
+
+def value_of(text: str, types: set[str]) -> str:
+    """JSON of a value that was written without quotes."""
+    stripped = text.strip()
+    if "string" in types:
+        return "null" if stripped in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
+    stripped = PYTHON.get(stripped, stripped)
+    try:
+        json.loads(stripped, parse_constant=float.fromhex)  # which no constant is
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return stripped

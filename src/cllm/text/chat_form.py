@@ -1,0 +1,146 @@
+"""What a chat's next message will look like: how to read it, and what binds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from cllm.backends.base import Vocabulary
+from cllm.core.params import SamplingParams, ThinkingBudget
+from cllm.errors import BadRequest
+from cllm.text.call_grammar import CallGrammar
+from cllm.text.chat import Chat, Effort
+from cllm.text.form import form_of
+from cllm.text.parser import Parser
+
+TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning
+BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; others have none
+EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, medium and high
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of a message is read: the bytes of each token id, marks included, and a parser for each choice."""
+
+    pieces: list[bytes]
+    parser: Callable[[], Parser]
+
+
+class ChatForm:
+    """Knows the form of the model's chat template, and which of its marks are control tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._template = vocabulary.chat_template or ""
+        self.form = form_of(self._template)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Of "tools" and "thinking"."""
+        thinks = self.form.header or (self.form.reasoning and self.form.reasoning.open in self._template)
+        return frozenset([*(["tools"] if self.form.calls else []), *(["thinking"] if thinks else [])])
+
+    @cached_property
+    def _control(self) -> dict[str, int]:
+        """The control tokens that marks of the form are, and their ids."""
+        calls = self.form.calls
+        written = "".join(calls.begin + calls.write + calls.end + calls.pair) if calls else ""
+        special = self._vocabulary.special_tokens
+        return {text: token for token, text in special.items() if text in self.form.marks or (text and text in written)}
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        pieces = list(self._vocabulary.pieces)
+        for text, token in self._control.items():
+            if text in self.form.marks:
+                pieces[token] = text.encode()
+        return pieces
+
+    def variables(self, chat: Chat) -> dict[str, Any]:
+        """What the template is told of thinking; what ``chat`` says itself comes first."""
+        variables: dict[str, Any] = {}
+        thinking = chat.thinking
+        if chat.effort is not None:
+            thinking = chat.effort != Effort.NONE if thinking is None else thinking
+            if chat.effort != Effort.NONE:
+                variables["reasoning_effort"] = EFFORTS.get(chat.effort, chat.effort.value)
+        if thinking is not None:
+            variables |= {"enable_thinking": thinking, "thinking": thinking}
+        if chat.thinking_budget is not None:
+            variables["thinking_budget"] = chat.thinking_budget
+        return variables | chat.variables
+
+    def read(self, prompt: list[int], chat: Chat, params: SamplingParams) -> tuple[Reading | None, SamplingParams]:
+        """How to read what follows ``prompt``, None if it is plain text; and ``params`` with what binds it.
+
+        Raises BadRequest for calls that cannot be forced.
+        """
+        tools = schemas_of(chat)
+        inside, thinks = self._begins(prompt)
+        form = self.form if inside or thinks else msgspec.structs.replace(self.form, reasoning=None)
+        if chat.tool_choice == "required" and not (tools and form.calls):
+            why = "names no declared tool" if form.calls else "cannot be enforced: this model's calls are not known"
+            raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
+        is_required = chat.tool_choice == "required"
+        may_call = bool(tools and form.calls)
+        if is_required or (params.grammar and (may_call or thinks or inside)):
+            grammar = CallGrammar(form, self._control).write(
+                tools,
+                "" if is_required else params.grammar,
+                calls=may_call,
+                parallel=chat.parallel_tool_calls,
+                thinks=thinks,
+                inside=inside,
+            )
+            params = msgspec.structs.replace(params, grammar=grammar)
+        if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
+            params = msgspec.structs.replace(params, thinking=budget)
+        if not (may_call or inside or thinks):
+            return None, params
+        max_calls = None if chat.parallel_tool_calls else 1
+        return Reading(self._pieces, lambda: Parser(form, tools, inside=inside, max_calls=max_calls)), params
+
+    def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
+        """Whether the message begins in the middle of reasoning, and whether it may begin with it."""
+        reasoning = self.form.reasoning
+        if self.form.header:
+            return False, True
+        if reasoning is None:
+            return False, False
+        tail = b"".join(self._pieces[token] for token in prompt[-TAIL:]).decode(errors="replace").rstrip()
+        inside = tail.endswith(reasoning.open)
+        return inside, not inside and not tail.endswith(reasoning.close) and reasoning.close in self._template
+
+    def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
+        limit = chat.thinking_budget
+        if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
+            limit = 0
+        if limit is None and chat.effort and "reasoning_effort" not in self._template:
+            limit = BUDGETS.get(chat.effort)
+        if limit is None:
+            return None
+        header, reasoning = self.form.header, self.form.reasoning
+        if header:
+            # without reasoning there is no message to be ended yet
+            end = header.end[0] + header.open[0] + "assistant" if limit else ""
+            force = end + ("" if schemas_of(chat) else header.final)
+            return ThinkingBudget(limit, (), self._tokens(header.end[0]), self._tokens(force)) if force else None
+        assert reasoning
+        begin = () if inside else self._tokens(reasoning.open)
+        return ThinkingBudget(limit, begin, self._tokens(reasoning.close), self._tokens(reasoning.close))
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))
+
+
+def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:
+    """The schemas of the arguments of what may be called."""
+    if chat.tool_choice == "none":
+        return {}
+    functions = [tool["function"] for tool in chat.tools]
+    schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+    return {name: schema for name, schema in schemas.items() if name in (chat.allowed_tools or schemas)}

@@ -1,0 +1,305 @@
+"""What a model writes, to text, reasoning and calls, as it comes.
+
+Nothing is looked at twice: what is held back is the beginning of a mark, white space that may turn out to stand before
+one, or the head of what may be a call, MAX_HEAD characters at most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from cllm.text.arguments import Bare, Object, Pairs, Reader
+from cllm.text.chat import Channel, Part
+from cllm.text.form import MAX_HEAD, Calls, Form, any_of, marks_of, pattern
+
+MAX_SPACE = 256  # characters of white space that are held back
+MAX_MARK = 64  # characters of the longest mark, and more
+BARE = re.compile(r'\{\s{0,64}"(?:id|type|name)"')
+BARE_BEGUN = re.compile(r'\{\s{0,64}(?:"[a-z]{0,4})?')
+
+NO_CALLS = Calls(write="")
+
+
+class Parser:
+    """One text. White space around reasoning and calls is dropped; all else comes out.
+
+    What looks like a call and is none is text. A call whose text ends early has the arguments that have come.
+    Reasoning is recognised before any text, or between calls; what is in it is never a call.
+    """
+
+    def __init__(
+        self, form: Form, tools: Mapping[str, dict[str, Any]], *, inside: bool = False, max_calls: int | None = None
+    ) -> None:
+        """``tools``: the schemas of the arguments of what may be called, {}: calls are text. ``inside``: the text
+        begins in the middle of reasoning. After ``max_calls`` the parser is ``done`` and drops what follows.
+        """
+        self._reasoning = form.reasoning
+        self._header = form.header
+        self._calls = form.calls if tools and form.calls else NO_CALLS
+        self._tools = tools
+        self._max_calls = max_calls
+        self._buffer = ""
+        self._space = ""
+        self._parts: list[Part] = []
+        self._is_last = False
+        self._is_fresh = inside  # white space is dropped until something else comes
+        self._has_spoken = False  # since the beginning or the last call
+        self._opener = ""
+        self._num_seen = 0  # characters of a head in which there is nothing
+        self._reader: Reader = Object()
+        self._state: Callable[[], bool] = self._in_text
+        self._then: Callable[[], bool] = self._after_call  # when the arguments have ended
+        self.channel = Channel.TEXT
+        self.num_calls = 0
+        self.done = False
+        openers = [*self._calls.open, *self._calls.skip]
+        ends: tuple[str, ...] = ()
+        if form.header:
+            openers += [*form.header.open, *form.header.end]
+            ends = (*form.header.open, *form.header.end)
+            self._state = self._in_header
+        elif form.reasoning:
+            openers.append(form.reasoning.open)
+            ends = (form.reasoning.close,)
+        self._openers, self._ends = marks_of(tuple(openers)), marks_of(ends)
+        if inside:
+            self.channel, self._state = Channel.REASONING, self._in_region
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that ``text`` adds or continues."""
+        self._parts = []
+        if self.done:
+            return self._parts
+        self._buffer += text
+        while not self.done and self._state():
+            pass
+        return self._parts
+
+    def flush(self) -> list[Part]:
+        """What was held back, at the end."""
+        self._is_last = True
+        parts = self.feed("")
+        if self._space and not self.done:
+            self._emit(self._space)
+        return parts
+
+    # --- states: each takes from the buffer; True if another one goes on -------------------------------------
+
+    def _in_text(self) -> bool:
+        if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
+            if BARE.match(text):
+                self._say(self._buffer[: len(self._buffer) - len(text)])
+                self._buffer = text
+                return self._begin_head("")
+            if not self._is_last and BARE_BEGUN.fullmatch(text):
+                return False
+        found = self._openers.whole.search(self._buffer)
+        if not found:
+            self._say_certain(self._openers.begun)
+            return False
+        self._say(self._buffer[: found.start()])
+        self._buffer = self._buffer[found.end() :]
+        mark = found[0]
+        if mark in self._calls.open:
+            return self._begin_head(mark)
+        if self._reasoning and mark == self._reasoning.open:
+            if self._has_spoken:
+                self._say(mark)
+            else:
+                self._begin_region(Channel.REASONING)
+        elif self._header and mark in self._header.open:
+            self._opener, self._state = mark, self._in_header
+        else:
+            self._is_fresh = True
+        return True
+
+    def _in_region(self) -> bool:
+        """Reasoning, or a call that ends with a mark."""
+        found = self._ends.whole.search(self._buffer)
+        if not found:
+            self._say_certain(self._ends.begun)
+            return False
+        self._say(self._buffer[: found.start()])
+        is_opener = self._header is not None and found[0] in self._header.open
+        self._buffer = self._buffer[found.start() if is_opener else found.end() :]
+        if self.channel == Channel.CALL:
+            return self._end_call()
+        self._begin_text()
+        return True
+
+    def _in_header(self) -> bool:
+        assert self._header
+        at = self._buffer.find(self._header.close, 0, MAX_HEAD)
+        if at < 0:
+            return (self._is_last or len(self._buffer) >= MAX_HEAD) and self._is_no_call()
+        header = self._opener + self._buffer[:at]
+        self._buffer = self._buffer[at + len(self._header.close) :]
+        if self._tools and (match := pattern(self._header.call).search(header)):
+            self._begin_call(match["name"])
+            self._begin_region(Channel.CALL)
+        elif pattern(self._header.reasoning).search(header):
+            self._begin_region(Channel.REASONING)
+        else:
+            self._begin_text()
+        return True
+
+    def _in_head(self) -> bool:
+        limit = min(len(self._buffer), MAX_HEAD)
+        ends = head_ends(self._calls)
+        for match in ends.finditer(self._buffer, self._num_seen, limit):
+            self._num_seen = match.end()
+            head = self._buffer[: match.start()]
+            if match[0] == "{" or self._calls.tags:
+                for source in self._calls.head:
+                    if found := pattern(source).fullmatch(head):
+                        return self._begin_arguments(found["name"], match.start(), is_inner=source == "json")
+            if match[0] != "{":
+                return self._is_whole_call(head) or self._is_no_call()
+        if self._is_last:
+            return self._is_whole_call(self._buffer) or self._is_no_call()
+        if limit == MAX_HEAD:
+            return self._is_no_call()
+        self._num_seen = max(self._num_seen, limit - MAX_MARK)
+        return False
+
+    def _in_arguments(self) -> bool:
+        text, rest = self._reader.feed(self._buffer)
+        self._buffer = rest or ""
+        if rest is None and self._is_last:
+            text += self._reader.close()
+        if text:
+            self._emit(text)
+        return rest is not None and self._end_call()
+
+    def _in_rest(self) -> bool:
+        """The rest of the object that the arguments were in."""
+        _, rest = self._reader.feed(self._buffer)
+        self._buffer = rest or ""
+        if rest is not None:
+            self._state = self._after_call
+        return rest is not None
+
+    def _after_call(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        marks = [*self._calls.close, *([self._calls.separator] if self._calls.separator else [])]
+        for mark in marks:
+            if self._buffer.startswith(mark):
+                self._buffer = self._buffer[len(mark) :]
+                return self._begin_head(mark) if mark == self._calls.separator else True
+        if not self._is_last and any(mark.startswith(self._buffer) for mark in marks):
+            return False
+        self._begin_text()
+        return bool(self._buffer)
+
+    # --- from one to the next --------------------------------------------------------------------------------
+
+    def _begin_text(self) -> None:
+        self._space, self._is_fresh, self._has_spoken = "", True, False
+        self.channel, self._state = Channel.TEXT, self._in_text
+
+    def _begin_region(self, channel: Channel) -> None:
+        self._space, self._is_fresh = "", True
+        self.channel, self._state = channel, self._in_region
+
+    def _begin_head(self, opener: str) -> bool:
+        self._opener, self._num_seen, self._state = opener, 0, self._in_head
+        return True
+
+    def _may_call(self, name: str) -> bool:
+        """An object without a mark is a call only if it names a tool."""
+        return bool(self._opener) or name in self._tools
+
+    def _is_no_call(self) -> bool:
+        """Go on with what was held as text; True."""
+        self.channel, self._state = Channel.TEXT, self._in_text
+        self._say(self._opener)
+        self._has_spoken = True
+        return True
+
+    def _is_whole_call(self, head: str) -> bool:
+        """Whether ``head`` is an object in another order than usual, or without arguments; then it has been a call."""
+        if "json" not in self._calls.head:
+            return False
+        try:
+            value = json.loads(head)
+        except (ValueError, RecursionError):
+            return False
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or not self._may_call(name):
+            return False
+        arguments = value.get("arguments", value.get("parameters")) or {}
+        if not isinstance(arguments, dict):
+            return False
+        self._begin_call(name)
+        self._emit(json.dumps(arguments, ensure_ascii=False))
+        self._buffer = self._buffer[len(head) :]
+        return self._end_call()
+
+    def _begin_call(self, name: str) -> None:
+        self._space = ""
+        self.channel = Channel.CALL
+        self._parts.append(Part(Channel.CALL, "", self.num_calls, name))
+        self.num_calls += 1
+
+    def _begin_arguments(self, name: str, at: int, *, is_inner: bool) -> bool:
+        if not self._may_call(name):
+            return self._is_no_call()
+        self._begin_call(name)
+        self._buffer = self._buffer[at:]
+        if self._calls.tags:
+            self._reader = Pairs(self._calls.tags, self._tools.get(name, {}))
+        else:
+            self._reader = Bare(self._calls.quote) if self._calls.quote else Object()
+        self._then = self._in_rest if is_inner else self._after_call
+        self._state = self._in_arguments
+        return True
+
+    def _end_call(self) -> bool:
+        self._state, self._then = self._then, self._after_call
+        self._reader = Object(depth=1)
+        self.done = self.num_calls == self._max_calls
+        return True
+
+    # --- parts -----------------------------------------------------------------------------------------------
+
+    def _say_certain(self, begun: re.Pattern[str]) -> None:
+        """All of the buffer but the beginning of a mark."""
+        match = None if self._is_last else begun.search(self._buffer)
+        at = match.start() if match else len(self._buffer)
+        self._say(self._buffer[:at])
+        self._buffer = self._buffer[at:]
+
+    def _say(self, text: str) -> None:
+        """White space at the end is held back, as it may stand before a mark."""
+        if self._is_fresh:
+            text = text.lstrip()
+        if not text:
+            return
+        self._is_fresh = False
+        text = self._space + text
+        certain = max(len(text.rstrip()), len(text) - MAX_SPACE)
+        self._space = text[certain:]
+        if certain:
+            self._has_spoken = self._has_spoken or (self.channel == Channel.TEXT and not text[:certain].isspace())
+            self._emit(text[:certain])
+
+    def _emit(self, text: str) -> None:
+        call = self.num_calls - 1 if self.channel == Channel.CALL else 0
+        last = self._parts[-1] if self._parts else None
+        if last and last.channel == self.channel and last.call == call:
+            last.text += text
+        else:
+            self._parts.append(Part(self.channel, text, call))
+
+
+@cache
+def head_ends(calls: Calls) -> re.Pattern[str]:
+    """What ends the head of a call: the beginning of its arguments, or a mark that shows that there are none."""
+    begins = {calls.tags.key_open} if calls.tags else {"{"}
+    closes = {mark for mark in calls.close if len(mark) > 3}  # a bracket or a fence stands in heads too
+    return re.compile(any_of({*begins, *calls.open[:1], *closes}))

@@ -1,0 +1,211 @@
+"""Tools and reasoning, by the real ``openai`` client against a real server with the built-in model."""
+
+import json
+
+import openai
+import pytest
+
+from cllm.models.builtin.questions import TOOLS
+
+pytestmark = pytest.mark.llama
+
+DECLARED = [TOOLS[name].declare(name) for name in ("get_weather", "multiply", "get_time")]
+ASK = [{"role": "user", "content": "How is the weather in Paris?"}]
+SUM = [{"role": "user", "content": "What is 27 plus 45?"}]
+STORY = [{"role": "user", "content": "Tell a story about a fox named Ida in the forest."}]
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+@pytest.fixture(scope="module")
+def client(builtin_server):
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def create(client):
+    def create(messages, **options):
+        return client.chat.completions.create(model="cllm-builtin", messages=messages, temperature=0, **options)
+
+    return create
+
+
+def streamed(chunks) -> dict:
+    """The message that the deltas of a stream make, as a client puts it together."""
+    whole = {"content": "", "reasoning": "", "calls": [], "finish": None, "num_deltas": 0}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            whole["content"] += choice.delta.content or ""
+            whole["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            whole["finish"] = choice.finish_reason or whole["finish"]
+            for call in choice.delta.tool_calls or []:
+                if call.id:
+                    assert call.index == len(whole["calls"])
+                    whole["calls"].append([call.id, call.function.name, ""])
+                whole["calls"][call.index][2] += call.function.arguments
+                whole["num_deltas"] += 1
+    return whole
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_round_trip(choice, create) -> None:
+    """The model calls a declared tool and uses its result."""
+    first = create(ASK, tools=DECLARED, tool_choice=choice).choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content is None
+    (call,) = first.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        {"city": "Paris"},
+    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny", "degrees": 21}'}
+    second = create([*ASK, first.message, result], tools=DECLARED).choices[0]
+    assert (second.message.content, second.finish_reason) == ("It is sunny in Paris, 21 degrees.", "stop")
+    assert second.message.tool_calls is None
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_streamed_call(choice, create) -> None:
+    """The id and the name come first, the arguments in pieces that are together one JSON object."""
+    whole = streamed(create(ASK, tools=DECLARED, tool_choice=choice, stream=True))
+    ((call_id, name, arguments),) = whole["calls"]
+    assert call_id
+    assert (name, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
+    assert (whole["content"], whole["finish"]) == ("", "tool_calls")
+    assert whole["num_deltas"] > 3
+
+
+@pytest.mark.parametrize("name", ["multiply", "get_time"])
+def test_a_named_tool_is_called_whatever_was_asked(name, create) -> None:
+    choice = {"type": "function", "function": {"name": name}}
+    answer = create(SUM, tools=DECLARED, tool_choice=choice, max_tokens=200).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == name
+    properties = TOOLS[name].declare(name)["function"]["parameters"]["properties"]
+    assert json.loads(call.function.arguments).keys() == properties.keys()
+    assert answer.finish_reason == "tool_calls"
+
+
+def test_no_tool_is_called_where_none_may_be(create) -> None:
+    answer = create(ASK, tools=DECLARED, tool_choice="none", max_tokens=40).choices[0]
+    assert answer.message.tool_calls is None
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    answer = create(
+        [{"role": "user", "content": "What time is it in Rome?"}],
+        tools=DECLARED,
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+    ).choices[0]
+    assert answer.message.tool_calls[0].function.name == "get_time"
+
+
+def test_one_call_at_most(create) -> None:
+    """Without parallel calls the answer ends with the first."""
+    answer = create(ASK, tools=DECLARED, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert len(answer.message.tool_calls) == 1
+    assert answer.finish_reason == "tool_calls"
+
+
+def test_what_a_call_costs_is_counted(create) -> None:
+    """Each choice has its calls."""
+    answer = create(ASK, tools=DECLARED, n=3)
+    assert [choice.message.tool_calls[0].function.name for choice in answer.choices] == ["get_weather"] * 3
+    ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+    assert len(ids) == 3
+    cut = create(ASK, tools=DECLARED, max_tokens=14).choices[0]
+    assert cut.finish_reason == "length"
+    assert '{"city": "Paris"}'.startswith(cut.message.tool_calls[0].function.arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": DECLARED, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tools": DECLARED, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": DECLARED, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
+        ({"extra_body": {"chat_template_kwargs": {"add_generation_prompt": False}}}, None),
+    ],
+)
+def test_refusals_name_the_field(options, param, create) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(ASK, **options)
+    assert param is None or caught.value.param.startswith(param)
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_for_a_forced_call_only(create) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(ASK, tools=tools, tool_choice="required")
+    assert caught.value.param == "tools"
+    create(ASK, tools=tools, max_tokens=1)
+
+
+def test_reasoning_is_told_apart(create) -> None:
+    """The template opens the reasoning, so the text begins in its middle."""
+    answer = create(SUM, extra_body=THINK)
+    message = answer.choices[0].message
+    assert message.content == "72"
+    assert message.reasoning_content == "20 + 40 = 60\n7 + 5 = 12\n60 + 12 = 72"
+    num_thoughts = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 5 < num_thoughts < answer.usage.completion_tokens
+    whole = streamed(create(SUM, extra_body=THINK, stream=True))
+    assert (whole["content"], whole["reasoning"]) == ("72", message.reasoning_content)
+    plain = create(SUM)
+    assert plain.choices[0].message.content == "72"
+    assert getattr(plain.choices[0].message, "reasoning_content", None) is None
+    again = create([*SUM, {"role": "assistant", "content": "72", "reasoning_content": "hm"}, *SUM])
+    assert again.choices[0].message.content
+
+
+@pytest.mark.parametrize("effort", ["low", "high", "none"])
+def test_reasoning_effort(effort, create) -> None:
+    """An effort switches reasoning on, none switches it off."""
+    message = create(SUM, reasoning_effort=effort).choices[0].message
+    assert message.content == "72"
+    assert bool(getattr(message, "reasoning_content", None)) == (effort != "none")
+
+
+@pytest.mark.parametrize("budget", [0, 1, 6])
+def test_a_budget_of_reasoning_is_enforced(budget, create) -> None:
+    """When it is used up, the reasoning is ended and the answer begins."""
+    answer = create(SUM, extra_body={**THINK, "thinking_token_budget": budget}, max_tokens=40)
+    details = answer.usage.completion_tokens_details
+    assert details.reasoning_tokens <= budget + 1  # the mark that ends it is read while it goes on
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content.strip()
+    free = create(SUM, extra_body={**THINK, "thinking_token_budget": 500})
+    assert free.choices[0].message.content == "72"
+
+
+def test_a_forced_call_after_reasoning(create) -> None:
+    """Reasoning is not bound by what the call must look like."""
+    answer = create(
+        ASK,
+        tools=DECLARED,
+        tool_choice="required",
+        extra_body={**THINK, "thinking_token_budget": 8},
+        max_tokens=300,
+    ).choices[0]
+    assert json.loads(answer.message.tool_calls[0].function.arguments)
+    assert answer.finish_reason == "tool_calls"
+
+
+def test_structured_output_after_reasoning(create) -> None:
+    schema = {"type": "object", "properties": {"sum": {"enum": [70, 71, 72]}}, "additionalProperties": False, "required": ["sum"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    answer = create(SUM, response_format=form, extra_body=THINK, max_tokens=200).choices[0]
+    assert json.loads(answer.message.content) == {"sum": 72}
+    assert answer.message.reasoning_content == "20 + 40 = 60\n7 + 5 = 12\n60 + 12 = 72"
+
+
+def test_stop_strings_are_looked_for_in_the_text(create) -> None:
+    """Not in reasoning, and not in the arguments of a call."""
+    answer = create(SUM, extra_body=THINK, stop=["=", "2"])
+    assert answer.choices[0].message.content == "7"
+    assert "=" in answer.choices[0].message.reasoning_content
+    answer = create(ASK, tools=DECLARED, stop=["Paris"]).choices[0]
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Paris"}

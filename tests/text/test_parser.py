@@ -1,0 +1,256 @@
+"""Every family's way to write, in every chunking: the same parts, nothing lost, constant cost."""
+
+import itertools
+import json
+import re
+import string
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.text.chat import Channel
+from cllm.text.form import Form, form_of, forms
+from cllm.text.parser import Parser
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}, "any": {}},
+}
+TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA}
+CALLING = sorted(name for name, form in forms().items() if form.calls)
+THINK = forms()["think"].reasoning
+
+
+def with_thoughts(name: str) -> Form:
+    form = forms()[name]
+    return form if form.reasoning or form.header else Form((), form.calls, THINK)
+
+
+def read(form: Form, chunks: list[str], tools=TOOLS, **options) -> list[tuple[str, str, int, str]]:
+    """The parts, those that belong together merged: channel, name, ordinal, text."""
+    parser = Parser(form, tools, **options)
+    merged: list[list] = []
+    for part in [part for chunk in chunks for part in parser.feed(chunk)] + parser.flush():
+        if merged and not part.name and merged[-1][0] == part.channel and merged[-1][2] == part.call:
+            merged[-1][3] += part.text
+        elif part.text or part.name:
+            merged.append([part.channel, part.name, part.call, part.text])
+    return [tuple(part) for part in merged]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(at)]
+
+
+def written(form: Form, calls: list[tuple[str, dict]]) -> str:
+    """As a model writes calls, from the form's own words."""
+    how = form.calls
+
+    def bare(value) -> str:
+        if isinstance(value, str):
+            return how.quote + value + how.quote
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{bare(item)}" for key, item in value.items()) + "}"
+        return "[" + ",".join(map(bare, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    def one(ordinal: int, name: str, arguments: dict) -> str:
+        pairs = "".join(
+            how.pair.replace("$key", key).replace("$value", value if isinstance(value, str) else json.dumps(value))
+            for key, value in arguments.items()
+        )
+        words = {
+            "name": json.dumps(name),
+            "word": name,
+            "ordinal": str(ordinal),
+            "arguments": bare(arguments) if how.quote else json.dumps(arguments),
+            "pairs": pairs,
+        }
+        return re.sub(r"\$(\w+)", lambda match: words[match[1]], how.write)
+
+    opener = form.header.open[0] + "assistant" if form.header else how.between
+    return how.begin + opener.join(one(i, *call) for i, call in enumerate(calls)) + how.end
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="<>|[]`"), max_size=30)
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": texts.map(str.strip) | st.just('a "quoted\\" {word}'),
+        "days": st.integers(-5, 10**6),
+        "deep": st.dictionaries(st.text(string.ascii_lowercase, min_size=1, max_size=5), st.integers() | st.booleans()),
+    },
+)
+calls = st.lists(st.tuples(st.sampled_from(["get_weather", "get_time"]), arguments), min_size=1, max_size=3)
+places = st.lists(st.integers(0, 10**6), max_size=12)
+
+
+@pytest.mark.parametrize("name", CALLING)
+@given(calls=calls, places=places, thought=texts, said=texts)
+@settings(max_examples=60, deadline=None)
+def test_what_was_written_is_read(name, calls, places, thought, said) -> None:
+    """Reasoning, text and calls come out in order, each call's arguments as one JSON object, in any chunking."""
+    form = with_thoughts(name)
+    if form.header:
+        start = form.header.open[0] + "assistant"
+        message = f"<|channel|>analysis<|message|>{thought}<|end|>{start}"
+        message += f"<|channel|>commentary<|message|>{said}<|end|>{start}" if said.strip() else ""
+    else:
+        message = f"{form.reasoning.open}\n{thought}\n{form.reasoning.close}\n\n{said}\n"
+    if form.calls.bare:  # nothing is said before
+        said = ""
+        message = f"{form.reasoning.open}\n{thought}\n{form.reasoning.close}\n\n"
+    message += written(form, calls)
+    parts = read(form, [message])
+    expected = [("reasoning", thought.strip())] * bool(thought.strip()) + [("text", said.strip())] * bool(said.strip())
+    assert [(part[0], part[3]) for part in parts if part[0] != Channel.CALL] == expected
+    read_calls = [part for part in parts if part[0] == Channel.CALL]
+    assert [(part[1], part[2], json.loads(part[3])) for part in read_calls] == [
+        (name, i, arguments) for i, (name, arguments) in enumerate(calls)
+    ]
+    assert read(form, cut(message, places)) == parts
+    assert read(form, list(message)) == parts
+
+
+def pieces_of(name: str) -> list[str]:
+    form = with_thoughts(name)
+    words = [
+        "get_weather",
+        "x",
+        "{",
+        "}",
+        '"',
+        "\\",
+        '{"name": ',
+        '"get_time"',
+        ', "arguments": {',
+        " ",
+        "\n",
+        "é",
+        ":",
+        ",",
+    ]
+    whole = written(form, [("get_weather", {"city": "Oslo", "days": 2})])
+    halves = [whole[: len(whole) // 2], whole[len(whole) // 2 :], whole]
+    return sorted(form.marks) + [mark[:-1] for mark in sorted(form.marks)] + words + halves
+
+
+@pytest.mark.parametrize("name", CALLING)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
+    """Broken calls, half marks, marks in strange places."""
+    message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
+    inside = data.draw(st.booleans())
+    form = with_thoughts(name)
+    parts = read(form, [message], inside=inside)
+    assert read(form, list(message), inside=inside) == parts
+    assert read(form, cut(message, data.draw(places)), inside=inside) == parts
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if not forms()[name].header])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_without_tools_and_reasoning_text_is_text(name, data) -> None:
+    message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
+    parts = read(Form((), forms()[name].calls), cut(message, data.draw(places)), tools={})
+    assert "".join(part[3] for part in parts) == message
+    assert {part[0] for part in parts} <= {Channel.TEXT}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hermes", "<tool_call>nothing of the kind</tool_call> so it goes"),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>\n{"nom'),
+        ("llama3", '{"name": "Anna", "age": {"years": 5}}'),
+        ("llama3", '{"answer": 42}'),
+        ("llama3", "<|python_tag|>print(1)"),
+        ("mistral", "[TOOL_CALLS] is a mark"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>no call<｜tool▁call▁end｜>"),
+        ("gemma4", "<|tool_call>call it what you like"),
+        ("glm", "<tool_call>what a call!</tool_call>"),
+        ("qwen3_coder", "<function=broken"),
+    ],
+)
+def test_what_is_no_call_is_text(name: str, message: str) -> None:
+    assert read(forms()[name], list(message)) == [(Channel.TEXT, "", 0, message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "expected"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"name": "x"}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "x", "arguments": null}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "b', '{"a": "b'),
+        ("glm", "<tool_call>x<arg_key>a</arg_key><arg_value>b", '{"a": "b"}'),
+        ("qwen3_coder", "<tool_call><function=x>\n</function></tool_call>", "{}"),
+        ("qwen3_coder", "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>", '{"city": "12"}'),
+        ("qwen3_coder", "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", '{"any": true}'),
+        ("mistral", '[TOOL_CALLS]x[ARGS]{"a": 1}', '{"a": 1}'),
+        ("mistral_args", '[TOOL_CALLS]x[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
+        ("llama3", '<|python_tag|>{"name": "x", "parameters": {}}', "{}"),
+    ],
+)
+def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
+    for chunks in ([message], list(message)):
+        assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [(Channel.CALL, expected)]
+
+
+def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> None:
+    call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
+    form = with_thoughts("hermes")
+    assert read(form, [f"<think>{call}</think>a"]) == [(Channel.REASONING, "", 0, call), (Channel.TEXT, "", 0, "a")]
+    assert read(form, ["a <think> b"]) == [(Channel.TEXT, "", 0, "a <think> b")]
+    assert read(form, ["hm</think>a"], inside=True) == [(Channel.REASONING, "", 0, "hm"), (Channel.TEXT, "", 0, "a")]
+
+
+def test_it_is_done_after_as_many_calls_as_may_be() -> None:
+    call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
+    parser = Parser(forms()["hermes"], TOOLS, max_calls=1)
+    assert [part.name for part in parser.feed(call + call)] == ["x"]
+    assert parser.done
+    assert parser.feed(call) == parser.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("template", "open_mark", "begin"),
+    [
+        ('{{ "<tool_call>" }}', None, "<tool_call>"),
+        ('{{ "<tool_call>" }}{{ "<think>" }}', "<think>", "<tool_call>"),
+        ('{{ "<tool_call><arg_key>" }}{{ "<think>" }}', "<think>", "<arg_key>"),
+        ('{{ "[TOOL_CALLS]" }}[THINK]', "[THINK]", '{"name"'),
+        ('{{ "[TOOL_CALLS]" }}[ARGS]', None, "[ARGS]"),
+        ("nothing", None, None),
+    ],
+)
+def test_the_template_chooses_the_form(template: str, open_mark: str | None, begin: str | None) -> None:
+    form = form_of(template)
+    assert (form.reasoning.open if form.reasoning else None) == open_mark
+    assert begin in form.calls.write + form.calls.pair if begin else form.calls is None
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("kind", ["text", "argument", "openers", "space"])
+def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
+    """Four times the tokens take about four times as long; looking back would make it sixteen."""
+    form = forms()[name]
+    head, _, _ = written(form, [("get_weather", {"city": "Oslo"})]).partition("slo")
+    opener = form.calls.open[0] if form.calls.open else form.header.open[0]
+    begin, token = {"text": ("", "word "), "argument": (head, "word "), "openers": ("", opener), "space": ("", " ")}[
+        kind
+    ]
+
+    def seconds(num_tokens: int) -> float:
+        parser = Parser(form, TOOLS)
+        parser.feed(begin)
+        begun = time.process_time()
+        for _ in range(num_tokens):
+            parser.feed(token)
+        return time.process_time() - begun
+
+    assert min(seconds(16_000) for _ in range(2)) < 9 * min(seconds(4_000) for _ in range(3)) + 0.01
