@@ -142,6 +142,8 @@ class FakeBackend:
                 raise EngineError("a token outside of the vocabulary")
             if (start, length) != (before if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {before}")
+            if not tokens or length > self.info.max_embedding_tokens:
+                raise EngineError(f"{len(tokens)} tokens of a text of {length}")
             if start + len(tokens) > length or (start + len(tokens) < length and i + 1 < len(chunks)):
                 raise EngineError(f"a chunk from {start} to {start + len(tokens)} of {length}")
         last = chunks[-1]
