@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -70,6 +71,60 @@ async def embed(service: Service, texts: list[list[int]], params: Iterable[str],
         raise unfit("ranks documents (/v1/rerank); it does not give embeddings")
     rows, num_tokens = await compute(service, texts, params, terms)
     return Embedding(rows, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """scores: of the documents in their order, the higher the better; by_model: the model was made to rank, else they
+    are the cosines of the vectors. num_tokens: read, of all texts.
+    """
+
+    scores: list[float]
+    by_model: bool
+    num_tokens: int
+
+
+async def rank(service: Service, query: str, documents: list[str], terms: Terms) -> Ranking:
+    """How well each document fits ``query``. Raises what ``embed`` raises, naming query or documents[i]."""
+    params = names("documents", len(documents))
+    if service.info.pooling == "rank":
+        pairs = await encode_pairs(service, query, documents, params)
+        rows, num_tokens = await compute(service, pairs, params, terms)
+        return Ranking(rows[:, 0].tolist(), True, num_tokens)
+    params = ["query", *params]
+    texts = await encode_texts(service, [query, *documents], params)
+    rows, num_tokens = await compute(service, texts, params, terms)
+    return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
+
+
+async def encode_pairs(service: Service, query: str, documents: list[str], params: list[str]) -> list[list[int]]:
+    """What the model reads of each document with the query, in the form that it was made for."""
+    vocabulary, chat_template = service.vocabulary, service.chat_template
+    limit, longest = service.info.max_embedding_tokens, service.longest_piece
+    for document, param in zip(documents, params, strict=True):
+        if (length := len(query) + len(document)) > limit * longest:
+            raise too_long(param, length // longest, limit, at_least=True)
+
+    def with_template(template: str) -> list[list[int]]:
+        parts = re.split(r"(\{query\}|\{document\})", template)
+        texts = {"{query}": chat_template.fenced(query)}
+        return [
+            chat_template.tokenize(
+                "".join((texts | {"{document}": chat_template.fenced(document)}).get(part, part) for part in parts),
+                add_special=False,
+            )
+            for document in documents
+        ]
+
+    def encode() -> list[list[int]]:
+        if vocabulary.rerank_template is not None:
+            return with_template(vocabulary.rerank_template)
+        before, between, behind = vocabulary.pair_tokens
+        asked = vocabulary.tokenize(query, add_special=False, parse_special=False)
+        read = (vocabulary.tokenize(document, add_special=False, parse_special=False) for document in documents)
+        return [[*before, *asked, *between, *tokens, *behind] for tokens in read]
+
+    return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
 async def compute(

@@ -117,7 +117,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
-        self._chat_template = ChatTemplate(vocabulary)
+        self.chat_template = ChatTemplate(vocabulary)
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
@@ -175,9 +175,9 @@ class Service:
         length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, param)
         if len(str(messages)) + len(str(tools)) < LONG_TEXT:
-            return self._chat_template.encode(messages, tools, **chat.variables)
+            return self.chat_template.encode(messages, tools, **chat.variables)
         self._check_room(terms, length)
-        return await asyncio.to_thread(self._chat_template.encode, messages, tools, **chat.variables)
+        return await asyncio.to_thread(self.chat_template.encode, messages, tools, **chat.variables)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.

@@ -36,7 +36,7 @@ def finish(fake, max_steps: int = 500) -> dict[str, list[np.ndarray]]:
 
 def test_vectors_in_the_order_of_the_texts(fake_engine) -> None:
     fake = fake_engine()
-    texts = [list(range(i, i + length)) for i, length in enumerate([3, 100, 1, 64, 63, 65, 200, 2] * 10)]
+    texts = [[(i + j) % 250 for j in range(length)] for i, length in enumerate([3, 100, 1, 64, 63, 65, 200, 2] * 10)]
     embed(fake, "a", texts)
     embed(fake, "b", texts[::-1])
     vectors = finish(fake)
@@ -87,7 +87,8 @@ def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, promp
             slowest = max(slowest, fake.now - before)
         before, num_steps = fake.now, step
     assert slowest <= target * 1.01
-    assert num_steps < 100  # 2000 tokens, a tile of 16 at least in each step, and more on average
+    assert num_steps <= 2000 / fake.backend.info.tile + 1  # a tile at least in each step
+    assert fake.scheduler.num_prefill_tokens > (3 + num_steps * 8 if prompts else 0)  # and prompts do not starve either
     fake.finish()
     assert fake.tokens("talker") == fake.right_tokens(request)
 

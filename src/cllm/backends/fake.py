@@ -248,9 +248,15 @@ class FakeVocabulary:
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
+    rerank_template = None
+    pair_tokens: tuple[list[int], list[int], list[int]] = ([], [END], [])
+
     def __init__(self) -> None:
         self.pieces = [bytes([i]) for i in range(256)] + [b""] * (VOCABULARY_SIZE - 256)
         self.special_texts: dict[str, Any] = {"bos_token": "", "eos_token": ""}
+
+    def text_of(self, token: int) -> bytes:
+        return CONTROL[token].encode() if token in CONTROL else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if parse_special:

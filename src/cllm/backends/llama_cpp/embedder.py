@@ -97,7 +97,7 @@ class Embedder:
                 raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
             if end > length or length > self._max_tokens or (end < length and (i + 1 < len(chunks) or single)):
                 raise EngineError(f"a chunk from {start} to {end} of {length}")
-            if length > self._room and i > 0:
+            if length > max(self._room, chunks[0].length):
                 raise EngineError(f"a text of {length} tokens, longer than all before it, does not begin a bite")
 
     def _open(self, length: int) -> None:
