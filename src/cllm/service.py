@@ -171,6 +171,7 @@ class Service:
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        self._check_generates()
         messages, tools = chat.messages, chat.tools if chat.tool_choice != "none" else []
         length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, param)
@@ -208,10 +209,8 @@ class Service:
 
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
+        self._check_generates()
         info = self.info
-        if not info.generates:
-            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
-            raise BadRequest(message, param="model", code="unsupported_model")
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
@@ -220,6 +219,11 @@ class Service:
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
         self.check_ready()
+
+    def _check_generates(self) -> None:
+        if not self.info.generates:
+            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            raise BadRequest(message, param="model", code="unsupported_model")
 
     def check_ready(self) -> None:
         """Raise EngineError while nothing is taken."""

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from cllm.embedding import rank
 from cllm.errors import BadRequest
-from cllm.server.body import Body, documented, read_body
+from cllm.server.body import Body, documented, example, read_body
+from cllm.server.native.answers import Ranking
 from cllm.server.queueing import TermsBody
 from cllm.server.sse import until_disconnect
 from cllm.service import Service
@@ -36,6 +37,10 @@ class RerankBody(TermsBody):
         "max_tokens_per_doc": "documents are read whole, or refused",
     }
 
+    model_config = example(
+        query="Where is Paris?", documents=["Berlin is in Germany.", "Paris is in France."], return_documents=True
+    )
+
     model: str | None = None
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
@@ -43,7 +48,7 @@ class RerankBody(TermsBody):
     return_documents: bool = False
 
 
-@router.post("/v1/rerank", openapi_extra=documented(RerankBody))
+@router.post("/v1/rerank", openapi_extra=documented(RerankBody, Ranking))
 @router.post("/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:
     """Documents in the order of how well they fit the query.

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest
-from cllm.server.body import Body, documented, read_body
+from cllm.server.body import Body, documented, example, read_body
+from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
 from cllm.server.openai.schema import Message, Tool
 from cllm.service import LONG_TEXT, Service
@@ -30,6 +31,8 @@ MAX_TOKENS = 1_000_000  # of one body
 class TemplateBody(Body):
     """A conversation, as in chat completions."""
 
+    model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool = True
@@ -42,6 +45,8 @@ class TokenizeBody(Body):
     Tokens that the model wants before and behind a text are added to a prompt (vLLM), and to content if asked for
     (llama-server).
     """
+
+    model_config = example(content="What is 27 plus 45?", with_pieces=True)
 
     model: str | None = None
     content: str | None = None
@@ -58,11 +63,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    model_config = example(tokens=[72, 105])
+
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
 
 
-@router.post("/tokenize", openapi_extra=documented(TokenizeBody))
+@router.post("/tokenize", openapi_extra=documented(TokenizeBody, Tokenized))
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation in the model's chat template; with the text of each if asked for."""
     service: Service = request.app.state.service
@@ -92,7 +99,7 @@ async def tokenize(request: Request) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-@router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens by their names; as ``content`` and, the same, as ``prompt``."""
     service: Service = request.app.state.service
@@ -102,7 +109,7 @@ async def detokenize(request: Request) -> Response:
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
 
-@router.post("/apply-template", openapi_extra=documented(TemplateBody))
+@router.post("/apply-template", openapi_extra=documented(TemplateBody, Templated))
 async def apply_template(request: Request) -> Response:
     """The prompt that the model's chat template makes of messages; nothing is generated."""
     service: Service = request.app.state.service
