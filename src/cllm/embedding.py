@@ -127,9 +127,7 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
     return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-async def compute(
-    service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms
-) -> tuple[Vectors, int]:
+async def compute(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> tuple[Vectors, int]:
     """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
     check(service, texts, list(params))
     service.check_ready()

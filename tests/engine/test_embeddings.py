@@ -42,7 +42,9 @@ def test_vectors_in_the_order_of_the_texts(fake_engine) -> None:
     vectors = finish(fake)
     for name, asked in (("a", texts), ("b", texts[::-1])):
         assert len(vectors[name]) == len(asked)
-        assert all(np.allclose(vector, right(text), atol=1e-5) for vector, text in zip(vectors[name], asked, strict=True))
+        assert all(
+            np.allclose(vector, right(text), atol=1e-5) for vector, text in zip(vectors[name], asked, strict=True)
+        )
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(fake_engine) -> None:
@@ -71,7 +73,9 @@ def test_a_higher_class_goes_first(fake_engine) -> None:
 def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, prompts) -> None:
     """Also while prompts want all that is left of a step."""
     target = 0.1
-    fake = fake_engine(costs=COSTS, engine_target_itl=target, context_length=1024, max_num_batched_tokens=256, length=400)
+    fake = fake_engine(
+        costs=COSTS, engine_target_itl=target, context_length=1024, max_num_batched_tokens=256, length=400
+    )
     request = fake.add("talker", [1, 2, 3])
     for _ in range(30):
         fake.step()

@@ -136,8 +136,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """``location`` without the names that pydantic gives to the members of a union: str, list[int] and the like."""
-    return [part for part in location if isinstance(part, int) or (part.isidentifier() and part not in UNION_MEMBERS)]
+    """``location`` without the names that pydantic gives to the members of a union: str, list[int], a class."""
+
+    def is_field(part: str) -> bool:
+        return part.isidentifier() and part not in UNION_MEMBERS and not part[0].isupper()
+
+    return [part for part in location if isinstance(part, int) or is_field(part)]
 
 
 def explain(error: pydantic.ValidationError) -> BadRequest:

@@ -42,10 +42,14 @@ def filled(document: dict[str, Any]) -> dict[str, Any]:
     )
     document["components"] = {"schemas": definitions.get("$defs", {})}  # in place of the framework's form of an error
     for operation, roles in zip(operations, named, strict=True):
-        fill(operation, {role: references[models[name], "validation"] for role, name in roles.items() if name in models})
+        fill(
+            operation, {role: references[models[name], "validation"] for role, name in roles.items() if name in models}
+        )
         if stream := roles.get("stream"):
-            content = operation["responses"]["200"].setdefault("content", {})
-            content[stream] = {"schema": {"type": "string", "description": "If it is streamed."}}
+            content = operation["responses"]["200"]["content"]
+            if "answer" not in roles:
+                content.clear()
+            content[stream] = {"schema": {"description": "The events of a stream."}}
     return document
 
 
@@ -64,7 +68,8 @@ def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas["body"]}}}
     if "answer" in schemas:
         responses["200"] = {
-            "description": "The answer.", "content": {"application/json": {"schema": schemas["answer"]}}
+            "description": "The answer.",
+            "content": {"application/json": {"schema": schemas["answer"]}},
         }
     error = {"application/json": {"schema": schemas["error"]}}
     responses["4XX"] = {"description": "The request cannot be served as it is.", "content": error}

@@ -39,9 +39,9 @@ class GenerateBody(TermsBody):
     model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)] | None = (
-        None
-    )
+    prompts: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
     max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
     temperature: float | None = None
     top_p: float | None = None
@@ -189,7 +189,9 @@ def event_stream(answer: Answer) -> EventStream:
 
 async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
     begun = time.perf_counter()
-    results: list[dict[str, Any]] = [{"text": "", "generated_tokens": 0, "finish_reason": ""} for _ in answer.generation.prompts]
+    results: list[dict[str, Any]] = [
+        {"text": "", "generated_tokens": 0, "finish_reason": ""} for _ in answer.generation.prompts
+    ]
     async for deltas in answer:
         for delta in deltas:
             result = results[delta.index]

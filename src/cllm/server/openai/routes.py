@@ -25,6 +25,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 @router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
+    """The next message of a conversation; with ``stream`` as server-sent events."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
     check_model(body.model, service)
@@ -37,6 +38,7 @@ async def chat_completions(request: Request) -> Response:
 
 @router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
 async def completions(request: Request) -> Response:
+    """A prompt, or some, continued; with ``stream`` as server-sent events."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
     check_model(body.model, service)
@@ -52,11 +54,13 @@ async def completions(request: Request) -> Response:
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
+    """The model that is served."""
     return {"object": "list", "data": [model_object(request.app.state.service)]}
 
 
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model that is served, if that is its name."""
     check_model(name, request.app.state.service)
     return model_object(request.app.state.service)
 
