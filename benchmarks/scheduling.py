@@ -35,7 +35,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import EngineParams, build_backend, build_vocabulary
 from cllm.models.builtin.questions import held_out_questions
-from cllm.process.spawn import engine_environment
+from cllm.process.launch import engine_environment
 
 LAYOUTS = ("unified", "partitioned")
 NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, which is no merit

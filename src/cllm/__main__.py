@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
+
+from cllm.process.launch import launch
 
 
 def exit_at_once(number: int, _: FrameType | None) -> None:
@@ -15,10 +18,11 @@ def exit_at_once(number: int, _: FrameType | None) -> None:
 def main() -> None:
     """Run the command line. Until its command has been imported, Ctrl-C ends the process where it stands."""
     signal.signal(signal.SIGINT, exit_at_once)
+    launched = launch() if sys.argv[1:2] == ["serve"] else None  # it imports its half of cLLM while we import ours
 
     from cllm.cli.main import main as run
 
-    run()
+    run(launched=launched)
 
 
 if __name__ == "__main__":

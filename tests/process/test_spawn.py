@@ -10,8 +10,8 @@ from cllm.process.messages import Failed, Loading, frame
 from cllm.process.spawn import EngineProcess
 
 
-class Transport:
-    """Notes that the process was killed."""
+class Process:
+    """Notes that it was killed."""
 
     def __init__(self):
         self.kills = 0
@@ -20,22 +20,16 @@ class Transport:
         self.kills += 1
 
 
-def process(take):
-    child = EngineProcess(take)
-    child.connection_made(Transport())
-    return child
-
-
 @given(st.lists(st.integers(0, 200), max_size=8), st.lists(st.integers(0, 400), max_size=6))
 def test_messages_come_whole_however_they_are_cut(lengths, cuts):
     """Each once, in order."""
     messages = [Failed("x" * length) for length in lengths]
     data = b"".join(map(frame, messages))
     taken = []
-    child = process(taken.append)
+    child = EngineProcess(Process(), taken.append)
     at = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for start, end in itertools.pairwise(at):
-        child.pipe_data_received(1, data[start:end])
+        child.data_received(data[start:end])
     assert taken == messages
 
 
@@ -49,7 +43,8 @@ def test_after_what_is_not_understood_nothing_is(rest):
         if message.share == 0.2:
             raise KeyError("unknown")
 
-    child = process(take)
-    child.pipe_data_received(1, frame(Loading(0.1)) + frame(Loading(0.2)) + rest)
-    child.pipe_data_received(1, frame(Loading(0.4)))
-    assert (taken, child.transport.kills) == ([0.1, 0.2], 1)
+    process = Process()
+    child = EngineProcess(process, take)
+    child.data_received(frame(Loading(0.1)) + frame(Loading(0.2)) + rest)
+    child.data_received(frame(Loading(0.4)))
+    assert (taken, process.kills) == ([0.1, 0.2], 1)

@@ -23,7 +23,7 @@ from cllm.engine.build import EngineParams, build_backend, build_engine, build_v
 from cllm.engine.engine import Add, Engine
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
-from cllm.process.spawn import engine_environment
+from cllm.process.launch import engine_environment
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

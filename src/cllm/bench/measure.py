@@ -29,7 +29,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import EngineParams, build_backend, llama_cpp_params
 from cllm.errors import CLLMError, StartupError
-from cllm.process.spawn import engine_environment
+from cllm.process.launch import engine_environment
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Logits

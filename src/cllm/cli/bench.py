@@ -334,7 +334,7 @@ def stages(
 
 def begin_like_an_engine() -> None:
     """Begin again with what engine processes have in their environment, so that an engine in this one has it too."""
-    from cllm.process.spawn import engine_environment
+    from cllm.process.launch import engine_environment
 
     environment = engine_environment()
     if sys.argv[1:3] == ["bench", "stages"] and sys.platform == "linux" and environment != dict(os.environ):

@@ -20,6 +20,7 @@ from cyclopts import (
 )
 
 from cllm.errors import CLLMError
+from cllm.process.launch import Popen
 
 SERVE = """Serve a model over HTTP.
 
@@ -109,10 +110,10 @@ def end_in_order() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
     """Run the command line; an error that was foreseen is one line on stderr.
 
-    arguments: None takes those of the process.
+    arguments: None takes those of the process. launched: an engine process for a command that wants one.
 
     Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 when the reader of a pipe has gone; 128 + n for
     another signal n.
@@ -122,10 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         try:
             words = sys.argv[1:] if arguments is None else arguments
-            command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)  # imports the command
+            command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)  # imports the command
             if arguments is None:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            command(*bound.args, **bound.kwargs)
+            command(*bound.args, **bound.kwargs, **({"launched": launched} if "launched" in given else {}))
         finally:
             sys.stdout.flush()
     except (CLLMError, CycloptsError) as error:

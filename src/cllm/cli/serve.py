@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from cllm.cli.progress import loading_bar
 from cllm.cli.remarks import remarks
@@ -11,13 +13,23 @@ from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, set
 from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
 from cllm.observe import log
+from cllm.process.launch import Popen
 from cllm.server.run import address, listen, run_forever
 
 if TYPE_CHECKING:
     from cllm.service import Service
 
+Launched = Annotated[Popen[bytes] | None, Parameter(parse=False)]
 
-def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None) -> None:
+
+def serve(
+    model: ModelArgument = None,
+    /,
+    *,
+    config: ConfigFlag = None,
+    settings: SettingFlags | None = None,
+    launched: Launched = None,
+) -> None:
     """Serve a model over HTTP: OpenAI's API and cLLM's own, until Ctrl-C."""
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
@@ -52,6 +64,6 @@ def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings
         )
 
     try:
-        run_forever(tree, params, name, listener, bar.update, on_ready)
+        run_forever(tree, params, name, listener, bar.update, on_ready, launched)
     finally:
         bar.close()

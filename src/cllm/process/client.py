@@ -21,6 +21,7 @@ from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.flights import Flights, Stream
+from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
@@ -45,14 +46,18 @@ class EngineClient:
         on_loading: Callable[[float], None] | None = None,
         limits: QueueLimits | None = None,
         results: ResultCache | None = None,
+        launched: Popen[bytes] | None = None,
     ) -> None:
-        """``limits``: of the queue; none by default. ``results``: to be kept; none by default."""
+        """``limits``: of the queue; none by default. ``results``: to be kept; none by default. ``launched``: a process
+        that is to be the first engine.
+        """
         self.info: ModelInfo | None = None
         self.ready = False
         self.stats = Stats()
         self.num_restarts = 0
         self.pid: int | None = None
         self._params = params
+        self._launched = launched
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
         backlog = Backlog(limits or QueueLimits(), params.policy, params.weights)
@@ -74,7 +79,8 @@ class EngineClient:
     async def _spawn(self) -> None:
         self._loaded = asyncio.get_running_loop().create_future()
         self._spawned = time.monotonic()
-        process = self._process = await spawn(self._take)
+        launched, self._launched = self._launched, None
+        process = self._process = await spawn(self._take, launched)
         self.pid = process.pid
         process.write(frame(self._params))
         ended: asyncio.Future[Any] = asyncio.ensure_future(process.ended.wait())

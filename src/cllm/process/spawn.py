@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
 
+from cllm.process.launch import Popen, launch
 from cllm.process.messages import LENGTH, FromChild
 
 log = logging.getLogger("cllm.process")
@@ -21,61 +18,42 @@ log = logging.getLogger("cllm.process")
 _decode = msgspec.msgpack.Decoder[FromChild](FromChild).decode
 
 
-def engine_environment() -> dict[str, str]:
-    """Ours, and a word to glibc: big blocks of memory in big pages, where the system leaves that to programs.
-
-    A KV cache is laid out six times as fast then, and a row of logits read in three quarters of the time.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc.hugetlb" not in tunables:
-        tunables += (":" if tunables else "") + "glibc.malloc.hugetlb=1"
-    return os.environ | {"GLIBC_TUNABLES": tunables}
-
-
-async def spawn(take: Callable[[FromChild], None]) -> EngineProcess:
-    """Start an engine process; ``take`` is called with each of its messages."""
-    _, process = await asyncio.get_running_loop().subprocess_exec(
-        lambda: EngineProcess(take),
-        sys.executable,
-        "-P",  # not what lies in the current folder
-        "-m",
-        "cllm.process.child",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None,
-        env=engine_environment(),
-        start_new_session=True,  # signals to our process group are for us: running streams may finish
-    )
+async def spawn(take: Callable[[FromChild], None], launched: Popen[bytes] | None = None) -> EngineProcess:
+    """Connect to ``launched``, or to an engine process of its own; ``take`` is called with each of its messages."""
+    process = EngineProcess(launched or launch(), take)
+    await process.connect()
     return process
 
 
-class EngineProcess(asyncio.SubprocessProtocol):
+class EngineProcess(asyncio.Protocol):
     """Messages are taken where their bytes arrive, without a task that would have to be woken for them.
 
     ``ended`` is set when the process has, and all it said has been taken.
     """
 
-    transport: asyncio.SubprocessTransport
-
-    def __init__(self, take: Callable[[FromChild], None]) -> None:
+    def __init__(self, process: Popen[bytes], take: Callable[[FromChild], None]) -> None:
         self.ended = asyncio.Event()
+        self._process = process
         self._take = take
         self._rest = b""
         self._is_understood = True
+        self._stdin: asyncio.WriteTransport | None = None
+        self._reaping: asyncio.Task[None] | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.SubprocessTransport", transport)
+    async def connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: self, self._process.stdout)
+        self._stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
 
     @property
     def pid(self) -> int:
-        return self.transport.get_pid()
+        return self._process.pid
 
     def write(self, data: bytes) -> None:
-        pipe = cast("asyncio.WriteTransport", self.transport.get_pipe_transport(0))
-        with contextlib.suppress(ConnectionError, RuntimeError):  # a dead engine is noticed by its end
-            pipe.write(data)
+        if self._stdin is not None and not self._stdin.is_closing():  # a dead engine is noticed by its end
+            self._stdin.write(data)
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         if not self._is_understood:
             return
         data = self._rest + data if self._rest else data
@@ -95,8 +73,13 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._rest = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._reaping = asyncio.create_task(self._reap())
+
+    async def _reap(self) -> None:
+        await asyncio.to_thread(self._process.wait)
+        if self._stdin is not None:
+            self._stdin.close()
         self.ended.set()
-        self.transport.close()
 
     async def stop(self) -> None:
         """Kill it if it still runs, and wait for its end."""
@@ -104,13 +87,12 @@ class EngineProcess(asyncio.SubprocessProtocol):
         await self.ended.wait()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.transport.kill()
+        self._process.kill()
 
     def describe_end(self) -> str:
         """How it ended, in words."""
-        code = self.transport.get_returncode()
-        if code is not None and code < 0:
+        code = self._process.returncode
+        if code < 0:
             with contextlib.suppress(ValueError):
                 return signal.Signals(-code).name
         return f"exit code {code}"

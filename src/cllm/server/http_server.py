@@ -10,8 +10,8 @@ from types import FrameType
 
 import uvicorn
 
+from cllm.backends.base import Vocabulary
 from cllm.config import Settings
-from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
@@ -65,11 +65,10 @@ class HttpServer(uvicorn.Server):
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
+def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient) -> HttpServer:
     """A server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
-    vocabulary, metrics = build_vocabulary(params), Metrics(model_name)
-    service = Service(engine, vocabulary, metrics, model_name, settings.scheduler.request_timeout, recorder)
+    service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     config = uvicorn.Config(
         streaming(create_app(service, settings)),
         log_config=None,

@@ -13,13 +13,15 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cllm.config import Settings
-from cllm.engine.build import EngineParams
+from cllm.engine.build import EngineParams, build_vocabulary
 from cllm.errors import StartupError
 from cllm.process.backlog import QueueLimits
 from cllm.process.client import EngineClient
+from cllm.process.launch import Popen
 from cllm.process.results import ResultCache
 
 if TYPE_CHECKING:
@@ -59,12 +61,14 @@ async def run(
     listener: socket.socket,
     on_loading: Callable[[float], None],
     on_ready: Callable[[Service], None],
+    launched: Popen[bytes] | None,
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them.
+    """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them,
+    ``launched`` a process that is to be the engine.
 
     False if it has not served. Raises StartupError if it cannot be.
     """
-    engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings))
+    engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings), launched)
     starting = asyncio.create_task(engine.start())
     server: HttpServer | None = None
     try:
@@ -94,9 +98,12 @@ async def run(
 
 
 def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
-    from cllm.server import http_server
+    """Import and open it; the vocabulary is read meanwhile."""
+    with ThreadPoolExecutor(1) as thread:
+        vocabulary = thread.submit(build_vocabulary, params)
+        from cllm.server import http_server
 
-    return http_server.open_server(settings, params, model_name, engine)
+        return http_server.open_server(settings, vocabulary.result(), model_name, engine)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:
@@ -115,6 +122,7 @@ def run_forever(
     listener: socket.socket,
     on_loading: Callable[[float], None],
     on_ready: Callable[[Service], None],
+    launched: Popen[bytes] | None = None,
 ) -> None:
     """``run`` in an event loop of its own: uvloop where there is one. Raises KeyboardInterrupt if it came too early."""
     try:
@@ -128,6 +136,6 @@ def run_forever(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))
     with asyncio.Runner(loop_factory=factory) as runner:
-        served = runner.run(run(settings, params, signals, model_name, listener, on_loading, on_ready))
+        served = runner.run(run(settings, params, signals, model_name, listener, on_loading, on_ready, launched))
     if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt
