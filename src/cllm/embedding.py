@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,14 +108,13 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
             raise too_long(param, length // longest, limit, at_least=True)
 
     def with_template(template: str) -> list[list[int]]:
-        parts = re.split(r"(\{query\}|\{document\})", template)
-        texts = {"{query}": chat_template.fenced(query)}
+        parts: list[str] = re.split(r"(\{query\}|\{document\})", template)
+        asked, read = chat_template.fenced(query), map(chat_template.fenced, documents)
         return [
             chat_template.tokenize(
-                "".join((texts | {"{document}": chat_template.fenced(document)}).get(part, part) for part in parts),
-                add_special=False,
+                "".join({"{query}": asked, "{document}": text}.get(part, part) for part in parts), add_special=False
             )
-            for document in documents
+            for text in read
         ]
 
     def encode() -> list[list[int]]:
@@ -173,24 +174,22 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
 
 async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
     """All vectors of a request. Raises RequestTimeout, by whichever limit is reached first, and EngineError."""
-    limits = [
-        (terms.deadline, "took longer than its deadline_ms", "deadline_exceeded", waiter.done),
-        (request_timeout, "took longer than request_timeout allows", "request_timeout", waiter.done),
-        (terms.queue_timeout, "waited longer than its queue_timeout_ms", "queue_timeout", waiter.begun),
-    ]
     begun = time.monotonic()
-    for seconds, what, code, awaited in sorted((limit for limit in limits if limit[0] is not None), key=by_seconds):
-        assert seconds is not None
-        left = max(0.0, begun + seconds - time.monotonic())
-        await asyncio.wait({awaited, waiter.done}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not (awaited.done() or waiter.done.done()):
-            limit = f"{round(seconds * 1000)} ms"
-            raise RequestTimeout(f"The request {what}, {limit}.", code)
-    return await waiter.done
-
-
-def by_seconds(limit: tuple[float | None, str, str, object]) -> float:
-    return limit[0] or 0.0
+    deadline = terms.deadline if terms.deadline is not None else math.inf
+    limit = min(deadline, request_timeout if request_timeout is not None else math.inf)
+    if terms.queue_timeout is not None and terms.queue_timeout < limit:
+        futures: set[asyncio.Future[Any]] = {waiter.begun, waiter.done}
+        if not (await asyncio.wait(futures, timeout=terms.queue_timeout, return_when=asyncio.FIRST_COMPLETED))[0]:
+            message = f"The request waited longer than its queue_timeout_ms, {round(terms.queue_timeout * 1000)}."
+            raise RequestTimeout(message, "queue_timeout")
+    left = max(0.0, begun + limit - time.monotonic()) if limit < math.inf else None
+    if (await asyncio.wait({waiter.done}, timeout=left))[0]:
+        return waiter.done.result()
+    if limit == deadline:
+        raise RequestTimeout(
+            f"The request took longer than its deadline_ms, {round(deadline * 1000)}.", "deadline_exceeded"
+        )
+    raise RequestTimeout(f"The request took longer than {limit:g} seconds.")
 
 
 def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False) -> BadRequest:

@@ -105,10 +105,10 @@ def test_in_chunks_as_whole(backend, size) -> None:
         parts.append(rows[0])
         for row in rows[1:]:
             assert close(row, alone(backend, TEXTS[2]))
-    expected = []
     bite = backend.info.embedding_bite
-    for start in range(0, len(LONG), bite):
-        expected.append(backend.embed([Chunk(LONG[start : start + bite], start, len(LONG))])[0])
+    expected = [
+        backend.embed([Chunk(LONG[start : start + bite], start, len(LONG))])[0] for start in range(0, len(LONG), bite)
+    ]
     assert close(pooled(backend, expected), pooled(backend, parts))
 
 

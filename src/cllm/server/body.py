@@ -37,7 +37,7 @@ class Body(pydantic.BaseModel):
 
 
 class Shape(pydantic.BaseModel):
-    """Base of what answers look like. For the OpenAPI document alone: answers are bytes that nothing checks on the way."""
+    """Base of what answers look like. For the OpenAPI document alone: nothing checks an answer on its way."""
 
 
 class ErrorObject(Shape):
@@ -64,11 +64,13 @@ def documented(
 
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 
-    body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may be
-    missing. stream: the media type, if the route can answer as a stream too. error: of the 4xx and 5xx in the words of
-    the dialect. All are classes of a module, not of a function. Examples: ``model_config = example(name=value, ...)`` in
-    a class. openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes
-    its time; tests/server/test_openapi.py sends requests made from them and compares the answers with them.
+    body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may
+    be missing. stream: the media type, if the route can answer as a stream too. error: of the 4xx and 5xx, in the
+    dialect's form. All are classes of a module, not of a function. Examples: ``model_config = example(name=value)`` in
+    a class; every body has one. The route's docstring is its description.
+
+    openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes its time;
+    tests/server/test_openapi.py sends requests made from them and compares the answers with them.
     """
     models = {"body": body, "answer": answer, "error": error}
     named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}

@@ -98,7 +98,7 @@ async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: flo
     pieces = service.vocabulary.pieces
     prompt: list[int] = []
     while len(prompt) < body.prompt_tokens:
-        token = random.randrange(len(pieces))  # noqa: S311  # no secret
+        token = random.randrange(len(pieces))
         if pieces[token]:
             prompt.append(token)
     params = SamplingParams(max_tokens=body.max_tokens, ignore_eos=True, temperature=0.0)

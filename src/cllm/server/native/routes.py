@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
+from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
-from cllm.errors import BadRequest
 from cllm.server.errors import error_event
 from cllm.server.native.answers import Decoded, Encoded, Explained, Generated, Health, ModelInformation, Ready, Root
 from cllm.server.queueing import TermsBody, place_headers

@@ -82,7 +82,7 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
         return vectors
     cut = vectors[:, :dimensions]
     norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    return cut / np.where(norms > 0, norms, 1)
+    return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 async def written(vectors: Vectors, *, as_base64: bool) -> bytes:
