@@ -6,14 +6,15 @@ from fastapi import FastAPI
 
 from cllm import __version__
 from cllm.config import Settings
-from cllm.server import errors
+from cllm.server import errors, openapi
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
+from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import embeddings
+from cllm.server.openai import embeddings, tokens
 from cllm.server.openai import routes as openai
 from cllm.service import Service
 
@@ -25,6 +26,8 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         title="cLLM",
         version=__version__,
         summary="GGUF language models for many at once",
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -36,16 +39,10 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.include_router(openai.router)
     app.include_router(embeddings.router)
     app.include_router(ollama.router)
+    app.include_router(tokens.router)
     app.include_router(native.router)
-    gather_schemas(app)
+    app.include_router(rerank.router)
+    app.include_router(benchmark.router)
+    app.include_router(openapi.router)
+    openapi.install(app)
     return app
-
-
-def gather_schemas(app: FastAPI) -> None:
-    """Move the definitions that hang under single bodies into the components of the OpenAPI document."""
-    document = app.openapi()
-    components = document.setdefault("components", {}).setdefault("schemas", {})
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-            components.update(content.get("schema", {}).pop("$defs", {}))
