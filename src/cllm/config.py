@@ -48,6 +48,9 @@ class Server(Section):
         default=False,
         description="Refuse requests with parameters that are not known (400); else these are counted and ignored.",
     )
+    benchmark: bool = Field(
+        default=False, description="Let clients run POST /benchmark, which keeps the engine busy for up to a minute."
+    )
     drain_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="Seconds that running streams get to end after SIGTERM."
     )

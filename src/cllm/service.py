@@ -122,16 +122,16 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
-        self._chat_template = ChatTemplate(vocabulary)
+        self.chat_template = ChatTemplate(vocabulary)
         self._chat_form = ChatForm(vocabulary)
         self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is served any longer."""
-        self._grammars.kill()
+        await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -183,11 +183,12 @@ class Service:
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        self._check_generates()
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        encode = partial(self._chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
+        encode = partial(self.chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
         if len(str(chat.messages)) + len(str(tools)) < LONG_TEXT:
             return encode()
         self._check_room(terms, length)
@@ -222,10 +223,8 @@ class Service:
 
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
+        self._check_generates()
         info = self.info
-        if not info.generates:
-            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
-            raise BadRequest(message, param="model", code="unsupported_model")
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
@@ -234,6 +233,11 @@ class Service:
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
         self.check_ready()
+
+    def _check_generates(self) -> None:
+        if not self.info.generates:
+            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            raise BadRequest(message, param="model", code="unsupported_model")
 
     def check_ready(self) -> None:
         """Raise EngineError while nothing is taken."""

@@ -45,4 +45,4 @@ def test_every_route_that_reads_a_body_says_so():
 
 def test_every_route_is_on_the_page():
     text = page()
-    assert [route.path for route in routes() if f" {route.path}\n" not in text] == []
+    assert [route.path for route in routes() if route.tags and f" {route.path}\n" not in text] == []

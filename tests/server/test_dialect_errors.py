@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -347,6 +348,49 @@ def test_a_stream_that_breaks_says_so(start_server):
             thread.join()
     assert len(errors) == 2
     assert server.process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_while_the_engine_is_away_and_in_strict_mode(start_server):
+    """503 and when to come back; and 400 for parameters that nobody knows, wherever they are."""
+    server = start_server("--backend.name", "fake", "--server.strict")
+    faults = [
+        ({"zzz": 1}, {"zzz": 1}, "zzz"),
+        ({"thinking": {"type": "disabled", "zzz": 1}}, {"options": {"zzz": 1}}, ".zzz"),
+    ]
+    for patch, other, name in faults:
+        answer = server.client.post("/v1/messages", json={**ANTHROPIC, **patch})
+        assert name in check_anthropic(answer, 400, "invalid_request_error")
+        assert name in check_ollama(server.client.post("/api/chat", json={**OLLAMA, **other}), 400)
+    known = {**ANTHROPIC, "service_tier": "auto", "output_config": {"effort": "low"}}
+    assert server.client.post("/v1/messages", json=known).status_code == 200
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    wait_for(lambda: server.client.get("/ready").status_code == 503)
+    answers = [server.client.post(path, json=body) for path, body in ROUTES]
+    check_anthropic(answers[0], 503, "api_error")
+    check_ollama(answers[1], 503)
+    assert all(answer.headers["retry-after"] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/health", None),
+        ("GET", "/nope", None),
+        ("HEAD", "/", None),
+        ("POST", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "stream": True}),
+        ("POST", "/v1/messages", {**ANTHROPIC, "stream": True}),
+        ("POST", "/api/chat", {**OLLAMA, "stream": True}),
+    ],
+)
+def test_every_answer_has_the_id_of_its_request(fake_server, method, path, body):
+    """Under both names that clients look for, ours and never the client's, another one each time."""
+    headers = {"x-request-id": "mine", "request-id": "mine"}
+    answers = [fake_server.client.request(method, path, json=body, headers=headers) for _ in range(2)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert ids == [answer.headers["request-id"] for answer in answers]
+    assert ids[0] != ids[1]
+    assert "mine" not in ids
 
 
 def test_clients_raise_their_own_errors(fake_server):

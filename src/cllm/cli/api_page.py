@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 from fastapi.routing import APIRoute
 
 from cllm.server.app import routes
-from cllm.server.body import Body, RequestBody
+from cllm.server.body import Body
+from cllm.server.openapi import model_of
 
 INTRODUCTION = """\
 # API
@@ -37,7 +38,7 @@ def page() -> str:
 
 def sections() -> Iterator[str]:
     yield INTRODUCTION
-    found = routes()
+    found = [route for route in routes() if route.tags]  # all but the OpenAPI document and its page
     shown: dict[type[Body], str] = {}
     for dialect in dict.fromkeys(map(dialect_of, found)):
         yield f"## {dialect}\n"
@@ -68,7 +69,10 @@ def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
 
 
 def body_model(route: APIRoute) -> type[Body] | None:
-    return route.openapi_extra.model if isinstance(route.openapi_extra, RequestBody) else None
+    name = (route.openapi_extra or {}).get("x-models", {}).get("body")
+    model = None if name is None else model_of(name)
+    assert model is None or issubclass(model, Body)
+    return model
 
 
 def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:

@@ -7,14 +7,15 @@ from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
-from cllm.server import errors
+from cllm.server import errors, openapi
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
+from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import batches, embeddings, files, responses
+from cllm.server.openai import batches, embeddings, files, responses, tokens
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
@@ -28,7 +29,11 @@ ROUTERS = (
     files.router,
     batches.router,
     ollama.router,
+    tokens.router,
     native.router,
+    rerank.router,
+    benchmark.router,
+    openapi.router,
 )
 
 
@@ -37,6 +42,8 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         title="cLLM",
         version=__version__,
         summary="GGUF language models for many at once",
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -49,20 +56,10 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.state.routes = routes()
-    gather_schemas(app)
+    openapi.install(app)
     return app
 
 
 def routes() -> list[APIRoute]:
-    """All of them, those of one dialect together."""
+    """All that the OpenAPI document has, those of one dialect together, and Anthropic's that are like OpenAI's."""
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-
-
-def gather_schemas(app: FastAPI) -> None:
-    """Move the definitions that hang under single bodies into the components of the OpenAPI document."""
-    document = app.openapi()
-    components = document.setdefault("components", {}).setdefault("schemas", {})
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            for content in operation.get("requestBody", {}).get("content", {}).values():
-                components.update(content.get("schema", {}).pop("$defs", {}))

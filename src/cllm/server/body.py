@@ -38,18 +38,51 @@ class Body(pydantic.BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
 
 
-class RequestBody(dict[str, Any]):
-    """The OpenAPI entry of a body that its route reads by itself, and the ``model`` it is made from."""
-
-    model: type[Body]
+class Shape(pydantic.BaseModel):
+    """Base of what answers look like. For the OpenAPI document alone: nothing checks an answer on its way."""
 
 
-def documented(model: type[Body], media_type: str = "application/json") -> RequestBody:
-    """What a route says of its body; app.py moves ``$defs`` to where they belong."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    entry = RequestBody(requestBody={"required": True, "content": {media_type: {"schema": schema}}})
-    entry.model = model
-    return entry
+class ErrorObject(Shape):
+    """OpenAI's, with always all four keys."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    error: ErrorObject
+
+
+def documented(
+    body: type[Body] | None = None,
+    answer: type[pydantic.BaseModel] | None = None,
+    *,
+    takes: str = "application/json",
+    stream: str = "",
+    error: type[pydantic.BaseModel] = Error,
+) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads and writes by itself, as in
+
+    @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
+
+    body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may
+    be missing. takes: the media type of the body. stream: that of the answer, if the route can answer as a stream too.
+    error: of the 4xx and 5xx, in the dialect's form. All are classes of a module, not of a function. Examples:
+    ``model_config = example(name=value)`` in a class; every body has one. The route's docstring is its description.
+
+    openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes its time;
+    tests/server/test_openapi.py sends requests made from them and compares the answers with them.
+    """
+    models = {"body": body, "answer": answer, "error": error}
+    named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}
+    return {"x-models": {**named, "takes": takes, "stream": stream}}
+
+
+def example(**values: Any) -> pydantic.ConfigDict:
+    """The configuration of a model that is shown with ``values``."""
+    return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
 
 
 def check_parameters(value: dict[str, Any], model: type[Body], request: Request, path: str = "") -> None:
@@ -144,8 +177,12 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """``location`` without the names that pydantic gives to the members of a union: str, list[int] and the like."""
-    return [part for part in location if isinstance(part, int) or (part.isidentifier() and part not in UNION_MEMBERS)]
+    """``location`` without the names that pydantic gives to the members of a union: str, list[int], a class."""
+
+    def is_field(part: str) -> bool:
+        return part.isidentifier() and part not in UNION_MEMBERS and not part[0].isupper()
+
+    return [part for part in location if isinstance(part, int) or is_field(part)]
 
 
 def explain(error: pydantic.ValidationError) -> BadRequest:

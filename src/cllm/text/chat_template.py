@@ -53,28 +53,34 @@ class ChatTemplate:
 
         Raises BadRequest if the model has no template or the template refuses the messages.
         """
+        return self.tokenize(self.render(messages, tools, **variables))
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
+        """The text of that prompt, with fences around what is plain text. Raises what ``encode`` raises.
+
+        With ``add_generation_prompt=False`` nothing asks for another message.
+        """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
         try:
-            text = self._template.render(
-                messages=self._fenced(self._adapted(messages)),
-                tools=self._fenced(tools) or None,
-                add_generation_prompt=True,
+            return self._template.render(
+                messages=self.fenced(self._adapted(messages)),
+                tools=self.fenced(tools) or None,
                 **self._vocabulary.special_texts,
-                **variables,
+                **{"add_generation_prompt": True, **variables},
             )
         except TemplateRefusal as error:
             raise BadRequest(f"The chat template refused the messages: {str(error)[:200]}", param="messages") from None
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             raise BadRequest(f"The chat template failed: {str(error)[:200]}", param="messages") from None
-        return self.tokenize(text)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Tokens of rendered text; what lies between fences is plain text."""
         tokenize = self._vocabulary.tokenize
         begin = self._vocabulary.special_texts["bos_token"]
         first, *others = text.split(OPEN)
-        tokens = tokenize(first, add_special=not (begin and first.startswith(begin)), parse_special=True)
+        add_special = add_special and not (begin and first.startswith(begin))
+        tokens = tokenize(first, add_special=add_special, parse_special=True)
         for part in others:
             fenced, _, rest = part.partition(CLOSE)
             tokens += tokenize(fenced, add_special=False, parse_special=False)
@@ -125,13 +131,14 @@ class ChatTemplate:
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
 
-    def _fenced(self, value: Any) -> Any:
+    def fenced(self, value: Any) -> Any:
+        """``value`` with fences around the control tokens that its texts spell out."""
         if isinstance(value, str):
             return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
         if isinstance(value, list):
-            return [self._fenced(item) for item in value]
+            return [self.fenced(item) for item in value]
         if isinstance(value, dict):
-            return {self._fenced(key): self._fenced(item) for key, item in value.items()}
+            return {self.fenced(key): self.fenced(item) for key, item in value.items()}
         return value
 
 

@@ -17,6 +17,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from cllm.errors import BadRequest
+from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
@@ -42,8 +43,11 @@ class Route(APIRoute):
 router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 
-@router.post("/messages", openapi_extra=documented(MessagesBody))
+@router.post(
+    "/messages", openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error)
+)
 async def messages(request: Request) -> Response:
+    """The next message of a conversation, whole or as a stream of events."""
     service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, MessagesBody)
@@ -63,7 +67,7 @@ async def messages(request: Request) -> Response:
     return Response(to_json(message), headers=headers, media_type="application/json")
 
 
-@router.post("/messages/count_tokens", openapi_extra=documented(CountBody))
+@router.post("/messages/count_tokens", openapi_extra=documented(CountBody, TokenCount, error=Error))
 async def count_tokens(request: Request) -> dict[str, int]:
     """The prompt's tokens, counted by the tokenizer and the template that would be used."""
     service: Service = request.app.state.service

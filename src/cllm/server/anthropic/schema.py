@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, named
+from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.service import Terms
@@ -120,6 +120,8 @@ class Metadata(Body):
 class CountBody(Body):
     """What makes a prompt: POST /v1/messages/count_tokens."""
 
+    model_config = example(model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+
     ignored: ClassVar = {
         "cache_control": CACHED,
         "context_management": "messages are read as they are sent, and none is left out",
@@ -194,6 +196,13 @@ class CountBody(Body):
 
 class MessagesBody(CountBody, TermsBody):
     """POST /v1/messages."""
+
+    model_config = example(
+        model="cllm-builtin",
+        max_tokens=100,
+        system="Answer shortly.",
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}],
+    )
 
     ignored: ClassVar = {
         **CountBody.ignored,

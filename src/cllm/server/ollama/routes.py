@@ -18,6 +18,18 @@ from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.ollama import pull
+from cllm.server.ollama.answers import (
+    Chatted,
+    Embedded,
+    EmbeddedText,
+    Error,
+    Generated,
+    Pulled,
+    Running,
+    Shown,
+    Tags,
+    Version,
+)
 from cllm.server.ollama.card import Card, read_card
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
@@ -48,13 +60,13 @@ async def alive() -> Response:
 
 
 @router.head("/api/version", include_in_schema=False)
-@router.get("/api/version")
+@router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
 async def version() -> dict[str, str]:
     """The version of Ollama's API; the server's own is at /."""
     return {"version": API_VERSION}
 
 
-@router.post("/api/generate", openapi_extra=documented(GenerateBody))
+@router.post("/api/generate", openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error))
 async def generate(request: Request) -> Response:
     """Continue a prompt: as the first message of a chat, or with ``raw`` as it is."""
     service: Service = request.app.state.service
@@ -75,7 +87,7 @@ async def generate(request: Request) -> Response:
     return await respond(request, body, generation, clock, chat=False)
 
 
-@router.post("/api/chat", openapi_extra=documented(ChatBody))
+@router.post("/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error))
 async def chat(request: Request) -> Response:
     """The next message of a conversation."""
     service: Service = request.app.state.service
@@ -116,7 +128,7 @@ async def respond(
     return json_answer(content, headers)
 
 
-@router.post("/api/embed", openapi_extra=documented(EmbedBody))
+@router.post("/api/embed", openapi_extra=documented(EmbedBody, Embedded, error=Error))
 async def embed_texts(request: Request) -> Response:
     """Vectors of one or more texts."""
     service: Service = request.app.state.service
@@ -138,7 +150,7 @@ async def embed_texts(request: Request) -> Response:
     return json_answer({**content, "prompt_eval_count": found.num_tokens})
 
 
-@router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody))
+@router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))
 async def embeddings(request: Request) -> Response:
     """The vector of one text."""
     service: Service = request.app.state.service
@@ -150,14 +162,14 @@ async def embeddings(request: Request) -> Response:
 
 
 @router.head("/api/tags", include_in_schema=False)
-@router.get("/api/tags")
+@router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
 async def tags(request: Request) -> Response:
     """The models that are here: the one that is served."""
     card = await card_of(request)
     return json_answer({"models": [{**entry(request, card), "modified_at": card.modified}]})
 
 
-@router.get("/api/ps")
+@router.get("/api/ps", openapi_extra=documented(answer=Running, error=Error))
 async def running(request: Request) -> Response:
     """The models that are loaded."""
     service: Service = request.app.state.service
@@ -179,7 +191,7 @@ async def running(request: Request) -> Response:
     return json_answer({"models": [loaded_model]})
 
 
-@router.post("/api/show", openapi_extra=documented(ShowBody))
+@router.post("/api/show", openapi_extra=documented(ShowBody, Shown, error=Error))
 async def show(request: Request) -> Response:
     """What the model's file says of it, and what it can."""
     service: Service = request.app.state.service
@@ -202,7 +214,7 @@ async def show(request: Request) -> Response:
     )
 
 
-@router.post("/api/pull", openapi_extra=documented(PullBody))
+@router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it."""
     return await pull.pull(request, await read_body(request, PullBody))

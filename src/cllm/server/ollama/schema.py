@@ -9,7 +9,7 @@ from pydantic import Field
 
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, named
+from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.text.chat import Chat, Effort
@@ -126,6 +126,8 @@ class GenerationBody(TermsBody):
 class GenerateBody(GenerationBody):
     """POST /api/generate."""
 
+    model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?", stream=False)
+
     refused: ClassVar = {
         **GenerationBody.refused,
         "context": "send the conversation to /api/chat; what its beginning has cost before is not paid again",
@@ -182,6 +184,10 @@ class Tool(Body):
 class ChatBody(GenerationBody):
     """POST /api/chat."""
 
+    model_config = example(
+        model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}], options={"temperature": 0}
+    )
+
     refused: ClassVar = {
         **GenerationBody.refused,
         "logprobs": "they are not supported yet",
@@ -232,6 +238,8 @@ class ChatBody(GenerationBody):
 class EmbedBody(TermsBody):
     """POST /api/embed."""
 
+    model_config = example(model="cllm-builtin", input=["What is 27 plus 45?", "Paris is in France."])
+
     ignored: ClassVar = {
         "keep_alive": "the model stays loaded as long as the server runs",
         "options": "they speak of generated text and of loading the model",
@@ -245,6 +253,8 @@ class EmbedBody(TermsBody):
 
 class EmbeddingsBody(TermsBody):
     """POST /api/embeddings, the earlier form."""
+
+    model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?")
 
     ignored: ClassVar = EmbedBody.ignored
 
@@ -267,10 +277,14 @@ class NameBody(Body):
 
 
 class ShowBody(NameBody):
+    model_config = example(model="cllm-builtin")
+
     ignored: ClassVar = {"verbose": "the lists of the vocabulary are never shown"}
 
 
 class PullBody(NameBody):
+    model_config = example(model="hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0")
+
     ignored: ClassVar = {
         "insecure": "the hub is asked as HF_ENDPOINT says",
         "username": "access to the hub goes by HF_TOKEN",

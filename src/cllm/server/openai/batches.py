@@ -13,13 +13,14 @@ from pydantic import Field
 from starlette.requests import Request
 
 from cllm.config import Settings
-from cllm.server.body import Body, documented, read_body
+from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.batch_record import BatchRecord
 from cllm.server.openai.batch_runner import Batches, Endpoint
 from cllm.server.openai.file_store import FileStore
 from cllm.server.openai.files import ExpiresAfter, opened
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_schema import Metadata
+from cllm.server.openai.stored_answers import BatchList, BatchObject
 from cllm.server.queueing import account
 from cllm.service import Service
 
@@ -30,6 +31,8 @@ SECONDS = {"h": 3600, "d": 86_400}
 
 
 class BatchBody(Body):
+    model_config = example(input_file_id="file-1", endpoint="/v1/chat/completions", completion_window="24h")
+
     input_file_id: Annotated[str, Field(max_length=200)]
     endpoint: Endpoint
     completion_window: Annotated[
@@ -49,7 +52,7 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
     return Batches(app, folder, files, settings.scheduler.max_num_seqs)
 
 
-@router.post("", openapi_extra=documented(BatchBody))
+@router.post("", openapi_extra=documented(BatchBody, BatchObject))
 async def create(request: Request) -> dict[str, Any]:
     """Compute all requests of a file that was uploaded before, when nobody waits for an answer.
 
@@ -79,7 +82,7 @@ async def create(request: Request) -> dict[str, Any]:
     return record.public()
 
 
-@router.get("")
+@router.get("", openapi_extra=documented(answer=BatchList))
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
@@ -88,13 +91,13 @@ async def list_batches(
     return page([record.public() for record in records], after, limit)
 
 
-@router.get("/{batch_id}")
+@router.get("/{batch_id}", openapi_extra=documented(answer=BatchObject))
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
     """How far a batch is, and where its answers are."""
     return opened(request).get(batch_id, account(request, None)).public()
 
 
-@router.post("/{batch_id}/cancel")
+@router.post("/{batch_id}/cancel", openapi_extra=documented(answer=BatchObject))
 async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
     """End a batch with the answers that it has so far."""
     batches = opened(request)

@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, check_parameters, documented, explain
+from cllm.server.body import Body, check_parameters, documented, example, explain
 from cllm.server.openai.batch_runner import Batches
 from cllm.server.openai.file_store import StoredFile, new_file
 from cllm.server.openai.paging import page
+from cllm.server.openai.stored_answers import Deleted, FileList, FileObject
 from cllm.server.queueing import account
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
@@ -36,6 +37,10 @@ class ExpiresAfter(Body):
 class UploadBody(Body):
     """Sent as multipart/form-data; ``expires_after`` as expires_after[anchor] and expires_after[seconds]."""
 
+    model_config = example(
+        file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
+    )
+
     file: Annotated[
         str, Field(max_length=1024, description="JSON lines, one request each.", json_schema_extra={"format": "binary"})
     ]
@@ -43,7 +48,7 @@ class UploadBody(Body):
     expires_after: ExpiresAfter | None = None
 
 
-@router.post("", openapi_extra=documented(UploadBody, "multipart/form-data"))
+@router.post("", openapi_extra=documented(UploadBody, FileObject, takes="multipart/form-data"))
 async def upload(request: Request) -> dict[str, Any]:
     """Keep a file: the requests of a batch."""
     store = opened(request).files
@@ -72,7 +77,7 @@ async def upload(request: Request) -> dict[str, Any]:
     return file_object(file)
 
 
-@router.get("")
+@router.get("", openapi_extra=documented(answer=FileList))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -86,13 +91,13 @@ async def list_files(
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
 
-@router.get("/{file_id}")
+@router.get("/{file_id}", openapi_extra=documented(answer=FileObject))
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
     """What is known of a file."""
     return file_object(opened(request).files.get(file_id, account(request, None)))
 
 
-@router.get("/{file_id}/content")
+@router.get("/{file_id}/content", openapi_extra=documented(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
     """What a file holds, byte by byte."""
     store = opened(request).files
@@ -101,7 +106,7 @@ async def content(request: Request, file_id: str) -> Response:
     return StreamingResponse(chunks(store.open(file)), headers=headers, media_type="application/octet-stream")
 
 
-@router.delete("/{file_id}")
+@router.delete("/{file_id}", openapi_extra=documented(answer=Deleted))
 async def delete(request: Request, file_id: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
     batches = opened(request)

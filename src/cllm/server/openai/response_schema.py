@@ -10,7 +10,7 @@ import pydantic
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, explain
+from cllm.server.body import Body, example, explain
 from cllm.server.openai.schema import ChatBody, Count, Function, GenerationBody
 
 MAX_ITEMS = 10_000
@@ -194,6 +194,7 @@ class ResponseStreamOptions(Body):
 
 
 class ResponseBody(GenerationBody):
+    model_config = example(input="What is 27 plus 45?", temperature=0)
     ignored: ClassVar[Mapping[str, str]] = {
         "service_tier": "there is one tier; `priority` says how urgent a request is",
         "prompt_cache_key": "prefixes are found by their tokens",

@@ -18,6 +18,7 @@ from cllm.server.openai.response_schema import ResponseBody, new_id, renamed
 from cllm.server.openai.response_store import ResponseStore
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.routes import chat_generation, check_model
+from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import BATCH_OWNER, account, place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Generation, Service
@@ -25,7 +26,7 @@ from cllm.service import Answer, Generation, Service
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 
-@router.post("", openapi_extra=documented(ResponseBody))
+@router.post("", openapi_extra=documented(ResponseBody, ResponseObject, stream="text/event-stream"))
 async def create(request: Request) -> Response:
     """Answer, and keep the answer, so that the next request can go on from it by its id.
 
@@ -45,14 +46,14 @@ async def create(request: Request) -> Response:
     return Response(to_json(events.response), headers=headers, media_type="application/json")
 
 
-@router.post("/input_tokens", openapi_extra=documented(ResponseBody))
+@router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> dict[str, Any]:
     """How many tokens the prompt of such a response has."""
     generation, _ = await generation_of(request, await read_body(request, ResponseBody))
     return {"object": "response.input_tokens", "input_tokens": len(generation.prompts[0])}
 
 
-@router.get("/{response_id}")
+@router.get("/{response_id}", openapi_extra=documented(answer=ResponseObject))
 async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
     """A response that is kept."""
     if stream:
@@ -62,14 +63,14 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/{response_id}")
+@router.delete("/{response_id}", openapi_extra=documented(answer=Deleted))
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
     """Forget a response; those that go on from it cannot be gone on from any longer."""
     kept(request).delete(response_id, account(request, None))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/{response_id}/cancel")
+@router.post("/{response_id}/cancel", openapi_extra=documented(answer=ResponseObject))
 async def cancel(request: Request, response_id: str) -> Response:
     """Always refused: nothing is computed in the background."""
     kept(request).get(response_id, account(request, None))
@@ -77,7 +78,7 @@ async def cancel(request: Request, response_id: str) -> Response:
     raise BadRequest(message, param="response_id", code="unsupported_operation")
 
 
-@router.get("/{response_id}/input_items")
+@router.get("/{response_id}/input_items", openapi_extra=documented(answer=ItemList))
 async def input_items(
     request: Request,
     response_id: str,

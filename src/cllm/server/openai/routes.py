@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.openai.answers import ChatCompletion, Completion, ModelList, ModelObject
 from cllm.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from cllm.server.openai.stream import Chunks, Whole, usage_object
 from cllm.server.queueing import place_headers
@@ -23,8 +24,9 @@ from cllm.service import Answer, Generation, Service
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions", openapi_extra=documented(ChatBody))
+@router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
+    """The next message of a conversation; with ``stream`` as server-sent events."""
     body = await read_body(request, ChatBody)
     check_model(body.model, request.app.state.service)
     generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
@@ -41,8 +43,9 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
     return await service.prepare(request_id, body.chat(), params, body.terms(request), param)
 
 
-@router.post("/completions", openapi_extra=documented(CompletionBody))
+@router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
 async def completions(request: Request) -> Response:
+    """A prompt, or some, continued; with ``stream`` as server-sent events."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
     check_model(body.model, service)
@@ -58,13 +61,15 @@ async def completions(request: Request) -> Response:
     return await respond(request, body, generation, chat=False)
 
 
-@router.get("/models")
+@router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
+    """The model that is served."""
     return {"object": "list", "data": [model_object(request.app.state.service)]}
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model that is served, if that is its name."""
     check_model(name, request.app.state.service)
     return model_object(request.app.state.service)
 

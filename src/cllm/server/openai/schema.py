@@ -9,7 +9,7 @@ from pydantic import Field
 
 from cllm.core.params import LARGEST, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body
+from cllm.server.body import Body, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
@@ -179,6 +179,10 @@ class TemplateVariables(Body):
 
 
 class ChatBody(GenerationBody):
+    model_config = example(
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}], temperature=0, max_tokens=50, stream=False
+    )
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -222,6 +226,8 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
+    model_config = example(prompt="27 plus 45 is", temperature=0, max_tokens=16)
+
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Count | None = 16
     echo: bool | None = None
