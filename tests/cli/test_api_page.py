@@ -39,8 +39,9 @@ def test_no_parameter_of_openai_is_unknown(path):
 
 def test_every_route_that_reads_a_body_says_so():
     """So that its parameters stand on the page, and in the OpenAPI document."""
-    posts = {route.path for route in routes() if "POST" in route.methods and body_model(route) is None}
-    assert {path for path in posts if not path.endswith(WITHOUT_BODY)} == set()
+    posts = [route for route in routes() if "POST" in route.methods and route.include_in_schema]
+    silent = [route.path for route in posts if body_model(route) is None]
+    assert [path for path in silent if not path.endswith(WITHOUT_BODY)] == []
 
 
 def test_every_route_is_on_the_page():

@@ -319,7 +319,8 @@ class Batches:
 
 def endpoint_of(app: FastAPI, path: str) -> APIRoute:
     """The route of an endpoint."""
-    return next(route for route in app.state.routes if route.path == path)
+    routes: list[APIRoute] = app.state.routes
+    return next(route for route in routes if route.path == path)
 
 
 def request_of(app: FastAPI, record: BatchRecord, body: bytes) -> Request:
