@@ -1,4 +1,4 @@
-"""Tiny models with random weights of the kinds whose memory is not plain attention: what they say is noise.
+"""Tiny models with random weights, whose memory is not plain attention or who are encoders: what they say is noise.
 
 Their weights are large enough that every token of the past changes the logits.
 """
@@ -55,7 +55,28 @@ class Weights:
         yield f"{prefix}.shortconv.in_proj.weight", self.matrix(3 * WIDTH, WIDTH)
         yield f"{prefix}.shortconv.out_proj.weight", self.matrix(WIDTH, WIDTH)
 
+    def encoder(self, *, ranks: bool) -> Tensors:
+        yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
+        yield "token_types.weight", self.matrix(2, WIDTH)
+        yield "position_embd.weight", self.matrix(CONTEXT, WIDTH)
+        yield from norm("token_embd_norm")
+        for layer in range(LAYERS):
+            prefix = f"blk.{layer}"
+            yield from self.attention(prefix)
+            yield from norm(f"{prefix}.attn_output_norm")
+            yield f"{prefix}.ffn_up.weight", self.matrix(FEED_FORWARD, WIDTH)
+            yield f"{prefix}.ffn_up.bias", np.zeros(FEED_FORWARD, np.float32)
+            yield f"{prefix}.ffn_down.weight", self.matrix(WIDTH, FEED_FORWARD)
+            yield f"{prefix}.ffn_down.bias", np.zeros(WIDTH, np.float32)
+            yield from norm(f"{prefix}.layer_output_norm")
+        if ranks:
+            yield "cls.output.weight", self.matrix(1, WIDTH)
+            yield "cls.output.bias", np.zeros(1, np.float32)
+
     def of(self, kind: str) -> Tensors:
+        if kind in ENCODERS:
+            yield from self.encoder(ranks=kind == "reranker")
+            return
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
         yield "output.weight", self.matrix(VOCABULARY, WIDTH)
         yield "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight", np.ones(WIDTH, np.float32)
@@ -77,9 +98,21 @@ class Weights:
             yield from self.feed_forward(prefix)
 
 
+def norm(name: str) -> Tensors:
+    yield f"{name}.weight", np.ones(WIDTH, np.float32)
+    yield f"{name}.bias", np.zeros(WIDTH, np.float32)
+
+
+ENCODERS = {
+    "bert": gguf.PoolingType.MEAN,
+    "bert_cls": gguf.PoolingType.CLS,
+    "reranker": gguf.PoolingType.RANK,
+}
+
+
 def write_tiny_model(kind: str, path: Path) -> None:
-    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent) or gemma3 (a sliding window)."""
-    writer = gguf.GGUFWriter(path, kind)
+    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3 (a sliding window), or ENCODERS."""
+    writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
     writer.add_name(f"tiny {kind}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
@@ -87,7 +120,12 @@ def write_tiny_model(kind: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_feed_forward_length(0 if kind == "mamba" else FEED_FORWARD)
     writer.add_head_count(0 if kind == "mamba" else HEADS)
-    if kind == "mamba":
+    if kind in ENCODERS:
+        writer.add_layer_norm_eps(1e-6)
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(ENCODERS[kind])
+        writer.add_token_type_count(2)
+    elif kind == "mamba":
         writer.add_ssm_conv_kernel(CONV)
         writer.add_ssm_inner_size(INNER)
         writer.add_ssm_state_size(STATE)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +75,59 @@ async def embed(service: Service, texts: list[list[int]], params: Iterable[str],
     return Embedding(rows, num_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """scores: of the documents in their order, the higher the better; by_model: the model was made to rank, else they
+    are the cosines of the vectors. num_tokens: read, of all texts.
+    """
+
+    scores: list[float]
+    by_model: bool
+    num_tokens: int
+
+
+async def rank(service: Service, query: str, documents: list[str], terms: Terms) -> Ranking:
+    """How well each document fits ``query``. Raises what ``embed`` raises, naming query or documents[i]."""
+    params = names("documents", len(documents))
+    if service.info.pooling == "rank":
+        pairs = await encode_pairs(service, query, documents, params)
+        rows, num_tokens = await compute(service, pairs, params, terms)
+        return Ranking(rows[:, 0].tolist(), True, num_tokens)
+    params = ["query", *params]
+    texts = await encode_texts(service, [query, *documents], params)
+    rows, num_tokens = await compute(service, texts, params, terms)
+    return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
+
+
+async def encode_pairs(service: Service, query: str, documents: list[str], params: list[str]) -> list[list[int]]:
+    """What the model reads of each document with the query, in the form that it was made for."""
+    vocabulary, chat_template = service.vocabulary, service.chat_template
+    limit, longest = service.info.max_embedding_tokens, service.longest_piece
+    for document, param in zip(documents, params, strict=True):
+        if (length := len(query) + len(document)) > limit * longest:
+            raise too_long(param, length // longest, limit, at_least=True)
+
+    def with_template(template: str) -> list[list[int]]:
+        parts: list[str] = re.split(r"(\{query\}|\{document\})", template)
+        asked, read = chat_template.fenced(query), map(chat_template.fenced, documents)
+        return [
+            chat_template.tokenize(
+                "".join({"{query}": asked, "{document}": text}.get(part, part) for part in parts), add_special=False
+            )
+            for text in read
+        ]
+
+    def encode() -> list[list[int]]:
+        if vocabulary.rerank_template is not None:
+            return with_template(vocabulary.rerank_template)
+        before, between, behind = vocabulary.pair_tokens
+        asked = vocabulary.tokenize(query, add_special=False, parse_special=False)
+        read = (vocabulary.tokenize(document, add_special=False, parse_special=False) for document in documents)
+        return [[*before, *asked, *between, *tokens, *behind] for tokens in read]
+
+    return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
+
+
 async def compute(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> tuple[Vectors, int]:
     """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
     check(service, texts, list(params))
@@ -118,24 +174,22 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
 
 async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
     """All vectors of a request. Raises RequestTimeout, by whichever limit is reached first, and EngineError."""
-    limits = [
-        (terms.deadline, "took longer than its deadline_ms", "deadline_exceeded", waiter.done),
-        (request_timeout, "took longer than request_timeout allows", "request_timeout", waiter.done),
-        (terms.queue_timeout, "waited longer than its queue_timeout_ms", "queue_timeout", waiter.begun),
-    ]
     begun = time.monotonic()
-    for seconds, what, code, awaited in sorted((limit for limit in limits if limit[0] is not None), key=by_seconds):
-        assert seconds is not None
-        left = max(0.0, begun + seconds - time.monotonic())
-        await asyncio.wait({awaited, waiter.done}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not (awaited.done() or waiter.done.done()):
-            limit = f"{round(seconds * 1000)} ms"
-            raise RequestTimeout(f"The request {what}, {limit}.", code)
-    return await waiter.done
-
-
-def by_seconds(limit: tuple[float | None, str, str, object]) -> float:
-    return limit[0] or 0.0
+    deadline = terms.deadline if terms.deadline is not None else math.inf
+    limit = min(deadline, request_timeout if request_timeout is not None else math.inf)
+    if terms.queue_timeout is not None and terms.queue_timeout < limit:
+        futures: set[asyncio.Future[Any]] = {waiter.begun, waiter.done}
+        if not (await asyncio.wait(futures, timeout=terms.queue_timeout, return_when=asyncio.FIRST_COMPLETED))[0]:
+            message = f"The request waited longer than its queue_timeout_ms, {round(terms.queue_timeout * 1000)}."
+            raise RequestTimeout(message, "queue_timeout")
+    left = max(0.0, begun + limit - time.monotonic()) if limit < math.inf else None
+    if (await asyncio.wait({waiter.done}, timeout=left))[0]:
+        return waiter.done.result()
+    if limit == deadline:
+        raise RequestTimeout(
+            f"The request took longer than its deadline_ms, {round(deadline * 1000)}.", "deadline_exceeded"
+        )
+    raise RequestTimeout(f"The request took longer than {limit:g} seconds.")
 
 
 def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False) -> BadRequest:

@@ -132,18 +132,18 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.dry_breakers = DryBreakers(vocabulary.pieces)
-        self._chat_template = ChatTemplate(vocabulary)
-        self._renderer = Renderer(vocabulary)
+        self.chat_template = ChatTemplate(vocabulary)
+        self.renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
         self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is served any longer."""
-        self._renderer.close()
-        self._grammars.kill()
+        self.renderer.close()
+        await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -198,17 +198,18 @@ class Service:
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        self._check_generates()
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
         if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
             self._check_room(terms, length)
-        text = await self._renderer.render(chat.messages, tools, self._chat_form.variables(chat))
+        text = await self.renderer.render(chat.messages, tools, **self._chat_form.variables(chat))
         self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
         if len(text) < LONG_TEXT:
-            return self._chat_template.tokenize(text)
-        return await asyncio.to_thread(self._chat_template.tokenize, text)
+            return self.chat_template.tokenize(text)
+        return await asyncio.to_thread(self.chat_template.tokenize, text)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
@@ -239,10 +240,8 @@ class Service:
 
     def check(self, generation: Generation) -> None:
         """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
+        self._check_generates()
         info = self.info
-        if not info.generates:
-            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
-            raise BadRequest(message, param="model", code="unsupported_model")
         generation.params.check_vocabulary(info.vocabulary_size)
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
@@ -251,6 +250,11 @@ class Service:
                 f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
             )
         self.check_ready()
+
+    def _check_generates(self) -> None:
+        if not self.info.generates:
+            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            raise BadRequest(message, param="model", code="unsupported_model")
 
     def check_ready(self) -> None:
         """Raise EngineError while nothing is taken."""

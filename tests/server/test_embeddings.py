@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
+import os
+import signal
+import time
 
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -97,3 +102,70 @@ def test_metrics(fake_server, client) -> None:
     assert fake_server.metric("embeddings_total") == before[0] + 2
     assert fake_server.metric("embedding_tokens_total") == before[1] + 5
     assert fake_server.metric("embedding_tokens_computed") == computed + 5
+
+
+def slow_body(num_texts: int = 600) -> dict:
+    """Some seconds of work for the fake backend: 300,000 tokens at 0.1 ms."""
+    return {"input": [[1] * 500] * num_texts}
+
+
+def test_a_deadline(fake_server) -> None:
+    answer = fake_server.client.post("/v1/embeddings", json={**slow_body(), "deadline_ms": 200})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_who_goes_away_is_forgotten(fake_server) -> None:
+    """The engine computes nothing for nobody."""
+    with pytest.raises(httpx2.TimeoutException):
+        fake_server.client.post("/v1/embeddings", json=slow_body(), timeout=0.3)
+    time.sleep(0.5)
+    computed = fake_server.metric("embedding_tokens_computed")
+    time.sleep(0.5)
+    assert fake_server.metric("embedding_tokens_computed") == computed < 200_000
+
+
+def test_a_full_queue(start_server) -> None:
+    server = start_server("--backend.name", "fake", "--scheduler.max-queue-requests", "1", "--context", "512")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: server.client.post("/v1/embeddings", json=slow_body(100)), range(6)))
+    codes = sorted(answer.status_code for answer in answers)
+    assert set(codes) == {200, 429}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+def test_the_death_of_the_engine_is_told(start_server) -> None:
+    server = start_server("--backend.name", "fake", "--context", "512")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.client.post, "/v1/embeddings", json=slow_body())
+        time.sleep(0.5)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert answer.result(10).status_code == 503
+    for _ in range(100):
+        if server.client.post("/v1/embeddings", json={"input": "a"}).status_code == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine did not come back")
+
+
+@pytest.mark.llama
+def test_beside_generation(builtin_server) -> None:
+    """Chats are answered as without it, and vectors are the same as without them."""
+    texts = [f"What is {i} plus {i + 1}?" * (1 + i % 7) for i in range(200)]
+    ask = {"messages": [{"role": "user", "content": "What is 27 plus 45?"}], "temperature": 0}
+
+    def embed() -> np.ndarray:
+        answer = builtin_server.client.post("/v1/embeddings", json={"input": texts})
+        return np.array([item["embedding"] for item in answer.json()["data"]])
+
+    def chat(_) -> str:
+        answer = builtin_server.client.post("/v1/chat/completions", json=ask).json()
+        return answer["choices"][0]["message"]["content"]
+
+    alone = embed()
+    assert np.allclose(np.linalg.norm(alone, axis=1), 1, atol=1e-5)
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        beside = pool.submit(embed)
+        assert set(pool.map(chat, range(40))) == {"72"}
+        assert (alone * beside.result()).sum(axis=1).min() > 0.999

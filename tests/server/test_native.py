@@ -116,3 +116,50 @@ def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
     assert "request_timeout" in text
     assert text.endswith("data: [DONE]\n\n")
     assert server.wait_until_idle(1)["num_seq_ids_in_use"] == 0
+
+
+def test_decode(fake_server):
+    """The way back of /encode."""
+    assert fake_server.client.post("/decode", json={"tokens": [65, 66, 258]}).json() == {"text": "AB", "length": 3}
+    assert fake_server.client.post("/decode", json={"tokens": [65, 260]}).status_code == 400
+    assert fake_server.client.post("/decode", json={"tokens": []}).status_code == 400
+
+
+def test_many_prompts(fake_server):
+    """One answer with the texts in their order, and the numbers of all."""
+    body = {"prompts": ["a", "c", "0"], "max_tokens": 3, "temperature": 0}
+    answer = fake_server.client.post("/generate", json=body).json()
+    assert [result["text"] for result in answer["results"]] == ["bcd", "def", "123"]
+    assert [result["generated_tokens"] for result in answer["results"]] == [3, 3, 3]
+    assert (answer["generated_tokens"], answer["prompt_tokens"]) == (9, 3)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": "a", "prompts": ["a"]}, {"prompts": []}, {"prompts": ["a", ""]}, {"prompts": ["a"] * 129}]
+)
+def test_one_prompt_or_many(fake_server, body):
+    """Neither none nor both."""
+    assert fake_server.client.post("/generate", json=body).status_code == 400
+    assert fake_server.client.post("/generate_stream", json={"prompts": ["a"]}).status_code == 400
+
+
+def test_benchmark_is_off(fake_server):
+    """And says how it would be on."""
+    answer = fake_server.client.post("/benchmark", json={})
+    assert answer.status_code == 403
+    assert "server.benchmark" in answer.json()["error"]["message"]
+
+
+def test_benchmark(start_server):
+    """The counts are what was asked for, and the times fit together."""
+    server = start_server("--backend.name", "fake", "--server.benchmark", "true", "--max-num-seqs", "4")
+    body = {"requests": 6, "concurrency": 3, "prompt_tokens": 10, "max_tokens": 8}
+    answer = server.client.post("/benchmark", json=body).json()
+    assert (answer["total_requests"], answer["successful_requests"], answer["success_rate"]) == (6, 6, 1)
+    assert (answer["total_prompt_tokens"], answer["total_generated_tokens"]) == (60, 48)
+    assert answer["throughput"] == pytest.approx(48 / answer["total_time"])
+    assert answer["minimum_response_time"] <= answer["average_response_time"] <= answer["maximum_response_time"]
+    assert 1 < answer["average_batch_size"] <= 3
+    assert answer["average_time_to_first_token"] < answer["average_response_time"] < answer["total_time"]
+    for wrong in ({"requests": 0}, {"concurrency": 65}, {"prompt_tokens": 1020, "max_tokens": 5}):
+        assert server.client.post("/benchmark", json=wrong).status_code == 400

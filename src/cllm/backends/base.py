@@ -164,6 +164,20 @@ class Vocabulary(Protocol):
         """The names templates use: ``bos_token``, ``eos_token``."""
         ...
 
+    @property
+    def rerank_template(self) -> str | None:
+        """What a reranker reads, with {query} and {document} in it; None if that is only ``pair_tokens``."""
+        ...
+
+    @property
+    def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
+        """What stands before, between and behind the two texts of a pair."""
+        ...
+
+    def text_of(self, token: int) -> bytes:
+        """The bytes of a token, which is in the vocabulary; of a control token its name."""
+        ...
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """``add_special``: the model's begin and end tokens; ``parse_special``: control tokens written in the text."""
         ...

@@ -146,6 +146,8 @@ class FakeBackend:
                 raise EngineError("a token outside of the vocabulary")
             if (start, length) != (before if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {before}")
+            if not tokens or length > self.info.max_embedding_tokens:
+                raise EngineError(f"{len(tokens)} tokens of a text of {length}")
             if start + len(tokens) > length or (start + len(tokens) < length and i + 1 < len(chunks)):
                 raise EngineError(f"a chunk from {start} to {start + len(tokens)} of {length}")
         last = chunks[-1]
@@ -252,9 +254,15 @@ class FakeVocabulary:
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
+    rerank_template = None
+    pair_tokens: tuple[list[int], list[int], list[int]] = ([], [END], [])
+
     def __init__(self) -> None:
         self.pieces = [bytes([i]) for i in range(256)] + [b""] * (VOCABULARY_SIZE - 256)
         self.special_texts: dict[str, Any] = {"bos_token": "", "eos_token": ""}
+
+    def text_of(self, token: int) -> bytes:
+        return CONTROL[token].encode() if token in CONTROL else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if parse_special:

@@ -56,7 +56,7 @@ class EngineClient:
         self.stats = Stats()
         self.num_restarts = 0
         self.pid: int | None = None
-        self._params = params
+        self.params = params
         self._launched = launched
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
@@ -82,7 +82,7 @@ class EngineClient:
         launched, self._launched = self._launched, None
         process = self._process = await spawn(self._take, launched)
         self.pid = process.pid
-        process.write(frame(self._params))
+        process.write(frame(self.params))
         ended: asyncio.Future[Any] = asyncio.ensure_future(process.ended.wait())
         try:
             await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)

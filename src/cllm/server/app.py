@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
-from cllm.server import errors
+from cllm.server import errors, openapi
+from cllm.server.anthropic import errors as anthropic_errors
+from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
+from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
-from cllm.server.openai import completions, embeddings
+from cllm.server.ollama import errors as ollama_errors
+from cllm.server.ollama import routes as ollama
+from cllm.server.openai import batches, completions, embeddings, files, responses, tokens
 from cllm.server.openai import routes as openai
+from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
+
+DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
+ROUTERS = (
+    anthropic.router,  # first, because it leaves to others what it does not know
+    openai.router,
+    completions.router,
+    embeddings.router,
+    responses.router,
+    files.router,
+    batches.router,
+    ollama.router,
+    tokens.router,
+    native.router,
+    rerank.router,
+    benchmark.router,
+    openapi.router,
+)
 
 
 def create_app(service: Service, settings: Settings) -> FastAPI:
@@ -19,26 +43,24 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         title="cLLM",
         version=__version__,
         summary="GGUF language models for many at once",
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
-    errors.install(app)
-    app.include_router(openai.router)
-    app.include_router(completions.router)
-    app.include_router(embeddings.router)
-    app.include_router(native.router)
-    gather_schemas(app)
+    app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
+    app.state.batches = batches.make(app, settings)
+    errors.install(app, DIALECTS)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.state.routes = routes()
+    openapi.install(app)
     return app
 
 
-def gather_schemas(app: FastAPI) -> None:
-    """Move the definitions that hang under single bodies into the components of the OpenAPI document."""
-    document = app.openapi()
-    components = document.setdefault("components", {}).setdefault("schemas", {})
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-            components.update(content.get("schema", {}).pop("$defs", {}))
+def routes() -> list[APIRoute]:
+    """All that the OpenAPI document has, those of one dialect together, and Anthropic's that are like OpenAI's."""
+    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar, get_args
 
 import pydantic
 import pydantic_core
@@ -36,22 +38,86 @@ class Body(pydantic.BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
 
 
-def documented(model: type[Body]) -> dict[str, Any]:
-    """The OpenAPI entry of a body that its route reads by itself; app.py moves ``$defs`` to where they belong."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+class Shape(pydantic.BaseModel):
+    """Base of what answers look like. For the OpenAPI document alone: nothing checks an answer on its way."""
 
 
-def check_parameters(value: dict[str, Any], model: type[Body], request: Request) -> None:
-    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted."""
+class ErrorObject(Shape):
+    """OpenAI's, with always all four keys."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    error: ErrorObject
+
+
+def documented(
+    body: type[Body] | None = None,
+    answer: type[pydantic.BaseModel] | None = None,
+    *,
+    takes: str = "application/json",
+    stream: str = "",
+    error: type[pydantic.BaseModel] = Error,
+) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads and writes by itself, as in
+
+    @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
+
+    body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may
+    be missing. takes: the media type of the body. stream: that of the answer, if the route can answer as a stream too.
+    error: of the 4xx and 5xx, in the dialect's form. All are classes of a module, not of a function. Examples:
+    ``model_config = example(name=value)`` in a class; every body has one. The route's docstring is its description.
+
+    openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes its time;
+    tests/server/test_openapi.py sends requests made from them and compares the answers with them.
+    """
+    models = {"body": body, "answer": answer, "error": error}
+    named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}
+    return {"x-models": {**named, "takes": takes, "stream": stream}}
+
+
+def example(**values: Any) -> pydantic.ConfigDict:
+    """The configuration of a model that is shown with ``values``."""
+    return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
+
+
+def check_parameters(value: dict[str, Any], model: type[Body], request: Request, path: str = "") -> None:
+    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted.
+
+    ``path``: where ``value`` lies in the body; objects that have a model of their own in it are looked at too.
+    """
     for name, why in model.refused.items():
-        if value.get(name) not in (None, False, [], {}):
-            raise BadRequest(f"Unsupported parameter: '{name}': {why}.", param=name, code="unsupported_parameter")
-    unknown = [name for name in value if not (name in model.model_fields or name in (*model.ignored, *model.refused))]
+        if value.get(name) not in (None, False, "", [], {}):
+            param = path + name
+            raise BadRequest(f"Unsupported parameter: '{param}': {why}.", param=param, code="unsupported_parameter")
+    known = {field.alias or name for name, field in model.model_fields.items()} | {*model.ignored, *model.refused}
+    unknown = [name for name in value if name not in known]
     if unknown and request.app.state.settings.server.strict:
-        name = unknown[0][:100]
-        raise BadRequest(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+        param = path + unknown[0][:100]
+        raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     request.app.state.service.metrics.unknown_parameters(len(unknown))
+    for name, inner in inner_models(model).items():
+        if isinstance(value.get(name), dict):
+            check_parameters(value[name], inner, request, f"{path}{name}.")
+
+
+@functools.cache
+def inner_models(model: type[Body]) -> dict[str, type[Body]]:
+    """The fields that are objects with a model of their own."""
+    kinds = {
+        field.alias or name: (field.annotation, *get_args(field.annotation))
+        for name, field in model.model_fields.items()
+    }
+    return {
+        name: kind
+        for name, members in kinds.items()
+        for kind in members
+        if isinstance(kind, type) and issubclass(kind, Body)
+    }
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
@@ -97,9 +163,26 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults of sampling parameters under the names that a dialect has for them."""
+    try:
+        yield
+    except BadRequest as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        message = str(error).replace(f"'{error.param}'", f"'{name}'")
+        raise BadRequest(message, param=name, code=error.code, status=error.status) from None
+
+
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """``location`` without the names that pydantic gives to the members of a union: str, list[int] and the like."""
-    return [part for part in location if isinstance(part, int) or (part.isidentifier() and part not in UNION_MEMBERS)]
+    """``location`` without the names that pydantic gives to the members of a union: str, list[int], a class."""
+
+    def is_field(part: str) -> bool:
+        return part.isidentifier() and part not in UNION_MEMBERS and not part[0].isupper()
+
+    return [part for part in location if isinstance(part, int) or is_field(part)]
 
 
 def explain(error: pydantic.ValidationError) -> BadRequest:

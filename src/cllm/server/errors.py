@@ -1,10 +1,14 @@
-"""Errors to answers, in the form that OpenAI's clients read. Nothing of a fault of ours but its existence gets out."""
+"""Errors to answers, in the form of the dialect that was spoken. Nothing of a fault of ours but its existence gets out.
+
+OpenAI's form is that of all paths that no other dialect claims.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pydantic_core
 from fastapi import FastAPI
@@ -15,6 +19,7 @@ from starlette.responses import Response
 
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
+from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
 from cllm.service import RequestTimeout
 
@@ -23,73 +28,94 @@ log = logging.getLogger("cllm.server")
 CLIENT_CLOSED_REQUEST = 499
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and OpenAI's error object, always with its four keys."""
+class Fault(NamedTuple):
+    """An error in OpenAI's words, which say the most; ``status`` is HTTP's, ``retry_after`` in seconds."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 1.0
+
+
+Form = Callable[[Fault, str], tuple[int, dict[str, Any]]]
+"""A fault and the id of its request to the status and the body of a dialect's answer."""
+
+
+class Dialect(NamedTuple):
+    """Which requests belong to it, and how their errors look."""
+
+    knows: Callable[[Request], bool]
+    form: Form
+
+
+def describe(error: Exception) -> Fault:
     if isinstance(error, BadRequest):
-        kind = "invalid_request_error"
-        return error.status, body(str(error), kind, error.param, error.code)
+        return Fault(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, RequestValidationError):  # what the framework has checked: a query
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return Fault(400, f"Invalid '{param}': {first['msg']}.", param=param, code="invalid_value")
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return Fault(error.status_code, error.detail, code=code)
     if isinstance(error, RequestTimeout):
-        return 504, body(str(error), "timeout", None, error.code)
+        return Fault(504, str(error), "timeout", code=error.code)
     if isinstance(error, QueueFull):  # OpenAI's type of a rate limit is what was too many
-        return 429, body(str(error), "tokens" if error.bound == "tokens" else "requests", None, "queue_full")
+        kind = "tokens" if error.bound == "tokens" else "requests"
+        return Fault(429, str(error), kind, code="queue_full", retry_after=error.retry_after)
     if isinstance(error, EngineError):
-        return 503, body(str(error), "server_error", None, "engine_unavailable")
-    return 500, body("Internal error; the log of the server says more.", "server_error", None, "internal_error")
+        return Fault(503, str(error), "server_error", code="engine_unavailable", retry_after=error.retry_after)
+    return Fault(500, "Internal error; the log of the server says more.", "server_error", code="internal_error")
 
 
-def body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def describe_in_stream(error: Exception) -> Fault:
+    """A fault after the first byte."""
+    if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
+        log.error("a stream failed", exc_info=error)
+    return describe(error)
+
+
+def openai_form(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
+    """OpenAI's error object, always with its four keys."""
+    error = {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}
+    return fault.status, {"error": error}
 
 
 def error_event(error: Exception) -> bytes:
-    """A fault after the first byte: an event with the error object, for a stream that then ends."""
-    if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
-        log.error("a stream failed", exc_info=error)
-    return b"data: " + pydantic_core.to_json(describe(error)[1]) + b"\n\n"
+    """A fault after the first byte: an event with OpenAI's error object, for a stream that then ends."""
+    return b"data: " + pydantic_core.to_json(openai_form(describe_in_stream(error))[1]) + b"\n\n"
 
 
-def answer(status: int, content: dict[str, Any], retry_after: float = 1.0) -> Response:
-    headers = {"retry-after": str(max(1, math.ceil(retry_after)))} if status in (429, 503) else {}
-    if status == 413:
-        headers["connection"] = "close"  # the rest of the body is not read
-    return Response(pydantic_core.to_json(content), status, headers, "application/json")
+def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
+    """Answer every error of ``app`` in the form of the dialect that knows the request."""
 
+    def answer(request: Request, fault: Fault) -> Response:
+        form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
+        status, content = form(fault, request_id(request))
+        headers = {"retry-after": str(max(1, math.ceil(fault.retry_after)))} if fault.status in (429, 503) else {}
+        if fault.status == 413:
+            headers["connection"] = "close"  # the rest of the body is not read
+        return Response(pydantic_core.to_json(content), status, headers, "application/json")
 
-def install(app: FastAPI) -> None:
-    """Answer every error of ``app`` in one form."""
-
-    async def expected(_: Request, error: Exception) -> Response:
-        return answer(*describe(error))
-
-    async def later(_: Request, error: Exception) -> Response:
-        assert isinstance(error, (QueueFull, EngineError))
-        return answer(*describe(error), error.retry_after)
-
-    async def invalid(_: Request, error: Exception) -> Response:  # what the framework has checked: a query
-        assert isinstance(error, RequestValidationError)
-        fault = error.errors()[0]
-        param = str(fault["loc"][-1])
-        message = f"Invalid '{param}': {fault['msg']}."
-        return answer(400, body(message, "invalid_request_error", param, "invalid_value"))
+    async def expected(request: Request, error: Exception) -> Response:
+        return answer(request, describe(error))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return answer(*describe(error))
+        return answer(request, describe(error))
 
     async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return answer(error.status_code, body(message[:300], "invalid_request_error", None, code))
+        fault = describe(error)
+        message = f"{request.method} {request.url.path}: {fault.message}"
+        return answer(request, fault._replace(message=message[:300]))
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(BadRequest, expected)
-    app.add_exception_handler(RequestTimeout, expected)
-    app.add_exception_handler(QueueFull, later)
-    app.add_exception_handler(EngineError, later)
-    app.add_exception_handler(RequestValidationError, invalid)
+    for kind in (BadRequest, RequestTimeout, QueueFull, EngineError, RequestValidationError):
+        app.add_exception_handler(kind, expected)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, http)

@@ -55,11 +55,21 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, events: Events, headers: dict[str, str]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+    def __init__(
+        self,
+        answer: Answer,
+        events: Events,
+        headers: dict[str, str],
+        media_type: str | None = None,
+        heartbeat: bytes = HEARTBEAT_BYTES,
+    ) -> None:
+        """``heartbeat`` is what breaks silence; b"" where clients would not bear it."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._answer = answer
         self._events = events
+        self._heartbeat = heartbeat
         self._writing: asyncio.Task[None] | None = None  # that waits until the client has read
         self._num_sent = 0
         self._is_last = False  # nothing follows what was written last
@@ -102,7 +112,7 @@ class EventStream(Response):
             if self._num_sent != sent:
                 stalled = 0
             elif self._writing is None:
-                self._write(HEARTBEAT_BYTES)
+                self._write(self._heartbeat)
             else:
                 stalled += 1
                 if stalled * HEARTBEAT >= WRITE_TIMEOUT:

@@ -55,23 +55,23 @@ class ChatTemplate:
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
-        return self.tokenize(self.render(messages, tools, variables))
+        return self.tokenize(self.render(messages, tools, **variables))
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """The text of that prompt, with fences.
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
+        """The text of that prompt, with fences around what is plain text.
 
-        Raises BadRequest if the model has no template, the template refuses the messages, or makes too much of them.
+        With ``add_generation_prompt=False`` nothing asks for another message. Raises BadRequest if the model has no
+        template, the template refuses the messages, or makes too much of them.
         """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
         parts, room = [], MAX_LENGTH
         try:
             for part in self._template.generate(
-                messages=self._fenced(self._adapted(messages)),
-                tools=self._fenced(tools) or None,
-                add_generation_prompt=True,
+                messages=self.fenced(self._adapted(messages)),
+                tools=self.fenced(tools) or None,
                 **self._vocabulary.special_texts,
-                **self._fenced(variables),
+                **self.fenced({"add_generation_prompt": True, **variables}),
             ):
                 parts.append(part)
                 room -= len(part)
@@ -84,12 +84,13 @@ class ChatTemplate:
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
         return "".join(parts)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Tokens of rendered text; what lies between fences is plain text."""
         tokenize = self._vocabulary.tokenize
         begin = self._vocabulary.special_texts["bos_token"]
         first, *others = text.split(OPEN)
-        tokens = tokenize(first, add_special=not (begin and first.startswith(begin)), parse_special=True)
+        add_special = add_special and not (begin and first.startswith(begin))
+        tokens = tokenize(first, add_special=add_special, parse_special=True)
         for part in others:
             fenced, _, rest = part.partition(CLOSE)
             tokens += tokenize(fenced, add_special=False, parse_special=False)
@@ -140,13 +141,14 @@ class ChatTemplate:
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
 
-    def _fenced(self, value: Any) -> Any:
+    def fenced(self, value: Any) -> Any:
+        """``value`` with fences around the control tokens that its texts spell out."""
         if isinstance(value, str):
             return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
         if isinstance(value, list):
-            return [self._fenced(item) for item in value]
+            return [self.fenced(item) for item in value]
         if isinstance(value, dict):
-            return {self._fenced(key): self._fenced(item) for key, item in value.items()}
+            return {self.fenced(key): self.fenced(item) for key, item in value.items()}
         return value
 
 

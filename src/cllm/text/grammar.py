@@ -46,7 +46,7 @@ class Special(msgspec.Struct, frozen=True, array_like=True):
 
 def json_term(schema: Any, param: str) -> str:
     """A term of Lark for the JSON values that ``schema`` allows. Raises BadRequest for what cannot be enforced."""
-    return "%json " + json.dumps(enforceable(schema, param) | {"x-guidance": WHITESPACE})
+    return "%json " + json.dumps(enforceable(schema, param) | {"x-guidance": WHITESPACE}).replace("\x7f", r"\u007f")
 
 
 def regex_term(pattern: str) -> str:
@@ -58,7 +58,7 @@ def regex_term(pattern: str) -> str:
 
 def text_term(text: str) -> str:
     """A term of Lark for ``text``."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def after(before: str, grammar: str) -> str:
@@ -154,7 +154,9 @@ def reason(error: str) -> str:
     """llguidance's, without where that is in a grammar which the client has not written."""
     if "oneOf" in error:
         return "the options of 'oneOf' must exclude each other by type or by the constants of a required property"
-    lines = error.strip().splitlines() or ["it allows nothing"]
+    if "NoExtension" in error:
+        return "it allows no text"
+    lines = error.strip().splitlines()
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
     return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
 

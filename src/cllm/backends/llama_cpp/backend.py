@@ -17,11 +17,13 @@ import msgspec
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.base import Blank, Logits, ModelInfo
+from cllm.backends.base import Blank, Logits, ModelInfo, Vectors
+from cllm.backends.llama_cpp.arrays import BatchArrays
+from cllm.backends.llama_cpp.embedder import Embedder, facts_of
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
 
@@ -128,6 +130,7 @@ class LlamaCppBackend:
 
         Raises StartupError if it cannot be had; there is none then.
         """
+        self._embedder.close()
         lib.llama_free(self._context)
         self._context = None  # or it would be freed again if there is no other one
         self._open(params)
@@ -151,7 +154,15 @@ class LlamaCppBackend:
         # Memory that was never used may come slowly; what the next layout gets has been used.
         size = sizes.num_cells * params.kv_bytes_per_token
         layout_seconds = min(time.perf_counter() - begun, size / USUAL_BANDWIDTH)
-        probed = self._probe()
+        generates = bool(self._memory)
+        probed = self._probe() if generates else Probed(True, 0, 0)
+        vectors = facts_of(self._model, self._context, vocabulary_size)
+        if not generates:  # an encoder: it holds nothing between two texts
+            lib.llama_free(self._context)
+            self._context = None
+        max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens)
+        threads = params.n_threads_batch or params.n_threads
+        self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads)
         self.info = ModelInfo(
             name=self._metadata("general.name") or path.stem,
             architecture=self._metadata("general.architecture") or "unknown",
@@ -171,8 +182,14 @@ class LlamaCppBackend:
             tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._num_ids - sizes.max_num_seqs,
-            can_change_layout=sizes.can_change and probed.can_trim and self._portable,
+            can_change_layout=generates and sizes.can_change and probed.can_trim and self._portable,
             layout_seconds=layout_seconds,
+            generates=generates,
+            embedding_size=vectors.size,
+            pooling=vectors.pooling,
+            max_embedding_tokens=max_embedding_tokens,
+            embedding_bite=vectors.bite,
+            embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
             fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {params.kv_type} {'' if self._portable else sizes}",
@@ -182,6 +199,9 @@ class LlamaCppBackend:
         self._context = self._make_context(layout)
         self._memory = lib.llama_get_memory(self._context)
         self._logits_address = 0
+        if not self._memory:
+            self._num_ids = self._sizes.max_num_seqs
+            return
         self._num_ids = max(self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0)
         self._states = States(self._context, self._sizes.max_num_seqs, layout, portable=self._portable)
 
@@ -277,25 +297,14 @@ class LlamaCppBackend:
         return buffer.value.decode("utf-8", "replace")
 
     def _make_batch(self, size: int, max_num_seqs: int) -> None:
-        self._token = np.zeros(size, np.int32)
-        self._position = np.zeros(size, np.int32)
-        self._num_seq_ids = np.ones(size, np.int32)
-        self._wants_logits = np.zeros(size, np.int8)
-        # llama_batch wants a pointer to the id of each token: one array of ids, and addresses into it
-        self._ids = np.arange(max_num_seqs, dtype=np.int32)
-        self._id_address = np.zeros(size, np.uint64)
-        self._first_id = self._ids.ctypes.data
-        self._batch = lib.llama_batch(
-            n_tokens=0,
-            token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            embd=None,
-            pos=self._position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            n_seq_id=self._num_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=self._id_address.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        arrays = self._arrays = BatchArrays(size, max_num_seqs)
+        self._token, self._position, self._wants_logits = arrays.token, arrays.position, arrays.wants_logits
+        self._ids, self._first_id, self._id_address = arrays.ids, arrays.first_id, arrays.id_address
+        self._batch = arrays.batch
 
     def forward(self, batch: Batch) -> Logits:
+        if not self.info.generates:
+            raise EngineError("this model does not generate")
         copied: tuple[int, Bytes] = (-1, NOTHING)
         for operation in batch.operations:
             copied = self._operate(operation, copied)
@@ -430,6 +439,9 @@ class LlamaCppBackend:
         if self.info.can_trim:
             self._trim(seq_id, count)
 
+    def embed(self, chunks: list[Chunk]) -> Vectors:
+        return self._embedder.embed(chunks)
+
     def snapshot(self, key: int) -> memoryview:
         return self._states.saved_part(self._snapshots[key])
 
@@ -445,5 +457,6 @@ class LlamaCppBackend:
             raise EngineError(f"sequence id {seq_id} is not below {limit}")
 
     def close(self) -> None:
+        self._embedder.close()
         lib.llama_free(self._context)
         lib.llama_model_free(self._model)

@@ -85,6 +85,19 @@ class LlamaVocabulary:
         return template.decode("utf-8", "replace") if template else None
 
     @cached_property
+    def rerank_template(self) -> str | None:
+        template = lib.llama_model_chat_template(self._model, b"rerank")
+        return template.decode("utf-8", "replace") if template else None
+
+    @cached_property
+    def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
+        bos, eos, sep = (int(of(self._vocab)) for of in (lib.llama_vocab_bos, lib.llama_vocab_eos, lib.llama_vocab_sep))
+        end = [eos if eos >= 0 else sep] if lib.llama_vocab_get_add_eos(self._vocab) else []
+        begin = [bos] if lib.llama_vocab_get_add_bos(self._vocab) else []
+        between = [*end, sep] if lib.llama_vocab_get_add_sep(self._vocab) else end
+        return begin, between, end
+
+    @cached_property
     def special_texts(self) -> dict[str, Any]:
         names = {"bos_token": lib.llama_vocab_bos(self._vocab), "eos_token": lib.llama_vocab_eos(self._vocab)}
         return {
@@ -95,6 +108,9 @@ class LlamaVocabulary:
     def _is_control(self, token: int) -> bool:
         # without a begin token in the file llama.cpp still names one, which is then an ordinary token
         return token >= 0 and bool(lib.llama_vocab_is_control(self._vocab, token))
+
+    def text_of(self, token: int) -> bytes:
+        return self._piece(token, special=True)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         encoded = text.encode()
@@ -114,9 +130,9 @@ class LlamaVocabulary:
             tokens[token] = MARK + text.encode()
         function = ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value  # noqa: SLF001  # as llguidance.llamacpp does
         tokenizer: LLTokenizer = LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # left out of its stubs
-            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens
+            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens, slices=[]
         )
-        return tokenizer
+        return tokenizer.with_slices(LLTokenizer.general_slices())  # in two steps, because each holds the GIL
 
     def close(self) -> None:
         """Free what ``load`` has loaded."""

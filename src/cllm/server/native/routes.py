@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
@@ -13,12 +14,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
+from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
-from cllm.server.body import Body, documented, read_body
+from cllm.server.body import Body, documented, example, read_body
 from cllm.server.errors import error_event
+from cllm.server.native.answers import Decoded, Encoded, Explained, Generated, Health, ModelInformation, Ready, Root
 from cllm.server.queueing import TermsBody, place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Delta, Generation, Service
@@ -26,12 +29,19 @@ from cllm.service import Answer, Delta, Generation, Service
 router = APIRouter(tags=["cLLM"])
 
 DEFAULT_MAX_TOKENS = 100
+MAX_PROMPTS = 128
+MAX_DECODED = 1_000_000
 
 
 class GenerateBody(TermsBody):
-    """A plain prompt; what is left out is the operator's default."""
+    """A plain prompt, or some; what is left out is the operator's default."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompts: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
     max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
     temperature: float | None = None
     top_p: float | None = None
@@ -42,20 +52,38 @@ class GenerateBody(TermsBody):
     stop: list[str] | None = None
     stream: bool = False
 
+    def texts(self) -> dict[str, str]:
+        """The prompts by what they are called in errors. Raises BadRequest."""
+        if (self.prompt is None) == (self.prompts is None):
+            message = "Missing required parameter: 'prompt', or prompts instead of it."
+            raise BadRequest(message, param="prompt", code="missing_required_parameter")
+        if self.prompt is not None:
+            return {"prompt": self.prompt}
+        return {f"prompts[{i}]": prompt for i, prompt in enumerate(self.prompts or [])}
+
 
 class EncodeBody(Body):
+    model_config = example(text="Hi")
+
     text: Annotated[str, Field(min_length=1)]
 
 
-@router.get("/")
+class DecodeBody(Body):
+    model_config = example(tokens=[72, 105])
+
+    tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_DECODED)]
+
+
+@router.get("/", openapi_extra=documented(answer=Root))
 async def root(request: Request) -> dict[str, Any]:
     """What this server is and where its doors are."""
     service: Service = request.app.state.service
-    paths = sorted(path for path in request.app.openapi()["paths"] if path != "/")
+    document = await asyncio.to_thread(request.app.openapi)
+    paths = sorted(path for path in document["paths"] if path != "/")
     return {"name": "cLLM", "version": __version__, "model": service.model_name, "docs": "/docs", "paths": paths}
 
 
-@router.get("/health")
+@router.get("/health", openapi_extra=documented(answer=Health))
 async def health(request: Request) -> dict[str, Any]:
     """Alive: 200 even while the engine is not ready, which is then "degraded"."""
     service: Service = request.app.state.service
@@ -63,7 +91,7 @@ async def health(request: Request) -> dict[str, Any]:
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
 
 
-@router.get("/ready")
+@router.get("/ready", openapi_extra=documented(answer=Ready, error=Ready))
 async def ready(request: Request) -> Response:
     """200 while requests are taken; 503 while the model loads, the engine restarts or the server shuts down."""
     service: Service = request.app.state.service
@@ -73,7 +101,7 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "draining" if service.draining else "loading"}, 503, {"retry-after": str(seconds)})
 
 
-@router.get("/model/info")
+@router.get("/model/info", openapi_extra=documented(answer=ModelInformation))
 async def model_info(request: Request) -> dict[str, Any]:
     """The model, the sizes in force, and how the engine stands."""
     service: Service = request.app.state.service
@@ -84,7 +112,7 @@ async def model_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus."""
     service: Service = request.app.state.service
@@ -93,7 +121,7 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/scheduler")
+@router.get("/scheduler", openapi_extra=documented(answer=Explained))
 async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20) -> Response:
     """Why: the last steps of the engine, who runs, who waits for what, and what steps have cost."""
     service: Service = request.app.state.service
@@ -101,7 +129,7 @@ async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_S
     return Response(msgspec.json.encode(explanation), media_type="application/json")
 
 
-@router.post("/encode", openapi_extra=documented(EncodeBody))
+@router.post("/encode", openapi_extra=documented(EncodeBody, Encoded))
 async def encode(request: Request) -> dict[str, Any]:
     """Token ids of a text, as the model would read it in a prompt."""
     service: Service = request.app.state.service
@@ -110,10 +138,25 @@ async def encode(request: Request) -> dict[str, Any]:
     return {"tokens": tokens, "length": len(tokens)}
 
 
-@router.post("/generate", openapi_extra=documented(GenerateBody))
+@router.post("/decode", openapi_extra=documented(DecodeBody, Decoded))
+async def decode(request: Request) -> dict[str, Any]:
+    """The text of token ids, as an answer of the model would show it: control tokens are no text."""
+    service: Service = request.app.state.service
+    body = await read_body(request, DecodeBody)
+    size = service.vocabulary.size
+    if min(body.tokens) < 0 or max(body.tokens) >= size:
+        message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
+        raise BadRequest(message, param="tokens", code="invalid_value")
+    text = b"".join(service.vocabulary.pieces[token] for token in body.tokens).decode("utf-8", "replace")
+    return {"text": text, "length": len(body.tokens)}
+
+
+@router.post("/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream"))
 async def generate(request: Request) -> Response:
-    """Continue a prompt; with ``stream`` the same as /generate_stream."""
+    """Continue a prompt, or many at once; with ``stream`` the same as /generate_stream."""
     body = await read_body(request, GenerateBody)
+    if body.prompts is not None and body.stream:
+        raise BadRequest("Several prompts cannot be streamed.", param="stream", code="invalid_value")
     answer = await submit(request, body)
     if body.stream:
         return event_stream(answer)
@@ -122,19 +165,22 @@ async def generate(request: Request) -> Response:
     return JSONResponse(content, headers=place_headers(answer.place))
 
 
-@router.post("/generate_stream", openapi_extra=documented(GenerateBody))
+@router.post("/generate_stream", openapi_extra=documented(GenerateBody, stream="text/event-stream"))
 async def generate_stream(request: Request) -> Response:
     """Continue a prompt; events ``{"id", "token", "done"}``, the last with ``done`` true."""
-    return event_stream(await submit(request, await read_body(request, GenerateBody)))
+    body = await read_body(request, GenerateBody)
+    if body.prompts is not None:
+        raise BadRequest("Several prompts cannot be streamed.", param="prompts", code="invalid_value")
+    return event_stream(await submit(request, body))
 
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
     service: Service = request.app.state.service
-    values = body.model_dump(exclude={"prompt", "stream", "stop", *TermsBody.model_fields})
+    values = body.model_dump(exclude={"prompt", "prompts", "stream", "stop", *TermsBody.model_fields})
     params = request.app.state.sampling.params(**values, stop=tuple(body.stop or ()))
     terms = body.terms(request)
-    prompt = await service.encode(body.prompt, terms=terms)
-    return service.submit(Generation(secrets.token_hex(16), [prompt], params, terms))
+    prompts = [await service.encode(text, name, terms) for name, text in body.texts().items()]
+    return service.submit(Generation(secrets.token_hex(16), prompts, params, terms))
 
 
 def event_stream(answer: Answer) -> EventStream:
@@ -143,21 +189,26 @@ def event_stream(answer: Answer) -> EventStream:
 
 async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
     begun = time.perf_counter()
-    parts, finish = [], ""
+    results: list[dict[str, Any]] = [
+        {"text": "", "generated_tokens": 0, "finish_reason": ""} for _ in answer.generation.prompts
+    ]
     async for deltas in answer:
-        parts += [delta.text for delta in deltas]
-        finish = deltas[-1].finish
+        for delta in deltas:
+            result = results[delta.index]
+            result["text"] += delta.text
+            result["generated_tokens"] += delta.num_tokens
+            result["finish_reason"] = delta.finish
     seconds = time.perf_counter() - begun
     usage = answer.generation.usage
+    one = len(results) == 1
     return {
         "id": answer.generation.request_id,
-        "text": "".join(parts),
+        **({"text": results[0]["text"], "finish_reason": results[0]["finish_reason"]} if one else {"results": results}),
         "response_time": seconds,
         "tokens_per_second": usage.completion_tokens / seconds,
         "generated_tokens": usage.completion_tokens,
         "prompt_tokens": usage.prompt_tokens,
         "max_tokens": max_tokens,
-        "finish_reason": finish,
     }
 
 

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from cllm.embedding import Vectors, embed, encode_texts, names
 from cllm.errors import BadRequest
-from cllm.server.body import documented, read_body
+from cllm.server.body import documented, example, read_body
+from cllm.server.openai.answers import EmbeddingList
 from cllm.server.openai.routes import check_model
 from cllm.server.queueing import TermsBody
 from cllm.server.sse import until_disconnect
@@ -29,6 +30,8 @@ AT_ONCE = 16  # vectors that are written before others may have the event loop
 
 class EmbeddingsBody(TermsBody):
     """Texts, or their token ids, and how their vectors are wanted."""
+
+    model_config = example(input=["What is 27 plus 45?", "Paris is in France."], encoding_format="float")
 
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
@@ -52,7 +55,7 @@ class EmbeddingsBody(TermsBody):
         return names("input", count) if is_list else ["input"]
 
 
-@router.post("/embeddings", openapi_extra=documented(EmbeddingsBody))
+@router.post("/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
     """Vectors of texts: of length 1, so that the product of two is how much alike their texts are."""
     service: Service = request.app.state.service
@@ -79,7 +82,7 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
         return vectors
     cut = vectors[:, :dimensions]
     norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    return cut / np.where(norms > 0, norms, 1)
+    return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 async def written(vectors: Vectors, *, as_base64: bool) -> bytes:

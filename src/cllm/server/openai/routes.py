@@ -18,6 +18,7 @@ from starlette.responses import Response
 from cllm import __version__
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Whole, usage_object
@@ -29,27 +30,34 @@ from cllm.text.alignment import ToldToken
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions", openapi_extra=documented(ChatBody))
+@router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
-    service: Service = request.app.state.service
+    """The next message of a conversation; with ``stream`` as server-sent events."""
     body = await read_body(request, ChatBody)
-    check_model(body.model, service)
-    body.check()
-    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
-    terms = body.terms(request)
-    if grammar := await body.grammar(service):
-        params = msgspec.structs.replace(params, grammar=grammar)
-    generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
+    check_model(body.model, request.app.state.service)
+    generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
     return await respond(request, body, generation)
 
 
-@router.get("/models")
+async def chat_generation(request: Request, body: ChatBody, request_id: str, param: str = "messages") -> Generation:
+    """What is to be computed for a chat, ready to be submitted; ``param`` names its messages in errors."""
+    service: Service = request.app.state.service
+    body.check()
+    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
+    return await service.prepare(request_id, body.chat(), params, body.terms(request), param)
+
+
+@router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
+    """The model that is served."""
     return {"object": "list", "data": [model_object(request.app.state.service)]}
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model that is served, if that is its name."""
     check_model(name, request.app.state.service)
     return model_object(request.app.state.service)
 

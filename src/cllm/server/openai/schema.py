@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cllm.core.params import LARGEST, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body
+from cllm.server.body import Body, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
@@ -125,8 +125,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
         )
 
     def logprobs_wanted(self) -> dict[str, int | None]:
-        """What of SamplingParams asks for logprobs. Raises BadRequest."""
-        raise NotImplementedError
+        """What of SamplingParams asks for logprobs."""
+        return {}
 
     def with_breakers(self, params: SamplingParams, breakers: DryBreakers) -> SamplingParams:
         """``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
@@ -248,6 +248,9 @@ class TemplateVariables(Body):
 
 
 class ChatBody(GenerationBody):
+    model_config = example(
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}], temperature=0, max_tokens=50, stream=False
+    )
     ignored: ClassVar[Mapping[str, str]] = {
         "store": "answers are not kept",
         "service_tier": "there is one tier; see priority",
@@ -314,6 +317,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
+    model_config = example(prompt="27 plus 45 is", temperature=0, max_tokens=16)
     refused: ClassVar[Mapping[str, str]] = {**GenerationBody.refused, "prompt_logprobs": "use echo with logprobs"}
 
     prompt: str | list[str] | list[int] | list[list[int]]

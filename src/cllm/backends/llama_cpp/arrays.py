@@ -1,0 +1,32 @@
+"""The arrays of a llama_batch, which live as long as their owner and are written through numpy views."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+
+class BatchArrays:
+    """token, position and wants_logits of ``size`` tokens. A token's id_address is first_id + 4 * its seq_id."""
+
+    def __init__(self, size: int, num_ids: int) -> None:
+        self.token = np.zeros(size, np.int32)
+        self.position = np.zeros(size, np.int32)
+        self.wants_logits = np.zeros(size, np.int8)
+        self._num_seq_ids = np.ones(size, np.int32)
+        # llama_batch wants a pointer to the id of each token: one array of ids, and addresses into it
+        self.ids = np.arange(num_ids, dtype=np.int32)
+        self.first_id: int = self.ids.ctypes.data
+        self.id_address = np.zeros(size, np.uint64)
+        self.batch: Any = lib.llama_batch(
+            n_tokens=0,
+            token=self.token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self.position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._num_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self.id_address.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )

@@ -1,0 +1,171 @@
+"""A second context over the same weights, which gives vectors in place of logits.
+
+It is opened with the first text and has cells for the longest one that has come, not more. Its vectors are those of
+tokens and are pooled here, because llama.cpp pools what one call computes, and a long text is computed in several.
+Where attention is not causal, or a head ranks, a text must be in one call, and then llama.cpp's own limits hold: an
+``n_ubatch`` less than the text would abort the process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from cllm.backends.base import Vectors
+from cllm.backends.llama_cpp.arrays import BatchArrays
+from cllm.backends.llama_cpp.library import last_error
+from cllm.core.batch import MAX_CHUNKS, Chunk
+from cllm.errors import EngineError
+
+POOLINGS = {
+    lib.LLAMA_POOLING_TYPE_MEAN: "mean",
+    lib.LLAMA_POOLING_TYPE_CLS: "cls",
+    lib.LLAMA_POOLING_TYPE_LAST: "last",
+    lib.LLAMA_POOLING_TYPE_RANK: "rank",
+}
+LOGITS_BYTES = 64 << 20  # llama.cpp computes logits too, of every token; so much of them may lie about
+LARGEST_LOGITS_BYTES = 2 << 30  # and not more than this, where a text must be in one call
+LEAST_BITE, LARGEST_BITE = 64, 512  # tokens
+LEAST_CELLS = 512
+PADDING = 256  # llama.cpp rounds cells up to it
+
+
+class EmbeddingFacts(NamedTuple):
+    """See the fields of ModelInfo; max_tokens is what llama.cpp's buffers allow of one text."""
+
+    size: int
+    pooling: str
+    bite: int
+    whole: bool
+    max_tokens: int
+
+
+def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
+    """What ``model`` gives for a text; ``context`` is any one of it."""
+    pooling = POOLINGS.get(lib.llama_pooling_type(context), "mean")
+    whole = pooling == "rank" or not lib.llama_get_causal_attn(context)
+    size = 1 if pooling == "rank" else int(lib.llama_model_n_embd_out(model))
+    bite = max(LEAST_BITE, min(LARGEST_BITE, LOGITS_BYTES // (4 * vocabulary_size) // LEAST_BITE * LEAST_BITE))
+    max_tokens = LARGEST_LOGITS_BYTES // (4 * vocabulary_size) if whole else 1 << 31
+    return EmbeddingFacts(size, pooling, bite, whole, max_tokens)
+
+
+class Embedder:
+    """See Backend.embed."""
+
+    def __init__(self, model: Any, facts: EmbeddingFacts, max_tokens: int, threads: int | None) -> None:
+        """``max_tokens``: of one text. Nothing is allocated yet."""
+        self._model = model
+        self._facts = facts
+        self._max_tokens = max_tokens
+        self._threads = threads or os.cpu_count() or 1
+        self._context: Any = None
+        self._room = 0  # tokens of a text for which there are cells
+        self._going = (-1, 0, 0)  # the seq_id of the text that goes on, its tokens so far, and all
+
+    def embed(self, chunks: list[Chunk]) -> Vectors:
+        going, self._going = self._going, (-1, 0, 0)
+        self._check(chunks, going)
+        if max(chunk.length for chunk in chunks) > self._room:
+            self._open(max(chunk.length for chunk in chunks))
+        seq_ids = self._fill(chunks, going[0])
+        code = lib.llama_decode(self._context, self._arrays.batch)
+        if code != 0:
+            raise EngineError(f"llama_decode returned {code}: {last_error('no reason given')}")
+        rows = self._read(chunks, seq_ids)
+        last = chunks[-1]
+        done = last.start + len(last.tokens)
+        if done < last.length:
+            self._going = seq_ids[-1], done, last.length
+        return rows
+
+    def _check(self, chunks: list[Chunk], going: tuple[int, int, int]) -> None:
+        """Raise EngineError for what would abort the process, or mix texts up."""
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        single = len(chunks) == 1 and self._facts.whole
+        if not 0 < len(chunks) <= MAX_CHUNKS or (num_tokens > self._facts.bite and not single):
+            raise EngineError(f"a bite of {num_tokens} tokens in {len(chunks)} chunks")
+        size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        for i, (tokens, start, length) in enumerate(chunks):
+            end = start + len(tokens)
+            if not tokens or min(tokens) < 0 or max(tokens) >= size:
+                raise EngineError("a token outside of the vocabulary, or none")
+            if (start, length) != (going[1:] if start and i == 0 else (0, length)):
+                raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
+            if end > length or length > self._max_tokens or (end < length and (i + 1 < len(chunks) or single)):
+                raise EngineError(f"a chunk from {start} to {end} of {length}")
+            if length > max(self._room, chunks[0].length):
+                raise EngineError(f"a text of {length} tokens, longer than all before it, does not begin a bite")
+
+    def _open(self, length: int) -> None:
+        """A context for texts of ``length`` tokens, and some more, in place of the one there is."""
+        self.close()
+        facts = self._facts
+        room = min(max(LEAST_CELLS, 1 << (length - 1).bit_length()), max(self._max_tokens, length))
+        num_tokens = max(room, facts.bite) if facts.whole else facts.bite
+        c_params = lib.llama_context_default_params()
+        c_params.n_ctx = -(-(room + num_tokens) // PADDING) * PADDING
+        c_params.n_batch = c_params.n_ubatch = num_tokens
+        c_params.n_seq_max = MAX_CHUNKS
+        c_params.n_threads = c_params.n_threads_batch = self._threads
+        c_params.embeddings = True
+        rank = lib.LLAMA_POOLING_TYPE_RANK
+        c_params.pooling_type = rank if facts.pooling == "rank" else lib.LLAMA_POOLING_TYPE_NONE
+        c_params.kv_unified = True
+        c_params.no_perf = True
+        self._context = lib.llama_init_from_model(self._model, c_params) or None
+        if self._context is None:
+            raise EngineError(f"no context for texts of {room} tokens can be had: {last_error('no reason given')}")
+        self._room = room
+        self._memory = lib.llama_get_memory(self._context)
+        self._arrays = BatchArrays(num_tokens, MAX_CHUNKS)
+        self._arrays.wants_logits[:] = 1
+
+    def _fill(self, chunks: list[Chunk], going: int) -> list[int]:
+        """Write the batch, after giving up all cells but those of the text that goes on; the chunks' seq_ids."""
+        goes_on = chunks[0].start > 0
+        if self._memory:
+            for seq_id in range(MAX_CHUNKS):
+                if not (goes_on and seq_id == going):
+                    lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
+        free = [seq_id for seq_id in range(MAX_CHUNKS) if not (goes_on and seq_id == going)]
+        seq_ids = ([going] if goes_on else []) + free
+        arrays, at = self._arrays, 0
+        for (tokens, start, _), seq_id in zip(chunks, seq_ids, strict=False):
+            end = at + len(tokens)
+            arrays.token[at:end] = tokens
+            arrays.position[at:end] = range(start, start + len(tokens))
+            arrays.id_address[at:end] = arrays.first_id + 4 * seq_id
+            at = end
+        arrays.batch.n_tokens = at
+        return seq_ids[: len(chunks)]
+
+    def _read(self, chunks: list[Chunk], seq_ids: list[int]) -> Vectors:
+        result = np.empty((len(chunks), self._facts.size), np.float32)
+        if self._facts.pooling == "rank":
+            for i, seq_id in enumerate(seq_ids):
+                result[i, 0] = not_null(lib.llama_get_embeddings_seq(self._context, seq_id))[0]
+            return result
+        pointer = not_null(lib.llama_get_embeddings(self._context))
+        rows = np.ctypeslib.as_array(pointer, (self._arrays.batch.n_tokens, self._facts.size))
+        at = 0
+        for i, chunk in enumerate(chunks):
+            of_text = rows[at : at + len(chunk.tokens)]
+            at += len(chunk.tokens)
+            result[i] = {"mean": of_text.sum(axis=0), "cls": of_text[0]}.get(self._facts.pooling, of_text[-1])
+        return result
+
+    def close(self) -> None:
+        """Free what it has; it may be used again."""
+        context, self._context, self._room = self._context, None, 0
+        if context is not None:
+            lib.llama_free(context)
+
+
+def not_null(pointer: Any) -> Any:
+    if not pointer:
+        raise EngineError("llama.cpp gave no vectors")
+    return pointer

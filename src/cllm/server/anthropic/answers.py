@@ -1,0 +1,62 @@
+"""What Anthropic's clients get, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cllm.server.body import Shape, example
+
+
+class ErrorObject(Shape):
+    type: str
+    message: str
+
+
+class Error(Shape):
+    type: Literal["error"]
+    error: ErrorObject
+    request_id: str
+
+
+class ContentBlock(Shape):
+    """text, thinking (with a signature) or tool_use (with id, name and input)."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}  # noqa: RUF012  # pydantic copies it
+
+
+class OutputDetails(Shape):
+    thinking_tokens: int
+
+
+class Usage(Shape):
+    """Tokens that were reused are not among input_tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    service_tier: Literal["standard"]
+
+
+class MessageAnswer(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: Usage
+
+
+class TokenCount(Shape):
+    model_config = example(input_tokens=18)
+
+    input_tokens: int

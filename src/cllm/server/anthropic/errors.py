@@ -1,0 +1,42 @@
+"""Which requests are Anthropic's, and the form of their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import HTTPConnection
+
+from cllm.server.errors import Dialect, Fault, describe_in_stream
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def speaks_anthropic(request: HTTPConnection) -> bool:
+    """Messages are Anthropic's alone; the models' path is OpenAI's too, and the headers tell."""
+    path, headers = request.scope["path"], request.headers
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return True
+    return path.startswith("/v1/") and ("anthropic-version" in headers or "x-api-key" in headers)
+
+
+def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Too many requests for this server, whoever sends them, is 529 here; 429 is somebody's own limit."""
+    status = 529 if fault.code == "queue_full" else fault.status
+    kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": fault.message}, "request_id": request_id}
+
+
+def error_event(error: Exception, request_id: str) -> bytes:
+    return b"event: error\ndata: " + to_json(form(describe_in_stream(error), request_id)[1]) + b"\n\n"
+
+
+DIALECT = Dialect(speaks_anthropic, form)

@@ -1,0 +1,126 @@
+"""POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+from fastapi.routing import APIRoute
+from pydantic_core import to_json
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from cllm.errors import BadRequest
+from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
+from cllm.server.anthropic.errors import speaks_anthropic
+from cllm.server.anthropic.schema import CountBody, MessagesBody
+from cllm.server.anthropic.stream import PING, MessageEvents, collect
+from cllm.server.body import documented, read_body
+from cllm.server.queueing import place_headers
+from cllm.server.request_id import request_id
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.service import Service
+from cllm.text.grammar import Constraint
+
+VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")
+
+
+class Route(APIRoute):
+    """For requests that speak this dialect; the same path may be another one's too."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["type"] != "http" or not speaks_anthropic(HTTPConnection(scope)):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
+
+
+@router.post(
+    "/messages", openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error)
+)
+async def messages(request: Request) -> Response:
+    """The next message of a conversation, whole or as a stream of events."""
+    service: Service = request.app.state.service
+    check_version(request)
+    body = await read_body(request, MessagesBody)
+    check_model(body.model, service)
+    params, chat, terms = body.params(request.app.state.sampling), body.chat(), body.terms(request)
+    if schema := body.output_schema():
+        grammar = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
+        params = msgspec.structs.replace(params, grammar=grammar)
+    generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms)
+    answer = service.submit(generation)
+    headers = place_headers(answer.place)
+    if body.stream:
+        events = MessageEvents(generation, service.model_name, request_id(request))
+        return EventStream(answer, events, headers, heartbeat=PING)
+    with answer:
+        message = await until_disconnect(request, collect(answer, service.model_name))
+    return Response(to_json(message), headers=headers, media_type="application/json")
+
+
+@router.post("/messages/count_tokens", openapi_extra=documented(CountBody, TokenCount, error=Error))
+async def count_tokens(request: Request) -> dict[str, int]:
+    """The prompt's tokens, counted by the tokenizer and the template that would be used."""
+    service: Service = request.app.state.service
+    check_version(request)
+    body = await read_body(request, CountBody)
+    check_model(body.model, service)
+    return {"input_tokens": len(await service.encode_chat(body.chat()))}
+
+
+@router.get("/models", include_in_schema=False)
+async def models(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,  # noqa: ARG001  # it is checked
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """One page: there is one model, and nothing after or before it."""
+    check_version(request)
+    data = [] if after_id or before_id else [model_object(request.app.state.service)]
+    name = data[0]["id"] if data else None
+    return {"data": data, "has_more": False, "first_id": name, "last_id": name}
+
+
+@router.get("/models/{name:path}", include_in_schema=False)
+async def model(request: Request, name: str) -> dict[str, Any]:
+    check_version(request)
+    check_model(name, request.app.state.service)
+    return model_object(request.app.state.service)
+
+
+def model_object(service: Service) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "type": "model",
+        "id": service.model_name,
+        "display_name": service.model_name,
+        "created_at": datetime.datetime.fromtimestamp(service.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": info.context_length - 1 if info else None,
+        "max_tokens": info.context_length - 1 if info else None,
+    }
+
+
+def check_version(request: Request) -> None:
+    """Raise BadRequest for what is no version of the API; they are dates, and all are answered alike."""
+    version = request.headers.get("anthropic-version")
+    if version is not None and not VERSION.fullmatch(version):
+        message = f"anthropic-version: {version[:40]!r} is not a version; one is 2023-06-01."
+        raise BadRequest(message, param="anthropic-version", code="invalid_value")
+
+
+def check_model(name: str, service: Service) -> None:
+    """Raise BadRequest (404) if a request names another model than the one that is served."""
+    if name != service.model_name:
+        message = f"model: {name[:100]!r} does not exist; this server has {service.model_name!r}."
+        raise BadRequest(message, param="model", code="model_not_found", status=404)

@@ -1,0 +1,312 @@
+"""What Anthropic's clients send, and its translation: messages of blocks to those that chat templates know."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+from starlette.requests import Request
+
+from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest
+from cllm.server.body import Body, example, named
+from cllm.server.defaults import SamplingDefaults
+from cllm.server.queueing import TermsBody
+from cllm.service import Terms
+from cllm.text.chat import Chat, Effort
+
+MAX_TOOLS = 512
+
+NAMES = {"stop": "stop_sequences"}  # of sampling parameters, where Anthropic has others
+EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "xhigh": Effort.XHIGH, "max": Effort.XHIGH}
+CHOICES: dict[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
+ONE_KIND = "there is one kind of service for all; priority and deadline_ms say what is urgent"
+CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
+NOWHERE = "nothing is run on the server; declare a client tool"
+
+
+class Block(Body):
+    """A content block of any type; which fields it must have is checked where it is translated."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class Message(Body):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+    def blocks(self) -> list[Block]:
+        return [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class Tool(Body):
+    """A tool of the client's; the server's own are refused by their type."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _of_the_client(self) -> Tool:
+        if self.type not in (None, "custom"):
+            raise ValueError(f"the tool '{self.type[:60]}' is not available: {NOWHERE}")
+        if not (0 < len(self.name) <= 128 and self.name.isascii() and self.name.replace("-", "_").isidentifier()):
+            raise ValueError("a tool's name has up to 128 letters, digits, _ and -")
+        if self.input_schema is None:
+            raise ValueError("a tool must have an input_schema")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict or None,
+        }
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    ignored: ClassVar = {"display": "reasoning is always shown as the model wrote it"}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _has_budget(self) -> Thinking:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError("with the type 'enabled' there must be budget_tokens")
+        return self
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="On whose account this goes, unless there is a token."
+    )
+
+
+class CountBody(Body):
+    """What makes a prompt: POST /v1/messages/count_tokens."""
+
+    model_config = example(model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+
+    ignored: ClassVar = {
+        "cache_control": CACHED,
+        "context_management": "messages are read as they are sent, and none is left out",
+        "speed": ONE_KIND,
+        "user_profile_id": "accounts go by the token or metadata.user_id",
+        "workspace_id": "there are no workspaces",
+    }
+    refused: ClassVar = {
+        "compaction": "conversations are not summarized",
+        "mcp_servers": NOWHERE,
+        "thread": "conversations are not kept",
+    }
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
+    system: str | list[Block] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="The earlier name of output_config.format.")
+
+    def chat(self) -> Chat:
+        """Raises BadRequest for what a model of text cannot read, and for a choice among tools that are not there."""
+        tools, choice = self.tools or [], self.tool_choice or ToolChoice(type="auto")
+        thinking = self.thinking
+        effort = self.output_config.effort if self.output_config else None
+        if choice.type == "tool" and choice.name not in [tool.name for tool in tools]:
+            raise BadRequest(
+                f"Invalid 'tool_choice.name': there is no tool {str(choice.name)[:100]!r}.",
+                param="tool_choice.name",
+                code="invalid_value",
+            )
+        return Chat(
+            self._messages(),
+            [tool.for_template() for tool in tools],
+            tool_choice=CHOICES[choice.type],
+            allowed_tools=(choice.name or "",) if choice.type == "tool" else (),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            thinking=None if thinking is None else thinking.type != "disabled",
+            thinking_budget=thinking.budget_tokens if thinking else None,
+            effort=EFFORTS[effort] if effort else None,
+        )
+
+    def output_schema(self) -> tuple[dict[str, Any], str] | None:
+        """What the answer must be, and where the body says so."""
+        if self.output_config and self.output_config.format:
+            return self.output_config.format.schema_, "output_config.format.schema"
+        return (self.output_format.schema_, "output_format.schema") if self.output_format else None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Turns of the same role are one, results of tools are messages of their own before the user's text."""
+        system = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        text = "\n".join(text_of(block, f"system[{i}]") for i, block in enumerate(system))
+        messages: list[dict[str, Any]] = [{"role": "system", "content": text}] if text else []
+        called: dict[str, str] = {}  # names by the ids of calls
+        for i, message in enumerate(self.messages):
+            path = f"messages[{i}].content"
+            if not message.content and message.role == "user":
+                raise invalid(path, "a message of the user must have content")
+            new = assistant_turn(message, path) if message.role == "assistant" else user_turn(message, path, called)
+            called |= {call["id"]: call["function"]["name"] for turn in new for call in turn.get("tool_calls", ())}
+            for turn in new:
+                if messages and messages[-1]["role"] == turn["role"] != "tool":
+                    join(messages[-1], turn)
+                else:
+                    messages.append(turn)
+        if messages[-1]["role"] == "assistant":
+            raise invalid("messages", "the last one must be the user's; an answer cannot be begun for the model")
+        return messages
+
+
+class MessagesBody(CountBody, TermsBody):
+    """POST /v1/messages."""
+
+    model_config = example(
+        model="cllm-builtin",
+        max_tokens=100,
+        system="Answer shortly.",
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}],
+    )
+
+    ignored: ClassVar = {
+        **CountBody.ignored,
+        "betas": "what is supported here needs no header and no list",
+        "billing_policy": "nothing is billed",
+        "diagnostics": CACHED,
+        "fallback_credit_token": "nothing is billed",
+        "fallbacks": "there is one model",
+        "inference_geo": "the server is where it is",
+        "service_tier": ONE_KIND,
+    }
+    refused: ClassVar = {**CountBody.refused, "container": NOWHERE}
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    metadata: Metadata | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+
+    def terms(self, request: Request, user: str | None = None) -> Terms:
+        return super().terms(request, user or (self.metadata.user_id if self.metadata else None))
+
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Raises BadRequest for values out of range."""
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            raise invalid("thinking.budget_tokens", f"it must be below max_tokens, {self.max_tokens}, not {budget}")
+        with named(NAMES):
+            return defaults.params(
+                stop=tuple(self.stop_sequences or ()),
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+            )
+
+
+def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
+    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(message.blocks()):
+        at = f"{path}[{i}]"
+        if block.type == "thinking":
+            thoughts.append(needed(block.thinking, at, "thinking"))
+        elif block.type == "tool_use":
+            function = {
+                "name": needed(block.name, at, "name"),
+                "arguments": needed(block.input, at, "input"),
+            }
+            calls.append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
+        elif block.type != "redacted_thinking":  # which nobody but its author can read
+            texts.append(text_of(block, at))
+    turn["content"] = "\n".join(texts)
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return [turn]
+
+
+def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[str, Any]]:
+    results, texts = [], []
+    for i, block in enumerate(message.blocks()):
+        at = f"{path}[{i}]"
+        if block.type == "tool_result":
+            key = needed(block.tool_use_id, at, "tool_use_id")
+            if key not in called:
+                raise invalid(f"{at}.tool_use_id", f"no tool_use block before it has the id {key[:100]!r}")
+            parts = [Block(type="text", text=block.content)] if isinstance(block.content, str) else block.content or []
+            content = "\n".join(text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts))
+            results.append({"role": "tool", "tool_call_id": key, "name": called[key], "content": content})
+        else:
+            texts.append(text_of(block, at))
+    return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
+
+
+def join(turn: dict[str, Any], other: dict[str, Any]) -> None:
+    """Make one turn of two by the same role."""
+    for key in ("content", "reasoning_content"):
+        if parts := [part for part in (turn.get(key), other.get(key)) if part]:
+            turn[key] = "\n".join(parts)
+    if calls := [*turn.get("tool_calls", ()), *other.get("tool_calls", ())]:
+        turn["tool_calls"] = calls
+
+
+def text_of(block: Block, path: str) -> str:
+    if block.type != "text":
+        raise BadRequest(
+            f"Invalid '{path}': this model reads text here, not a block of the type '{block.type[:60]}'.",
+            param=path,
+            code="unsupported_value",
+        )
+    text: str = needed(block.text, path, "text")
+    return text
+
+
+def needed(value: Any, path: str, name: str) -> Any:
+    if value is None:
+        message = f"Missing required parameter: '{path}.{name}'."
+        raise BadRequest(message, param=f"{path}.{name}", code="missing_required_parameter")
+    return value
+
+
+def invalid(path: str, why: str) -> BadRequest:
+    return BadRequest(f"Invalid '{path}': {why}.", param=path, code="invalid_value")

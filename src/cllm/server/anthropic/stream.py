@@ -1,0 +1,151 @@
+"""Deltas to Anthropic's messages: a list of content blocks, whole or event by event."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from pydantic_core import to_json
+
+from cllm.server.anthropic.errors import error_event
+from cllm.server.arguments import object_of
+from cllm.service import Answer, Delta, Generation, Usage
+from cllm.text.chat import Channel
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+SIGNATURE = "cllm"
+"""Under every thinking block; where these come back they are read whatever their signature is."""
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# For each channel: the type of its block's deltas and the field that has their text.
+DELTAS = {
+    Channel.TEXT: (b"text_delta", b"text"),
+    Channel.REASONING: (b"thinking_delta", b"thinking"),
+    Channel.CALL: (b"input_json_delta", b"partial_json"),
+}
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Tokens that were reused are not among the input tokens, but beside them."""
+    cached = min(usage.cached_tokens, usage.prompt_tokens)
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def message_object(generation: Generation, model: str) -> dict[str, Any]:
+    """A message that has not ended, without content."""
+    return {
+        "id": generation.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage_object(generation.usage), "service_tier": "standard"},
+    }
+
+
+def ending(last: Delta) -> dict[str, Any]:
+    reason = "stop_sequence" if last.stop else REASONS.get(last.finish, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": last.stop or None}
+
+
+def empty_block(delta: Delta) -> dict[str, Any]:
+    """The block that ``delta`` begins."""
+    if delta.channel is Channel.CALL:
+        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.name, "input": {}}
+    if delta.channel is Channel.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+async def collect(answer: Answer, model: str) -> dict[str, Any]:
+    """The whole message."""
+    blocks: list[dict[str, Any]] = []
+    texts: list[list[str]] = []
+    where, last = None, Delta(0, "", 0)
+    async for deltas in answer:
+        for last in deltas:
+            if last.text or last.name:
+                if where != (last.channel, last.call):
+                    where = (last.channel, last.call)
+                    blocks.append(empty_block(last))
+                    texts.append([])
+                texts[-1].append(last.text)
+    for block, parts in zip(blocks, texts, strict=True):
+        text = "".join(parts)
+        if block["type"] == "tool_use":
+            block["input"] = object_of(text)
+        else:
+            block[block["type"]] = text
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+    return {**message_object(answer.generation, model), "content": blocks, **ending(last)}
+
+
+class MessageEvents:
+    """The events of one stream: see Events. One block is open at a time."""
+
+    def __init__(self, generation: Generation, model: str, request_id: str) -> None:
+        self._generation = generation
+        self._model = model
+        self._request_id = request_id
+        self._index = -1
+        self._where: tuple[Channel, int] | None = None  # of the open block: its channel, and which call it is
+        self._head = b""  # of the deltas of the open block
+        self._last = Delta(0, "", 0)
+
+    def begin(self) -> bytes:
+        message = to_json({"type": "message_start", "message": message_object(self._generation, self._model)})
+        return b"event: message_start\ndata: " + message + b"\n\n"
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        self._last = deltas[-1]
+        return b"".join(map(self._of, deltas))
+
+    def _of(self, delta: Delta) -> bytes:
+        data = b""
+        if (delta.text or delta.name) and self._where != (delta.channel, delta.call):
+            data = self._close() + self._open(delta)
+        if delta.text:
+            data += self._head + to_json(delta.text) + b"}}\n\n"
+        return data
+
+    def _open(self, delta: Delta) -> bytes:
+        self._index += 1
+        self._where = (delta.channel, delta.call)
+        kind, field = DELTAS[delta.channel]
+        self._head = self._delta_head(kind, field)
+        block = self._index, to_json(empty_block(delta))
+        return b"event: content_block_start\ndata: " + (
+            b'{"type":"content_block_start","index":%d,"content_block":%s}\n\n' % block
+        )
+
+    def _close(self) -> bytes:
+        if self._where is None:
+            return b""
+        data = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % self._index
+        if self._where[0] is Channel.REASONING:
+            data = self._delta_head(b"signature_delta", b"signature") + to_json(SIGNATURE) + b"}}\n\n" + data
+        self._where = None
+        return data
+
+    def _delta_head(self, kind: bytes, field: bytes) -> bytes:
+        head = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":' % (self._index, kind, field)
+        return b"event: content_block_delta\ndata: " + head
+
+    def end(self) -> bytes:
+        usage = usage_object(self._generation.usage)
+        event = to_json({"type": "message_delta", "delta": ending(self._last), "usage": usage})
+        return self._close() + b"event: message_delta\ndata: " + event + b"\n\n" + STOPPED
+
+    def fault(self, error: Exception) -> bytes:
+        return error_event(error, self._request_id)

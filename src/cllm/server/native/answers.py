@@ -1,0 +1,145 @@
+"""What the answers of cLLM's own routes look like, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cllm.server.body import Shape, example
+
+
+class Root(Shape):
+    name: Literal["cLLM"]
+    version: str
+    model: str
+    docs: str
+    paths: list[str]
+
+
+class Health(Shape):
+    status: Literal["healthy", "degraded"]
+    model_loaded: bool
+
+
+class Ready(Shape):
+    status: Literal["ready", "loading", "draining"]
+
+
+class ModelInformation(Shape):
+    """The model and the sizes in force; more fields than these."""
+
+    model_name: str
+    name: str
+    architecture: str
+    vocabulary_size: int
+    context_length: int
+    max_num_seqs: int
+    num_cells: int
+    layout: str
+    generates: bool
+    embedding_size: int
+    stats: dict[str, float]
+
+
+class Explained(Shape):
+    """What the last steps did, who runs, who waits for what."""
+
+    steps: list[dict[str, Any]]
+
+
+class Encoded(Shape):
+    model_config = example(tokens=[72, 105], length=2)
+
+    tokens: list[int]
+    length: int
+
+
+class Decoded(Shape):
+    model_config = example(text="Hi", length=2)
+
+    text: str
+    length: int
+
+
+class Generated(Shape):
+    """Of one prompt; of several, ``results`` has one of these for each, and the numbers are of all together."""
+
+    model_config = example(
+        id="1",
+        text=" 72",
+        response_time=0.05,
+        tokens_per_second=60.0,
+        generated_tokens=3,
+        prompt_tokens=9,
+        max_tokens=100,
+        finish_reason="stop",
+    )
+
+    id: str
+    text: str | None = None
+    response_time: float
+    tokens_per_second: float
+    generated_tokens: int
+    prompt_tokens: int
+    max_tokens: int
+    finish_reason: Literal["stop", "length"] | None = None
+    results: list[GeneratedText] | None = None
+
+
+class GeneratedText(Shape):
+    text: str
+    generated_tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+class RankedDocument(Shape):
+    text: str
+
+
+class Ranked(Shape):
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RankedUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Ranking(Shape):
+    model_config = example(
+        id="rerank-1",
+        object="list",
+        model="cllm-builtin",
+        method="cosine_similarity",
+        results=[{"index": 1, "relevance_score": 0.93}, {"index": 0, "relevance_score": 0.41}],
+        usage={"prompt_tokens": 19, "total_tokens": 19},
+    )
+
+    id: str
+    object: Literal["list"]
+    model: str
+    method: Literal["reranker", "cosine_similarity"]
+    results: list[Ranked]
+    usage: RankedUsage
+
+
+class Benchmark(Shape):
+    """Times in seconds; throughput in tokens a second of all requests together."""
+
+    total_requests: int
+    successful_requests: int
+    failed_requests: int
+    success_rate: float
+    total_time: float
+    average_response_time: float
+    minimum_response_time: float
+    maximum_response_time: float
+    average_time_to_first_token: float
+    throughput: float
+    average_tokens_per_second: float
+    total_prompt_tokens: int
+    total_generated_tokens: int
+    average_generated_tokens: float
+    steps: int
+    average_batch_size: float

@@ -1,0 +1,140 @@
+"""POST /benchmark: a short run of the server against its own engine, for those whom the operator lets have it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest, CLLMError
+from cllm.server.body import Body, documented, example, read_body
+from cllm.server.native.answers import Benchmark
+from cllm.server.sse import until_disconnect
+from cllm.service import Generation, Service, Terms
+
+router = APIRouter(tags=["cLLM"])
+
+TIME_LIMIT = 60.0  # seconds; what has not finished then has failed
+
+
+class BenchmarkBody(Body):
+    """So many requests, so many of them at once; prompts are random tokens."""
+
+    model_config = example(requests=16, concurrency=4, prompt_tokens=32, max_tokens=50)
+
+    requests: Annotated[int, Field(ge=1, le=256)] = 16
+    concurrency: Annotated[int, Field(ge=1, le=64)] = 4
+    prompt_tokens: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_tokens: Annotated[int, Field(ge=1, le=1024)] = 50
+
+
+@dataclass(slots=True)
+class Run:
+    """One request: seconds to the first token and to the last, tokens that came."""
+
+    first: float = 0.0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    succeeded: bool = False
+
+
+@router.post("/benchmark", openapi_extra=documented(BenchmarkBody, Benchmark))
+async def benchmark(request: Request) -> Response:
+    """Measure this server for a minute at most: response times, throughput, time to the first token, batch sizes.
+
+    Off unless ``server.benchmark`` is set (403), and one at a time (409). It takes its place in the queue as others do.
+    """
+    service: Service = request.app.state.service
+    if not request.app.state.settings.server.benchmark:
+        message = "POST /benchmark is off on this server; its operator can set server.benchmark to allow it."
+        raise BadRequest(message, code="benchmark_disabled", status=403)
+    body = await read_body(request, BenchmarkBody)
+    service.check_ready()
+    if body.prompt_tokens + body.max_tokens > service.info.context_length:
+        message = (
+            f"Invalid 'prompt_tokens': with max_tokens it makes {body.prompt_tokens + body.max_tokens} tokens, "
+            f"this model's context has {service.info.context_length}."
+        )
+        raise BadRequest(message, param="prompt_tokens", code="context_length_exceeded")
+    state = request.app.state
+    if getattr(state, "is_benchmarking", False):
+        raise BadRequest("Another benchmark is running; wait until it has ended.", code="conflict", status=409)
+    state.is_benchmarking = True
+    try:
+        content = await until_disconnect(request, measure(service, body))
+    finally:
+        state.is_benchmarking = False
+    return Response(to_json(content), media_type="application/json")
+
+
+async def measure(service: Service, body: BenchmarkBody) -> dict[str, Any]:
+    steps, begun = service.engine.stats.num_steps, time.monotonic()
+    runs = [Run() for _ in range(body.requests)]
+    waiting = iter(runs)
+
+    async def client() -> None:
+        for run in waiting:
+            await one(service, body, run, begun + TIME_LIMIT - time.monotonic())
+
+    await asyncio.gather(*(client() for _ in range(min(body.concurrency, body.requests))))
+    return summary(body, runs, time.monotonic() - begun, service.engine.stats.num_steps - steps)
+
+
+async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: float) -> None:
+    """One request, of its own random prompt, so that nothing of it is cached."""
+    if seconds_left <= 0:
+        return
+    pieces = service.vocabulary.pieces
+    prompt: list[int] = []
+    while len(prompt) < body.prompt_tokens:
+        token = random.randrange(len(pieces))
+        if pieces[token]:
+            prompt.append(token)
+    params = SamplingParams(max_tokens=body.max_tokens, ignore_eos=True, temperature=0.0)
+    generation = Generation(f"bench-{secrets.token_hex(12)}", [prompt], params, Terms(deadline=seconds_left))
+    begun = time.monotonic()
+    try:
+        with service.submit(generation) as answer:
+            async for _ in answer:
+                run.seconds = time.monotonic() - begun
+                run.first = run.first or run.seconds
+                run.num_tokens = generation.usage.completion_tokens
+            run.succeeded = True
+    except CLLMError:
+        run.seconds = time.monotonic() - begun
+
+
+def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int) -> dict[str, Any]:
+    """The numbers, in the words of cLLM's first reports."""
+    good = [run for run in runs if run.succeeded]
+    times = [run.seconds for run in good] or [0.0]
+    num_tokens = sum(run.num_tokens for run in runs)
+    return {
+        "total_requests": len(runs),
+        "successful_requests": len(good),
+        "failed_requests": len(runs) - len(good),
+        "success_rate": len(good) / len(runs),
+        "total_time": seconds,
+        "average_response_time": statistics.fmean(times),
+        "minimum_response_time": min(times),
+        "maximum_response_time": max(times),
+        "average_time_to_first_token": statistics.fmean([run.first for run in good] or [0.0]),
+        "throughput": num_tokens / seconds,
+        "average_tokens_per_second": statistics.fmean([run.num_tokens / run.seconds for run in good] or [0.0]),
+        "total_prompt_tokens": body.prompt_tokens * len(good),
+        "total_generated_tokens": num_tokens,
+        "average_generated_tokens": num_tokens / len(runs),
+        "steps": num_steps,
+        "average_batch_size": num_tokens / num_steps if num_steps else 0.0,
+    }

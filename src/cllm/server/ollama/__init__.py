@@ -1,0 +1,1 @@
+"""Ollama's dialect: generate, chat, embed, and what it tells of models."""

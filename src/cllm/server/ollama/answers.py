@@ -1,0 +1,124 @@
+"""What Ollama's clients get, for the OpenAPI document. Durations are in nanoseconds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cllm.server.body import Shape, example
+
+
+class Error(Shape):
+    error: str
+
+
+class Figures(Shape):
+    """done_reason is load where there was no prompt, and then there are no figures."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class Generated(Figures):
+    response: str
+    thinking: str = ""
+
+
+class CalledFunction(Shape):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(Shape):
+    id: str
+    function: CalledFunction
+
+
+class Said(Shape):
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[ToolCall] = []  # noqa: RUF012  # pydantic copies it
+
+
+class Chatted(Figures):
+    message: Said
+
+
+class Embedded(Shape):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddedText(Shape):
+    embedding: list[float]
+
+
+class Details(Shape):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class Entry(Shape):
+    """size in bytes; digest: 64 hex digits for the contents of the file."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+
+
+class Listed(Entry):
+    modified_at: str
+
+
+class Tags(Shape):
+    models: list[Listed]
+
+
+class Loaded(Entry):
+    size_vram: int
+    expires_at: str
+    context_length: int
+
+
+class Running(Shape):
+    models: list[Loaded]
+
+
+class Shown(Shape):
+    license: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class Version(Shape):
+    model_config = example(version="0.12.11")
+
+    version: str
+
+
+class Pulled(Shape):
+    model_config = example(status="success")
+
+    status: str

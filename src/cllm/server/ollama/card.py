@@ -1,0 +1,87 @@
+"""What Ollama's clients want to know of a model, from its file's header."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cllm.models.gguf import GgufHeader, fingerprint, read_header
+from cllm.models.hub import quantization_of
+
+NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
+
+
+class Card(msgspec.Struct, frozen=True):
+    """modified: when the file was written; digest: 64 hex digits for the contents; size in bytes."""
+
+    digest: str
+    modified: str
+    size: int
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    license: str
+
+
+@functools.lru_cache(maxsize=1)
+def read_card(path: str) -> Card:
+    """The card of a file, or of the fake backend, which has none (""). Raises StartupError."""
+    if not path:
+        details = details_of("fake", "", "", "")
+        return Card(hashlib.sha256(b"fake").hexdigest(), time_text(0), 0, details, {"general.architecture": "fake"}, "")
+    file = Path(path)
+    header = read_header(file)
+    parameters = num_parameters(header)
+    quantization = quantization_of(file.name) or commonest_type(header)
+    info: dict[str, Any] = {name: value for name, value in header.metadata.items() if name not in NOT_SHOWN}
+    info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())  # long lists are named, not shown
+    return Card(
+        digest=hashlib.sha256(fingerprint(file).encode()).hexdigest(),
+        modified=time_text(file.stat().st_mtime),
+        size=header.file_bytes,
+        details=details_of(header.architecture, "gguf", count_text(parameters), quantization),
+        model_info={**info, "general.parameter_count": parameters},
+        license=str(header.metadata.get("general.license", "")),
+    )
+
+
+def details_of(family: str, form: str, parameters: str, quantization: str) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": form,
+        "family": family,
+        "families": [family],
+        "parameter_size": parameters,
+        "quantization_level": quantization,
+    }
+
+
+def num_parameters(header: GgufHeader) -> int:
+    """Of the whole model if the header tells, else of the tensors in this file."""
+    count = header.metadata.get("general.parameter_count")
+    return count if isinstance(count, int) and count > 0 else sum(math.prod(t.shape) for t in header.tensors)
+
+
+def commonest_type(header: GgufHeader) -> str:
+    """The type of most of the weights."""
+    sizes: dict[str, int] = {}
+    for tensor in header.tensors:
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + math.prod(tensor.shape)
+    return max(sizes, key=lambda name: sizes[name], default="")
+
+
+def count_text(count: int) -> str:
+    """A number of parameters for a person: ``3.1M``, ``8.0B``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def time_text(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,27 @@
+"""Which requests are Ollama's, and the form of their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+
+from cllm.server.errors import Dialect, Fault, describe_in_stream
+
+
+def speaks_ollama(request: Request) -> bool:
+    path: str = request.scope["path"]
+    return path == "/api" or path.startswith("/api/")
+
+
+def form(fault: Fault, _: str) -> tuple[int, dict[str, Any]]:
+    """A full queue is 503, as Ollama has it."""
+    return 503 if fault.code == "queue_full" else fault.status, {"error": fault.message}
+
+
+def error_line(error: Exception) -> bytes:
+    return to_json({"error": describe_in_stream(error).message}) + b"\n"
+
+
+DIALECT = Dialect(speaks_ollama, form)

@@ -1,0 +1,100 @@
+"""POST /api/pull: a model from the hub into the local cache, where ``cllm serve`` finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from cllm.errors import BadRequest, StartupError
+from cllm.models import catalog
+from cllm.server.ollama.schema import PullBody
+from cllm.server.ollama.stream import MEDIA_TYPE
+from cllm.server.sse import until_disconnect
+
+INTERVAL = 0.25  # seconds between two looks at a download
+PULLING = asyncio.Lock()  # one at a time
+
+
+class Abandoned(Exception):
+    """Nobody waits for the download any longer."""
+
+
+class Download:
+    """One that goes on in a thread; its progress by files. It may be looked at while it goes on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.files: dict[str, tuple[int, int]] = {}
+        self.abandoned = False
+
+    def report(self, file: str, done: int, total: int) -> None:
+        if self.abandoned:
+            raise Abandoned
+        self.files[file] = (done, total)
+
+    async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What Ollama says of a download. Raises StartupError; when it is closed early, the download ends."""
+        async with PULLING:
+            yield {"status": "pulling manifest"}
+            async with contextlib.aclosing(self._progress()) as progress:
+                async for line in progress:
+                    yield line
+            yield {"status": "success"}
+
+    async def _progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        task = asyncio.ensure_future(asyncio.to_thread(catalog.resolve, self.name, None, self.report))
+        told: dict[str, tuple[int, int]] = {}
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=INTERVAL)
+                for file, (done, total) in self.files.copy().items():
+                    if told.get(file) != (done, total):
+                        told[file] = (done, total)
+                        yield {"status": f"pulling {file}", "digest": file, "total": total, "completed": done}
+            task.result()
+        finally:
+            self.abandoned = True
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+async def pull(request: Request, body: PullBody) -> Response:
+    """Raises BadRequest for what is not to be had; what comes up later is a line of the stream."""
+    if not request.app.state.settings.server.allow_pull:
+        message = "This server downloads no models for its clients; its setting server.allow_pull is false."
+        raise BadRequest(message, status=403, code="forbidden")
+    name = body.wanted()
+    if not catalog.HUB.fullmatch(name):
+        message = f"Cannot pull {name[:100]!r}: only models of the Hugging Face hub, hf.co/owner/repo[:quantization]."
+        raise BadRequest(message, param="model", code="invalid_value")
+    if PULLING.locked():
+        raise BadRequest("Another model is being pulled; try again later.", status=409, code="conflict")
+    lines = Download(name).lines()
+    if body.stream is not False:
+        return StreamingResponse(encoded(lines), media_type=MEDIA_TYPE)
+    try:
+        return JSONResponse(await until_disconnect(request, last(lines)))
+    except StartupError as error:
+        raise BadRequest(str(error), param="model", code="model_not_found", status=404) from None
+
+
+async def last(lines: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    line: dict[str, Any] = {}
+    async with contextlib.aclosing(lines):
+        async for line in lines:  # noqa: B007
+            pass
+    return line
+
+
+async def encoded(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+    try:
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                yield to_json(line) + b"\n"
+    except StartupError as error:
+        yield to_json({"error": str(error)}) + b"\n"

@@ -1,0 +1,241 @@
+"""Ollama's routes for one model, which is loaded as long as the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.core.params import SamplingParams
+from cllm.embedding import embed, encode_texts, names
+from cllm.engine.build import uses_gpu
+from cllm.errors import BadRequest
+from cllm.server.body import documented, read_body
+from cllm.server.ollama import pull
+from cllm.server.ollama.answers import (
+    Chatted,
+    Embedded,
+    EmbeddedText,
+    Error,
+    Generated,
+    Pulled,
+    Running,
+    Shown,
+    Tags,
+    Version,
+)
+from cllm.server.ollama.card import Card, read_card
+from cllm.server.ollama.schema import (
+    MAX_TEXTS,
+    ChatBody,
+    EmbedBody,
+    EmbeddingsBody,
+    GenerateBody,
+    GenerationBody,
+    PullBody,
+    ShowBody,
+)
+from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, loaded
+from cllm.server.queueing import place_headers
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.service import Generation, Service
+
+router = APIRouter(tags=["Ollama"])
+
+API_VERSION = "0.12.11"
+"""The version of Ollama whose API this is; clients ask for it and refuse to speak to older ones."""
+
+NEVER = "2999-12-31T00:00:00Z"
+
+
+@router.head("/", include_in_schema=False)
+async def alive() -> Response:
+    return Response()
+
+
+@router.head("/api/version", include_in_schema=False)
+@router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
+async def version() -> dict[str, str]:
+    """The version of Ollama's API; the server's own is at /."""
+    return {"version": API_VERSION}
+
+
+@router.post("/api/generate", openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error))
+async def generate(request: Request) -> Response:
+    """Continue a prompt: as the first message of a chat, or with ``raw`` as it is."""
+    service: Service = request.app.state.service
+    clock = Clock()
+    body = await read_body(request, GenerateBody)
+    check_model(body.model, service)
+    params, terms = await params_of(request, body), body.terms(request)
+    if body.raw and body.system:
+        raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
+    if not body.prompt:
+        return json_answer(loaded(body.model, chat=False))
+    name = secrets.token_hex(12)
+    if body.raw or not service.vocabulary.chat_template:
+        prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
+        generation = Generation(name, [await service.encode(prompt, terms=terms)], params, terms)
+    else:
+        generation = await service.prepare(name, body.chat(), params, terms, param="prompt")
+    return await respond(request, body, generation, clock, chat=False)
+
+
+@router.post("/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error))
+async def chat(request: Request) -> Response:
+    """The next message of a conversation."""
+    service: Service = request.app.state.service
+    clock = Clock()
+    body = await read_body(request, ChatBody)
+    check_model(body.model, service)
+    params, terms = await params_of(request, body), body.terms(request)
+    if not body.messages:
+        return json_answer(loaded(body.model, chat=True))
+    generation = await service.prepare(secrets.token_hex(12), body.chat(), params, terms)
+    return await respond(request, body, generation, clock, chat=True)
+
+
+async def params_of(request: Request, body: GenerationBody) -> SamplingParams:
+    """How the answer's tokens are chosen, ``format`` included. Raises BadRequest."""
+    service: Service = request.app.state.service
+    if body.think and "thinking" not in service.capabilities:
+        raise BadRequest(f"{body.model[:100]!r} does not support thinking.", param="think", code="unsupported_value")
+    params, constraint = body.params(request.app.state.sampling), body.constraint()
+    if constraint is None:
+        return params
+    return msgspec.structs.replace(params, grammar=await service.grammar(constraint, param="format"))
+
+
+async def respond(
+    request: Request, body: GenerationBody, generation: Generation, clock: Clock, *, chat: bool
+) -> Response:
+    """Stream the generation, which is the default, or collect it; refusals come before the first byte."""
+    service: Service = request.app.state.service
+    clock.submit()
+    answer = service.submit(generation)
+    headers = place_headers(answer.place)
+    if body.stream is not False:
+        lines = Lines(generation, body.model, clock, chat=chat)
+        return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b"")
+    with answer:
+        content = await until_disconnect(request, collect(answer, body.model, clock, chat=chat))
+    return json_answer(content, headers)
+
+
+@router.post("/api/embed", openapi_extra=documented(EmbedBody, Embedded, error=Error))
+async def embed_texts(request: Request) -> Response:
+    """Vectors of one or more texts."""
+    service: Service = request.app.state.service
+    clock = Clock()
+    body = await read_body(request, EmbedBody)
+    check_model(body.model, service)
+    given = [body.input] if isinstance(body.input, str) else body.input
+    params = ["input"] if isinstance(body.input, str) else names("input", len(given))
+    size = service.info.embedding_size
+    if len(given) > MAX_TEXTS:
+        raise BadRequest(f"Invalid 'input': at most {MAX_TEXTS} texts are accepted, not {len(given)}.", param="input")
+    if body.dimensions is not None and body.dimensions != size:
+        message = f"Invalid 'dimensions': the vectors of this model have {size} numbers."
+        raise BadRequest(message, param="dimensions", code="invalid_value")
+    texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
+    clock.submit()
+    found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
+    content = {"model": body.model, "embeddings": found.vectors.tolist(), **clock.durations()}
+    return json_answer({**content, "prompt_eval_count": found.num_tokens})
+
+
+@router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))
+async def embeddings(request: Request) -> Response:
+    """The vector of one text."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbeddingsBody)
+    check_model(body.model, service)
+    texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
+    found = await until_disconnect(request, embed(service, texts, ["prompt"], body.terms(request)))
+    return json_answer({"embedding": found.vectors[0].tolist()})
+
+
+@router.head("/api/tags", include_in_schema=False)
+@router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
+async def tags(request: Request) -> Response:
+    """The models that are here: the one that is served."""
+    card = await card_of(request)
+    return json_answer({"models": [{**entry(request, card), "modified_at": card.modified}]})
+
+
+@router.get("/api/ps", openapi_extra=documented(answer=Running, error=Error))
+async def running(request: Request) -> Response:
+    """The models that are loaded."""
+    service: Service = request.app.state.service
+    info = service.engine.info
+    if info is None:
+        return json_answer({"models": []})
+    card = await card_of(request)
+    cells = info.num_cells * info.kv_bytes_per_token
+    params = service.engine.params
+    on_gpu = params.backend == "llama_cpp" and uses_gpu(params)
+    size = (info.model_bytes or card.size) + cells
+    loaded_model = {
+        **entry(request, card),
+        "size": size,
+        "size_vram": size if on_gpu else 0,
+        "expires_at": NEVER,
+        "context_length": info.context_length,
+    }
+    return json_answer({"models": [loaded_model]})
+
+
+@router.post("/api/show", openapi_extra=documented(ShowBody, Shown, error=Error))
+async def show(request: Request) -> Response:
+    """What the model's file says of it, and what it can."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ShowBody)
+    check_model(body.wanted(), service)
+    card, info = await card_of(request), service.info
+    defaults = {**msgspec.structs.asdict(request.app.state.sampling), "num_ctx": info.context_length}
+    defaults["num_predict"] = defaults.pop("max_tokens")
+    capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
+    return json_answer(
+        {
+            "license": card.license,
+            "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items() if value is not None),
+            "template": service.vocabulary.chat_template or "",
+            "details": card.details,
+            "model_info": card.model_info,
+            "capabilities": capabilities + (["embedding"] if info.embedding_size else []),
+            "modified_at": card.modified,
+        }
+    )
+
+
+@router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
+async def pull_model(request: Request) -> Response:
+    """Download a model into the hub's cache, if the server's settings allow it."""
+    return await pull.pull(request, await read_body(request, PullBody))
+
+
+def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(content, inf_nan_mode="null"), headers=headers, media_type="application/json")
+
+
+async def card_of(request: Request) -> Card:
+    return await asyncio.to_thread(read_card, request.app.state.service.engine.params.path)
+
+
+def entry(request: Request, card: Card) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    name = service.model_name if ":" in service.model_name else f"{service.model_name}:latest"
+    return {"name": name, "model": name, "size": card.size, "digest": card.digest, "details": card.details}
+
+
+def check_model(name: str, service: Service) -> None:
+    """Raise BadRequest (404) if a request names another model than the one that is served."""
+    if name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
+        message = f"model {name[:100]!r} not found; this server has {service.model_name!r}"
+        raise BadRequest(message, param="model", code="model_not_found", status=404)

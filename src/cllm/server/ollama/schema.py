@@ -1,0 +1,294 @@
+"""What Ollama's clients send, and its translation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+
+from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest
+from cllm.server.body import Body, example, named
+from cllm.server.defaults import SamplingDefaults
+from cllm.server.queueing import TermsBody
+from cllm.text.chat import Chat, Effort
+from cllm.text.grammar import Constraint
+
+MAX_TOOLS = 512
+MAX_TEXTS = 2048  # of one request for embeddings
+
+NAMES = {  # of sampling parameters, where Ollama has others
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    **{
+        name: f"options.{name}"
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+    },
+}
+EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
+AT_START = "the model has been loaded by the server's settings"
+NO_IMAGES = "this model reads text"
+
+ModelName = Annotated[str, Field(min_length=1)]
+
+
+class Options(Body):
+    """How tokens are chosen; what is left out is the operator's default."""
+
+    ignored: ClassVar = {
+        **dict.fromkeys(
+            ("f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu", "num_thread", "numa"), AT_START
+        ),
+        **dict.fromkeys(("embedding_only", "use_mlock", "use_mmap", "vocab_only"), AT_START),
+        "num_ctx": "the context is as long as the server's settings have it; a prompt that does not fit is refused",
+        "num_keep": "nothing of a prompt is ever cut off",
+        "draft_num_predict": "guesses are made while they pay, and change no text",
+        "penalize_newline": "it has no effect in Ollama either",
+        "tfs_z": "it has no effect in Ollama either",
+    }
+
+    num_predict: Annotated[int, Field(ge=-2)] | None = Field(
+        default=None, description="Tokens to generate at most; 0 and below: up to the end of the context."
+    )
+    temperature: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = Field(default=None, description="-1: a new one for every request.")
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, description="0: no repeat_penalty; else it counts the whole prompt and the whole answer."
+    )
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Raises BadRequest for values out of range."""
+        limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
+        if self.num_predict is not None and limit is None:  # what the operator has as default does not hold
+            defaults = msgspec.structs.replace(defaults, max_tokens=None)
+        with named(NAMES):
+            return defaults.params(
+                max_tokens=limit,
+                temperature=self.temperature,
+                top_k=max(0, self.top_k) if self.top_k is not None else None,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=None if self.seed == -1 else self.seed,
+                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                repetition_penalty=1.0 if self.repeat_last_n == 0 else self.repeat_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+            )
+
+
+class GenerationBody(TermsBody):
+    """What /api/generate and /api/chat have in common."""
+
+    ignored: ClassVar = {
+        "keep_alive": "the model stays loaded as long as the server runs",
+        "truncate": "a prompt that does not fit is refused, not cut",
+        "shift": "a text ends where the context does; nothing of it is forgotten meanwhile",
+    }
+    refused: ClassVar = {"_debug_render_only": "prompts are not shown"}
+
+    model: ModelName
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
+
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+        return (self.options or Options()).params(defaults)
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be. Raises BadRequest for a format that does not exist."""
+        if self.format in (None, ""):
+            return None
+        if isinstance(self.format, dict):
+            return Constraint("json_schema", self.format)
+        if self.format != "json":
+            message = "Invalid 'format': it is \"json\" or a JSON schema."
+            raise BadRequest(message, param="format", code="invalid_value")
+        return Constraint("json_object")
+
+    def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
+        """Raises BadRequest for an effort that does not exist."""
+        effort = EFFORTS.get(self.think) if isinstance(self.think, str) else None
+        if isinstance(self.think, str) and effort is None:
+            message = "Invalid 'think': it is true, false, low, medium, high or max."
+            raise BadRequest(message, param="think", code="invalid_value")
+        return Chat(messages, tools, thinking=None if self.think is None else bool(self.think), effort=effort)
+
+
+class GenerateBody(GenerationBody):
+    """POST /api/generate."""
+
+    model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?", stream=False)
+
+    refused: ClassVar = {
+        **GenerationBody.refused,
+        "context": "send the conversation to /api/chat; what its beginning has cost before is not paid again",
+        "template": "the model's own template is used; with raw the prompt is taken as it is",
+        "images": NO_IMAGES,
+        **dict.fromkeys(("width", "height", "steps"), "this model writes text"),
+        "suffix": "text cannot be filled in yet",
+        "logprobs": "they are not supported yet",
+        "top_logprobs": "they are not supported yet",
+    }
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool = False
+
+    def chat(self) -> Chat:
+        messages = [{"role": "user", "content": self.prompt or ""}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return self.chat_of(messages, [])
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolCall(Body):
+    id: str | None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatBody(GenerationBody):
+    """POST /api/chat."""
+
+    model_config = example(
+        model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}], options={"temperature": 0}
+    )
+
+    refused: ClassVar = {
+        **GenerationBody.refused,
+        "logprobs": "they are not supported yet",
+        "top_logprobs": "they are not supported yet",
+    }
+
+    messages: list[Message] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+
+    def chat(self) -> Chat:
+        """Raises BadRequest for images."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        return self.chat_of(self._messages(), tools)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Calls and their results go together by ids; a result without one belongs to the first call by its name."""
+        messages = []
+        waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+        for i, given in enumerate(self.messages or []):
+            if given.images:
+                path = f"messages[{i}].images"
+                message = f"Unsupported parameter: '{path}': {NO_IMAGES}."
+                raise BadRequest(message, param=path, code="unsupported_value")
+            message_: dict[str, Any] = {"role": given.role, "content": given.content or ""}
+            if given.thinking:
+                message_["reasoning_content"] = given.thinking
+            if given.tool_calls:
+                calls = [(call.id or f"call_{i}_{j}", call.function.name) for j, call in enumerate(given.tool_calls)]
+                waiting = calls
+                message_["tool_calls"] = [
+                    {
+                        "id": key,
+                        "type": "function",
+                        "function": {"name": name, "arguments": call.function.arguments},
+                    }
+                    for (key, name), call in zip(calls, given.tool_calls, strict=True)
+                ]
+            if given.role == "tool":
+                wanted = given.tool_call_id or given.tool_name
+                found = next((call for call in waiting if not wanted or wanted in call), None)
+                waiting = [call for call in waiting if call != found]
+                key, name = found or (given.tool_call_id or f"call_{i}", given.tool_name or "")
+                message_ |= {"tool_call_id": key, **({"name": name} if name else {})}
+            messages.append(message_)
+        return messages
+
+
+class EmbedBody(TermsBody):
+    """POST /api/embed."""
+
+    model_config = example(model="cllm-builtin", input=["What is 27 plus 45?", "Paris is in France."])
+
+    ignored: ClassVar = {
+        "keep_alive": "the model stays loaded as long as the server runs",
+        "options": "they speak of generated text and of loading the model",
+    }
+
+    model: ModelName
+    input: str | list[str]
+    truncate: bool | None = Field(default=None, description="Cut texts that are too long, which is the default.")
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbeddingsBody(TermsBody):
+    """POST /api/embeddings, the earlier form."""
+
+    model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?")
+
+    ignored: ClassVar = EmbedBody.ignored
+
+    model: ModelName
+    prompt: str
+
+
+class NameBody(Body):
+    """What speaks of a model."""
+
+    model: str | None = None
+    name: str | None = Field(default=None, description="The earlier name of model.")
+
+    def wanted(self) -> str:
+        """Raises BadRequest if there is none."""
+        name = self.model or self.name
+        if not name:
+            raise BadRequest("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+        return name
+
+
+class ShowBody(NameBody):
+    model_config = example(model="cllm-builtin")
+
+    ignored: ClassVar = {"verbose": "the lists of the vocabulary are never shown"}
+
+
+class PullBody(NameBody):
+    model_config = example(model="hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0")
+
+    ignored: ClassVar = {
+        "insecure": "the hub is asked as HF_ENDPOINT says",
+        "username": "access to the hub goes by HF_TOKEN",
+        "password": "access to the hub goes by HF_TOKEN",
+    }
+
+    stream: bool | None = None

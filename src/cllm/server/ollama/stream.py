@@ -1,0 +1,165 @@
+"""Deltas to Ollama's objects: one for the whole answer, or one a line as it comes."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import time
+from typing import Any
+
+from pydantic_core import to_json
+
+from cllm.server.arguments import object_of
+from cllm.server.ollama.errors import error_line
+from cllm.service import Answer, Delta, Generation
+from cllm.text.chat import Channel
+
+MEDIA_TYPE = "application/x-ndjson"
+
+
+class Clock:
+    """When a request came, was handed over, had its first token; in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.came = self.submitted = self.first = time.perf_counter_ns()
+        self._begun = False
+
+    def submit(self) -> None:
+        self.submitted = self.first = time.perf_counter_ns()
+
+    def token(self) -> None:
+        if not self._begun:
+            self._begun, self.first = True, time.perf_counter_ns()
+
+    def durations(self) -> dict[str, int]:
+        """The model is always loaded, so that loading takes what checking and tokenizing took."""
+        return {"total_duration": time.perf_counter_ns() - self.came, "load_duration": self.submitted - self.came}
+
+    def figures(self, generation: Generation) -> dict[str, int]:
+        """To wait for others counts as reading the prompt."""
+        now = time.perf_counter_ns()
+        return {
+            **self.durations(),
+            "prompt_eval_count": generation.usage.prompt_tokens,
+            "prompt_eval_duration": max(1, self.first - self.submitted),
+            "eval_count": generation.usage.completion_tokens,
+            "eval_duration": max(1, now - self.first),
+        }
+
+
+def head_object(model: str) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC)
+    return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
+
+
+def loaded(model: str, *, chat: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt: the model is there."""
+    return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": "load"}
+
+
+def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool) -> dict[str, Any]:
+    """What a model has said, in the words of chat or of generate."""
+    more = {"thinking": thinking} if thinking else {}
+    if not chat:
+        return {"response": text, **more}
+    return {
+        "message": {"role": "assistant", "content": text, **more, **({"tool_calls": calls} if calls else {})},
+    }
+
+
+class Calls:
+    """The function calls of an answer; each is told when it is complete, because its arguments are an object."""
+
+    def __init__(self) -> None:
+        self.complete: list[dict[str, Any]] = []
+        self._name = ""
+        self._call = -1
+        self._parts: list[str] = []
+
+    def feed(self, delta: Delta) -> None:
+        if delta.call != self._call:
+            self.end()
+            self._call, self._name = delta.call, delta.name
+        self._parts.append(delta.text)
+
+    def end(self) -> None:
+        """The call that has been fed, if there is one, is complete."""
+        if self._name:
+            function = {"index": self._call, "name": self._name, "arguments": object_of("".join(self._parts))}
+            self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
+            self._name, self._parts = "", []
+
+
+def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
+    reason = "length" if last.finish == "length" else "stop"
+    return {"done": True, "done_reason": reason, **clock.figures(generation)}
+
+
+async def collect(answer: Answer, model: str, clock: Clock, *, chat: bool) -> dict[str, Any]:
+    """The whole answer."""
+    texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
+    calls, last = Calls(), Delta(0, "", 0)
+    async for deltas in answer:
+        clock.token()
+        for last in deltas:
+            if last.channel is Channel.CALL:
+                calls.feed(last)
+            else:
+                texts[last.channel].append(last.text)
+    calls.end()
+    content = said("".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat)
+    return {**head_object(model), **content, **ending(answer.generation, clock, last)}
+
+
+class Lines:
+    """The lines of one stream: see Events."""
+
+    def __init__(self, generation: Generation, model: str, clock: Clock, *, chat: bool) -> None:
+        self._generation = generation
+        self._chat = chat
+        self._clock = clock
+        self._calls = Calls()
+        self._last = Delta(0, "", 0)
+        head = to_json(head_object(model))[:-1]
+        self._head = head
+        self._text = head + (b',"message":{"role":"assistant","content":' if chat else b',"response":')
+        self._thinking = (
+            head + (b',"message":{"role":"assistant","content":""' if chat else b',"response":""') + b',"thinking":'
+        )
+        self._tail = (b"}" if chat else b"") + b',"done":false}\n'
+
+    def begin(self) -> bytes:
+        return b""
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        self._clock.token()
+        self._last = deltas[-1]
+        return b"".join(map(self._of, deltas))
+
+    def _of(self, delta: Delta) -> bytes:
+        if delta.channel is Channel.CALL:
+            self._calls.feed(delta)
+            return self._called()
+        if not delta.text:
+            return b""
+        self._calls.end()
+        head = self._text if delta.channel is Channel.TEXT else self._thinking
+        return self._called() + head + to_json(delta.text) + self._tail
+
+    def _called(self) -> bytes:
+        """A line with the calls that are complete."""
+        calls, self._calls.complete = self._calls.complete, []
+        if not calls:
+            return b""
+        return self._line({**said("", calls=calls, chat=self._chat), "done": False})
+
+    def _line(self, content: dict[str, Any]) -> bytes:
+        return self._head + b"," + to_json(content)[1:] + b"\n"
+
+    def end(self) -> bytes:
+        self._calls.end()
+        content = {**said("", chat=self._chat), **ending(self._generation, self._clock, self._last)}
+        return self._called() + self._line(content)
+
+    def fault(self, error: Exception) -> bytes:
+        return error_line(error)

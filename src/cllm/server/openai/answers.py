@@ -1,0 +1,151 @@
+"""What OpenAI's answers look like, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cllm.server.body import Shape, example
+
+
+class TokensDetails(Shape):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Usage(Shape):
+    """prompt_tokens and completion_tokens; of an embedding the first and total_tokens alone."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: TokensDetails | None = None
+    completion_tokens_details: TokensDetails | None = None
+
+
+class FunctionCalled(Shape):
+    name: str
+    arguments: str
+
+
+class ToolCalled(Shape):
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCalled] | None = None
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(Shape):
+    model_config = example(
+        id="chatcmpl-1",
+        object="chat.completion",
+        created=1735689600,
+        model="cllm-builtin",
+        choices=[{"index": 0, "message": {"role": "assistant", "content": "72"}, "finish_reason": "stop"}],
+        usage={"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20},
+    )
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(Shape):
+    model_config = example(
+        id="cmpl-1",
+        object="text_completion",
+        created=1735689600,
+        model="cllm-builtin",
+        choices=[{"index": 0, "text": " 72", "finish_reason": "stop"}],
+        usage={"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+    )
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelObject(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int | None
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class EmbeddingObject(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Shape):
+    model_config = example(
+        object="list",
+        model="cllm-builtin",
+        data=[{"object": "embedding", "index": 0, "embedding": [0.6, -0.8]}],
+        usage={"prompt_tokens": 5, "total_tokens": 5},
+    )
+
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingObject]
+    usage: Usage
+
+
+class TokenPiece(Shape):
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(Shape):
+    model_config = example(tokens=[72, 105], count=2, max_model_len=4096)
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Shape):
+    model_config = example(content="Hi", prompt="Hi")
+
+    content: str
+    prompt: str
+
+
+class Templated(Shape):
+    model_config = example(prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+    prompt: str

@@ -1,0 +1,159 @@
+"""/tokenize, /detokenize and /apply-template, in the words of llama-server and of vLLM, which both are understood."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.backends.base import Vocabulary
+from cllm.errors import BadRequest
+from cllm.server.body import Body, documented, example, read_body
+from cllm.server.openai.answers import Detokenized, Templated, Tokenized
+from cllm.server.openai.routes import check_model
+from cllm.server.openai.schema import Message, TemplateVariables, Tool
+from cllm.service import LONG_TEXT, Service
+from cllm.text.chat_template import FENCES
+
+router = APIRouter(tags=["Tokens"])
+
+T = TypeVar("T")
+
+MAX_TOKENS = 1_000_000  # of one body
+
+
+class TemplateBody(Body):
+    """A conversation, as in chat completions."""
+
+    model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+class TokenizeBody(Body):
+    """One of ``content``, ``prompt`` and ``messages``.
+
+    Tokens that the model wants before and behind a text are added to a prompt (vLLM), and to content if asked for
+    (llama-server).
+    """
+
+    model_config = example(content="What is 27 plus 45?", with_pieces=True)
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model_config = example(tokens=[72, 105])
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+
+
+@router.post("/tokenize", openapi_extra=documented(TokenizeBody, Tokenized))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation in the model's chat template; with the text of each if asked for."""
+    service: Service = request.app.state.service
+    body = await read_body(request, TokenizeBody)
+    check_model(body.model, service)
+    given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        message = f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
+        raise BadRequest(message, param="content", code="invalid_value")
+    if body.messages is not None:
+        text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+        tokens = await in_thread(len(text), lambda: service.chat_template.tokenize(text))
+    else:
+        text = body.prompt if body.prompt is not None else body.content or ""
+        asked = body.add_special if body.add_special is not None else body.add_special_tokens
+        add_special = asked if asked is not None else body.prompt is not None
+        tokens = await in_thread(
+            len(text),
+            lambda: service.vocabulary.tokenize(text, add_special=add_special, parse_special=body.parse_special),
+        )
+    info = service.info
+    content: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": info.context_length}
+    if body.with_pieces:
+        content["tokens"] = [{"id": token, "piece": piece(service.vocabulary, token)} for token in tokens]
+    if body.return_token_strs:
+        content["token_strs"] = [service.vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens]
+    return Response(to_json(content), media_type="application/json")
+
+
+@router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, control tokens by their names; as ``content`` and, the same, as ``prompt``."""
+    service: Service = request.app.state.service
+    body = await read_body(request, DetokenizeBody)
+    check_model(body.model, service)
+    text = await in_thread(len(body.tokens), lambda: text_of(service, body.tokens))
+    return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
+
+
+@router.post("/apply-template", openapi_extra=documented(TemplateBody, Templated))
+async def apply_template(request: Request) -> Response:
+    """The prompt that the model's chat template makes of messages; nothing is generated."""
+    service: Service = request.app.state.service
+    body = await read_body(request, TemplateBody)
+    text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+    return Response(to_json({"prompt": FENCES.sub("", text)}), media_type="application/json")
+
+
+async def in_thread(size: int, work: Callable[[], T]) -> T:
+    """The result of ``work``, away from the event loop if the ``size`` of what it works on is large."""
+    return work() if size < LONG_TEXT else await asyncio.to_thread(work)
+
+
+async def render(
+    service: Service,
+    messages: list[Message],
+    tools: list[Tool] | None,
+    add_generation_prompt: bool,
+    variables: TemplateVariables | None,
+) -> str:
+    """Rendered, with fences. Raises BadRequest."""
+    given = {} if variables is None else variables.model_dump(exclude_none=True)
+    return await service.renderer.render(
+        [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
+        [tool.model_dump(exclude_none=True) for tool in tools or []],
+        add_generation_prompt=add_generation_prompt,
+        **given,
+    )
+
+
+def text_of(service: Service, tokens: list[int]) -> str:
+    """Raises BadRequest for ids that are not in the vocabulary."""
+    size = service.vocabulary.size
+    for i, token in enumerate(tokens):
+        if not 0 <= token < size:
+            message = f"Invalid 'tokens[{i}]': token ids must be between 0 and {size - 1}."
+            raise BadRequest(message, param=f"tokens[{i}]", code="invalid_value")
+    return b"".join(map(service.vocabulary.text_of, tokens)).decode("utf-8", "replace")
+
+
+def piece(vocabulary: Vocabulary, token: int) -> str | list[int]:
+    """The text of a token, or its bytes if they are not text by themselves."""
+    data = vocabulary.text_of(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

@@ -1,0 +1,419 @@
+"""Errors of Anthropic's and Ollama's routes, in the form of each, as the real clients' own exceptions."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+
+import anthropic
+import httpx2
+import ollama
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+ANTHROPIC = {"model": "fake", "messages": MESSAGES, "max_tokens": 4}
+OLLAMA = {"model": "fake", "messages": MESSAGES, "stream": False}
+ENDLESS = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+ROUTES = [("/v1/messages", ANTHROPIC), ("/api/chat", OLLAMA)]
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "5"}
+
+
+def check_anthropic(answer, status, kind):
+    """Exactly the form that Anthropic's clients read."""
+    assert answer.status_code == status, answer.text
+    content = answer.json()
+    assert content.keys() == {"type", "error", "request_id"}
+    assert content["type"] == "error"
+    assert content["error"].keys() == {"type", "message"}
+    assert content["error"]["type"] == kind
+    assert content["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    return content["error"]["message"]
+
+
+def check_ollama(answer, status):
+    assert answer.status_code == status, answer.text
+    content = answer.json()
+    assert content.keys() == {"error"}
+    assert answer.headers["x-request-id"].startswith("req_")
+    return content["error"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [1]}, "messages[0]"),
+        ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "alien"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}, "messages[0].role"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}]}, ".input"),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 101}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [1]}, "stop_sequences[0]"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 1000}, "stop_sequences"),
+        ({"stop_sequences": ["x" * 10**5]}, "stop_sequences"),
+        ({"stream": "yes"}, "stream"),
+        ({"metadata": {"user_id": 5}}, "metadata.user_id"),
+        ({"metadata": {"user_id": "u" * 257}}, "metadata.user_id"),
+        ({"thinking": {"type": "enabled"}}, "budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": True}, "thinking"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{}]}, "tools[0].name"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0]"),
+        ({"tools": [{**TOOL, "name": "f\n"}]}, "tools[0]"),
+        ({"tools": [TOOL] * 10_000}, "tools"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"priority": "high"}, "priority"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+    ],
+)
+def test_what_anthropic_refuses(fake_server, patch, named):
+    """400 that names the field; a stream is refused before its first byte."""
+    for stream in (False, True):
+        body = {**ANTHROPIC, "stream": stream, **patch}
+        body = {name: value for name, value in body.items() if value is not None}
+        answer = fake_server.client.post("/v1/messages", json=body)
+        assert named in check_anthropic(answer, 400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "patch", "named"),
+    [
+        ("chat", {"model": None}, "model"),
+        ("chat", {"model": ""}, "model"),
+        ("chat", {"messages": "hi"}, "messages"),
+        ("chat", {"messages": [1]}, "messages[0]"),
+        ("chat", {"messages": [{}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+        ("chat", {"tools": "x"}, "tools"),
+        ("chat", {"tools": [5]}, "tools[0]"),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ("chat", {"format": "xml"}, "format"),
+        ("chat", {"format": 5}, "format"),
+        ("chat", {"think": True}, "thinking"),
+        ("chat", {"think": "hard"}, "think"),
+        ("chat", {"stream": "yes"}, "stream"),
+        ("chat", {"options": 5}, "options"),
+        ("chat", {"options": {"temperature": -1}}, "options.temperature"),
+        ("chat", {"options": {"temperature": "hot"}}, "options.temperature"),
+        ("chat", {"options": {"num_predict": -3}}, "options.num_predict"),
+        ("chat", {"options": {"num_predict": True}}, "options.num_predict"),
+        ("chat", {"options": {"top_p": 2}}, "options.top_p"),
+        ("chat", {"options": {"min_p": 2}}, "options.min_p"),
+        ("chat", {"options": {"top_k": -5}}, "options.top_k"),
+        ("chat", {"options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
+        ("chat", {"options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
+        ("chat", {"options": {"presence_penalty": 3}}, "options.presence_penalty"),
+        ("chat", {"options": {"frequency_penalty": 3}}, "options.frequency_penalty"),
+        ("chat", {"options": {"seed": 1.5}}, "options.seed"),
+        ("chat", {"options": {"seed": 2**63}}, "options.seed"),
+        ("chat", {"options": {"stop": ["x"] * 1000}}, "options.stop"),
+        ("chat", {"options": {"stop": [""]}}, "options.stop"),
+        ("chat", {"options": {"stop": [5]}}, "options.stop"),
+        ("chat", {"deadline_ms": 0}, "deadline_ms"),
+        ("generate", {"prompt": 5}, "prompt"),
+        ("generate", {"prompt": ["a"]}, "prompt"),
+        ("generate", {"prompt": "a", "images": ["aGk="]}, "images"),
+        ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "template"),
+        ("generate", {"prompt": "a", "context": [1, 2]}, "context"),
+        ("generate", {"prompt": "a", "raw": True, "system": "s"}, "raw"),
+        ("generate", {"prompt": "a", "raw": "yes"}, "raw"),
+        ("embed", {}, "input"),
+        ("embed", {"input": 5}, "input"),
+        ("embed", {"input": [5]}, "input"),
+        ("embed", {"input": ""}, "input"),
+        ("embed", {"input": ["a"] * 2049}, "input"),
+        ("embed", {"input": "a", "dimensions": 3}, "dimensions"),
+        ("embeddings", {}, "prompt"),
+        ("show", {"model": None}, "model"),
+    ],
+)
+def test_what_ollama_refuses(fake_server, path, patch, named):
+    """400 that names the field."""
+    body = {"model": "fake", **(OLLAMA if path == "chat" else {}), **patch}
+    body = {name: value for name, value in body.items() if value is not None}
+    assert named in check_ollama(fake_server.client.post(f"/api/{path}", json=body), 400)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"max_tokens": NaN}',
+        b'{"model": "\\ud800"}',
+        b"\xff\xfe",
+        b'{"a": ' + b"[" * 100_000,
+        b'{"max_tokens": 1e999}',
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_400(fake_server, data):
+    headers = {"content-type": "application/json"}
+    post = fake_server.client.post
+    check_anthropic(post("/v1/messages", content=data, headers=headers), 400, "invalid_request_error")
+    check_ollama(post("/api/chat", content=data, headers=headers), 400)
+
+
+def test_other_faults_of_a_request(fake_server):
+    """Too large, of another type, of another method, of no route, for another model, of a wrong version."""
+    client = fake_server.client
+    large = {**ANTHROPIC, "messages": [{"role": "user", "content": "a" * 1_000_001}]}
+    check_anthropic(client.post("/v1/messages", json=large), 413, "request_too_large")
+    check_ollama(client.post("/api/chat", json=large), 413)
+    check_anthropic(client.post("/v1/messages", content=b"{}"), 415, "invalid_request_error")
+    check_ollama(client.post("/api/chat", content=b"{}"), 415)
+    check_anthropic(client.get("/v1/messages"), 405, "invalid_request_error")
+    check_ollama(client.get("/api/chat"), 405)
+    check_anthropic(client.post("/v1/messages/batches", json={}), 404, "not_found_error")
+    check_anthropic(client.get("/v1/nope", headers={"anthropic-version": "2023-06-01"}), 404, "not_found_error")
+    for path in ("create", "push", "copy", "blobs/sha256:x", "me"):
+        check_ollama(client.post(f"/api/{path}", json={}), 404)
+    check_ollama(client.request("DELETE", "/api/delete", json={"model": "fake"}), 404)
+    assert client.get("/apix").json()["error"]["code"] == "not_found"
+    for name in ("../../etc/passwd", "http://x/y", "a\0b", "x" * 100_000, "other", "fake:8b"):
+        message = check_anthropic(
+            client.post("/v1/messages", json={**ANTHROPIC, "model": name}), 404, "not_found_error"
+        )
+        assert len(message) < 400
+        assert len(check_ollama(client.post("/api/chat", json={**OLLAMA, "model": name}), 404)) < 400
+        check_ollama(client.post("/api/show", json={"name": name}), 404)
+    for version in ("1", "2023-06", "latest", "2023-06-01 "):
+        answer = client.post("/v1/messages", json=ANTHROPIC, headers={"anthropic-version": version + "x"})
+        assert "anthropic-version" in check_anthropic(answer, 400, "invalid_request_error")
+    answer = client.get("/v1/models?limit=0", headers={"anthropic-version": "2023-06-01"})
+    assert "limit" in check_anthropic(answer, 400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("length", [600, 900_000])
+def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
+    """Streams too get it before the first byte; to count it is refused where it is far too long."""
+    messages = [{"role": "user", "content": "a" * length}]
+    for stream in (False, True):
+        answer = fake_server.client.post("/v1/messages", json={**ANTHROPIC, "messages": messages, "stream": stream})
+        assert "512" in check_anthropic(answer, 400, "invalid_request_error")
+        answer = fake_server.client.post("/api/chat", json={**OLLAMA, "messages": messages, "stream": stream})
+        assert "512" in check_ollama(answer, 400)
+    assert "512" in check_ollama(
+        fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}), 400
+    )
+
+
+def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):
+    """New parameters, and those of a server that loads models for its clients."""
+    body = {**ANTHROPIC, "zzz": 1, "service_tier": "auto", "context_management": {"edits": []}, "speed": "fast"}
+    body |= {"cache_control": {"type": "ephemeral"}, "thinking": {"type": "disabled", "display": "omitted"}}
+    assert fake_server.client.post("/v1/messages", json=body).status_code == 200
+    options = {"num_ctx": 10**9, "num_gpu": 1, "num_thread": 2, "low_vram": True, "numa": False, "new": 1}
+    body = {**OLLAMA, "options": options, "keep_alive": "5m", "format": "", "think": False, "truncate": True}
+    assert fake_server.client.post("/api/chat", json=body).status_code == 200
+    body = {"model": "fake", "prompt": "a", "template": "", "system": "", "suffix": "", "context": [], "images": []}
+    assert fake_server.client.post("/api/generate", json={**body, "stream": False}).status_code == 200
+
+
+def test_pulling_is_off(fake_server):
+    """Nobody downloads anything unless the operator lets them."""
+    for stream in (False, True):
+        answer = fake_server.client.post("/api/pull", json={"model": "hf.co/a/b", "stream": stream})
+        assert "server.allow_pull" in check_ollama(answer, 403)
+
+
+def wait_for(condition, seconds=2):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def crowd(server, count, key="x"):
+    """So many endless streams of OpenAI's dialect, all of one account."""
+    headers = {"authorization": f"Bearer {key}"}
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            answer = stack.enter_context(server.client.stream("POST", "/v1/completions", json=ENDLESS, headers=headers))
+            assert answer.status_code == 200
+        yield
+
+
+def test_a_full_queue_is_overloaded(narrow_server):
+    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account as a token is."""
+    with anthropic.Anthropic(base_url=narrow_server.url, api_key="x", max_retries=0) as client:
+        client.messages.create(**ANTHROPIC)  # what it imports late takes longer than the crowd stays
+        with crowd(narrow_server, 12):
+            with pytest.raises(anthropic.APIStatusError) as raised:
+                client.messages.create(**ANTHROPIC)
+            headers = {"x-api-key": "x"}
+            answers = [narrow_server.client.post(path, json=body, headers=headers) for path, body in ROUTES]
+    check_anthropic(answers[0], 529, "overloaded_error")
+    assert raised.value.type == "overloaded_error"
+    check_ollama(answers[1], 503)
+    assert min(int(answer.headers["retry-after"]) for answer in answers) >= 1
+    narrow_server.wait_until_idle()
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, stream):
+    """While it waits, and streams have begun by then."""
+
+    def ask():
+        with contextlib.suppress(httpx2.TimeoutException):
+            narrow_server.client.post(path, json={**body, "stream": stream}, timeout=0.5)
+
+    with crowd(narrow_server, 4):
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: narrow_server.stats()["num_waiting"] == 4)
+        for thread in threads:
+            thread.join()
+        wait_for(lambda: narrow_server.stats()["num_waiting"] == 0)
+        assert narrow_server.stats()["num_running"] == 4
+    narrow_server.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_a_stream_that_breaks_says_so(start_server):
+    """The real clients raise their own errors; the stream was open and waiting when the server had to go."""
+    server = start_server("--backend.name", "fake", "--max-num-seqs", "1", "--server.drain-timeout", "0.3")
+    errors = []
+
+    def read_message(client):
+        with pytest.raises(anthropic.APIStatusError, match="shutting down") as raised, client:
+            list(client.messages.create(**ANTHROPIC, stream=True))
+        assert raised.value.type == "api_error"
+        errors.append(raised.value)
+
+    def read_chat(client):
+        with pytest.raises(ollama.ResponseError, match="shutting down") as raised, client:
+            list(client.chat("fake", MESSAGES, stream=True))
+        errors.append(raised.value)
+
+    clients = [anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0), ollama.Client(server.url)]
+    clients[0].messages.create(**ANTHROPIC)
+    with contextlib.suppress(httpx2.HTTPError), crowd(server, 1):
+        readers = zip((read_message, read_chat), clients, strict=True)
+        threads = [threading.Thread(target=read, args=(client,)) for read, client in readers]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.stats()["num_waiting"] == 2)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+    assert len(errors) == 2
+    assert server.process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_while_the_engine_is_away_and_in_strict_mode(start_server):
+    """503 and when to come back; and 400 for parameters that nobody knows, wherever they are."""
+    server = start_server("--backend.name", "fake", "--server.strict")
+    faults = [
+        ({"zzz": 1}, {"zzz": 1}, "zzz"),
+        ({"thinking": {"type": "disabled", "zzz": 1}}, {"options": {"zzz": 1}}, ".zzz"),
+    ]
+    for patch, other, name in faults:
+        answer = server.client.post("/v1/messages", json={**ANTHROPIC, **patch})
+        assert name in check_anthropic(answer, 400, "invalid_request_error")
+        assert name in check_ollama(server.client.post("/api/chat", json={**OLLAMA, **other}), 400)
+    known = {**ANTHROPIC, "service_tier": "auto", "output_config": {"effort": "low"}}
+    assert server.client.post("/v1/messages", json=known).status_code == 200
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    wait_for(lambda: server.client.get("/ready").status_code == 503)
+    answers = [server.client.post(path, json=body) for path, body in ROUTES]
+    check_anthropic(answers[0], 503, "api_error")
+    check_ollama(answers[1], 503)
+    assert all(answer.headers["retry-after"] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/health", None),
+        ("GET", "/nope", None),
+        ("HEAD", "/", None),
+        ("POST", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "stream": True}),
+        ("POST", "/v1/messages", {**ANTHROPIC, "stream": True}),
+        ("POST", "/api/chat", {**OLLAMA, "stream": True}),
+    ],
+)
+def test_every_answer_has_the_id_of_its_request(fake_server, method, path, body):
+    """Under both names that clients look for, ours and never the client's, another one each time."""
+    headers = {"x-request-id": "mine", "request-id": "mine"}
+    answers = [fake_server.client.request(method, path, json=body, headers=headers) for _ in range(2)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert ids == [answer.headers["request-id"] for answer in answers]
+    assert ids[0] != ids[1]
+    assert "mine" not in ids
+
+
+def test_clients_raise_their_own_errors(fake_server):
+    with anthropic.Anthropic(base_url=fake_server.url, api_key="x", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError) as bad:
+            client.messages.create(**{**ANTHROPIC, "messages": []})
+        assert bad.value.request_id == json.loads(bad.value.response.text)["request_id"]
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**ANTHROPIC, "model": "other"})
+        with pytest.raises(anthropic.RequestTooLargeError):
+            client.messages.create(**{**ANTHROPIC, "system": "a" * 1_000_001})
+    with ollama.Client(fake_server.url) as client:
+        for stream in (False, True):
+            with pytest.raises(ollama.ResponseError) as raised:
+                list(client.chat("other", MESSAGES, stream=stream))
+            assert raised.value.status_code == 404
+
+
+def test_the_server_still_serves_after_all_this(fake_server):
+    """Nothing above has left anything behind."""
+    answer = fake_server.client.post("/v1/messages", json=ANTHROPIC)
+    assert answer.json()["usage"]["output_tokens"] == 4
+    answer = fake_server.client.post("/api/chat", json={**OLLAMA, "options": {"num_predict": 4}})
+    assert answer.json()["eval_count"] == 4
+    stats = fake_server.wait_until_idle()
+    assert stats["num_seq_ids_in_use"] == stats["num_cells_held"] == 0

@@ -1,0 +1,127 @@
+"""The OpenAPI document and its page; and what the server says to requests that are made from the document at random."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+
+import hypothesis
+import jsonschema
+import pytest
+import schemathesis
+from schemathesis import checks
+
+TIMEOUT = 20  # seconds for one answer
+DEADLINES = {"deadline_ms", "queue_timeout_ms"}
+
+
+@pytest.fixture(scope="module")
+def document(fake_server) -> dict:
+    return fake_server.client.get("/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def api(fake_server):
+    return schemathesis.openapi.from_url(f"{fake_server.url}/openapi.json")
+
+
+def operations(document):
+    return [(path, verb, entry) for path, verbs in document["paths"].items() for verb, entry in verbs.items()]
+
+
+def test_every_route_says_what_it_takes_and_gives(document) -> None:
+    for path, verb, entry in operations(document):
+        assert entry["tags"], path
+        assert entry.get("description"), path
+        assert {"200", "4XX", "5XX"} <= entry["responses"].keys(), path
+        assert "422" not in entry["responses"], path
+        content = entry["responses"]["200"]["content"]
+        assert all(kind["schema"] for name, kind in content.items() if name == "application/json"), path
+        assert verb != "post" or path.endswith("/cancel") or entry["requestBody"]["content"], path
+
+
+def test_examples_are_valid(document) -> None:
+    """Of bodies and of answers; and every body has one."""
+    schemas = document["components"]["schemas"]
+    for name, schema in schemas.items():
+        for shown in schema.get("examples", []):
+            jsonschema.validate(shown, {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+    for path, _, entry in operations(document):
+        for content in entry.get("requestBody", {}).get("content", {}).values():
+            if "$ref" in content["schema"]:
+                assert schemas[content["schema"]["$ref"].rpartition("/")[2]].get("examples"), path
+
+
+def test_every_reference_leads_somewhere(document) -> None:
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert names
+    assert names <= document["components"]["schemas"].keys()
+
+
+def test_the_page_needs_nothing_from_elsewhere(fake_server) -> None:
+    answer = fake_server.client.get("/docs")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert not re.search(r"(?:src|href)=\"(?!openapi\.json)", answer.text)
+    assert "//" not in re.sub(r"//[^\n]*|https?://www\.w3\.org", "", answer.text) or "http" not in answer.text
+    for tag in ("script", "style"):
+        text = re.search(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(text[1].encode()).digest()).decode() in policy
+    assert not re.search(r"\son\w+=|\sstyle=|javascript:", answer.text), "the policy would not run it"
+
+
+def check(case, document) -> None:
+    answer = case.call(timeout=TIMEOUT)
+    asked = case.body if isinstance(case.body, dict) else {}
+    if answer.status_code != 504 or not DEADLINES & asked.keys():
+        assert answer.status_code < 500, answer.text[:500]
+    if answer.status_code >= 400:
+        entry = document["paths"][case.operation.path][case.method.lower()]
+        form = entry["responses"][f"{answer.status_code // 100}XX"]["content"]["application/json"]["schema"]
+        jsonschema.validate(answer.json(), {**form, "components": document["components"]})
+    case.validate_response(
+        answer,
+        checks=[
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_schema_conformance,
+        ],
+    )
+
+
+def try_out(cases, document) -> None:
+    @hypothesis.given(cases)
+    @hypothesis.settings(
+        max_examples=20,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    )
+    def run(case) -> None:
+        check(case, document)
+
+    run()
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+def test_what_is_made_from_the_document_is_answered_as_it_says(api, document, mode) -> None:
+    """Right requests and wrong ones: no 5xx but for deadlines that were asked for, every answer in the form of its
+    dialect, and in time.
+    """
+    tried, faults = 0, []
+    for result in api.get_all_operations():
+        operation = result.ok()
+        if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
+            continue
+        tried += 1
+        try:
+            try_out(operation.as_strategy(generation_mode=mode), document)
+        except (Exception, BaseExceptionGroup) as fault:  # noqa: BLE001  # all of them are told at the end
+            faults.append(f"{operation.label}: {fault}")
+    assert tried > 10
+    assert not faults, "\n\n".join(faults)

@@ -1,0 +1,85 @@
+"""POST /api/pull by the real ``ollama`` client, from a hub on this machine."""
+
+import time
+
+import ollama
+import pytest
+from fake_hub import LARGE, FakeHub
+
+FAKE = ("--backend.name", "fake", "--server.allow-pull")
+
+
+@pytest.fixture(scope="module")
+def hub():
+    server = FakeHub()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def client(hub, start_server_once, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder), "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    server = start_server_once(*FAKE, **environment)
+    with ollama.Client(server.url) as client:
+        client.folder = folder
+        yield client
+
+
+def test_a_model_is_pulled_line_by_line(client):
+    """The file is in the cache afterwards, where it is found by its name."""
+    lines = list(client.pull("hf.co/o/models:Q8_0", stream=True))
+    assert lines[0].status == "pulling manifest"
+    assert lines[-1].status == "success"
+    progress = [line for line in lines if line.completed]
+    assert progress[-1].completed == progress[-1].total == len(LARGE)
+    assert "m-Q8_0.gguf" in progress[-1].status
+    (file,) = client.folder.rglob("snapshots/*/m-Q8_0.gguf")
+    assert file.read_bytes() == LARGE
+
+
+def test_a_model_is_pulled_in_one_answer(client):
+    assert client.pull("hf.co/o/models").status == "success"
+    assert list(client.folder.rglob("snapshots/*/m-Q4_0.gguf"))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "llama3.2", "../x.gguf", "http://evil.example/o/models", "o/models"])
+def test_only_the_hub_is_asked(client, name):
+    """No file of this machine, no other server."""
+    with pytest.raises(ollama.ResponseError, match=r"hf\.co/owner/repo") as raised:
+        client.pull(name)
+    assert raised.value.status_code == 400
+
+
+def test_what_is_not_there_is_said(client):
+    """With a status before the answer, in the stream once it has begun."""
+    with pytest.raises(ollama.ResponseError, match="There is no model o/missing") as raised:
+        client.pull("hf.co/o/missing")
+    assert raised.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="There is no model o/missing"):
+        list(client.pull("hf.co/o/missing", stream=True))
+
+
+def test_one_at_a_time_and_who_goes_away_makes_room(client, hub):
+    """A second one is told so; when the first client has gone, the next may come."""
+    hub.pause = 0.1
+    lines = client.pull("hf.co/o/gated", stream=True)
+    with pytest.raises(ollama.ResponseError):
+        list(lines)
+    lines = client.pull("hf.co/o/models:F16", stream=True)
+    assert next(lines).status == "pulling manifest"
+    with pytest.raises(ollama.ResponseError, match="Another model") as raised:
+        client.pull("hf.co/o/models")
+    assert raised.value.status_code == 409
+    lines.close()
+    hub.pause = 0
+    end = time.monotonic() + 5
+    while True:
+        try:
+            assert client.pull("hf.co/o/models").status == "success"
+            break
+        except ollama.ResponseError as error:
+            assert error.status_code == 409
+            assert time.monotonic() < end
+            time.sleep(0.05)

@@ -1,0 +1,86 @@
+"""POST /v1/rerank: by the embeddings of any model, and by a model that was made to rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cllm.backends.fake import TOKEN_VECTORS
+
+DOCUMENTS = ["zzzz", "hello there", "hello", "9999"]
+
+
+def cosine(one: str, other: str) -> float:
+    a, b = (TOKEN_VECTORS[list(text.encode())].sum(axis=0) for text in (one, other))
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_by_cosine(fake_server) -> None:
+    answer = fake_server.client.post("/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()
+    assert answer["method"] == "cosine_similarity"
+    scores = [cosine("hello", document) for document in DOCUMENTS]
+    assert [result["index"] for result in answer["results"]] == sorted(range(4), key=lambda i: -scores[i])
+    for result in answer["results"]:
+        assert result["relevance_score"] == pytest.approx(scores[result["index"]], abs=1e-5)
+    assert answer["results"][0]["index"] == 2
+    assert answer["usage"]["total_tokens"] == len("hello") + sum(map(len, DOCUMENTS))
+
+
+def test_top_n_and_documents(fake_server) -> None:
+    body = {"query": "hello", "documents": [{"text": text} for text in DOCUMENTS], "top_n": 2, "return_documents": True}
+    for route in ("/v1/rerank", "/rerank"):
+        results = fake_server.client.post(route, json=body).json()["results"]
+        assert [result["document"]["text"] for result in results] == ["hello", "hello there"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"documents": []}, "documents"),
+        ({"documents": ["a", ""]}, "documents[1]"),
+        ({"documents": ["a", {"text": ""}]}, "documents[1].text"),
+        ({"documents": ["a", {}]}, "documents[1].text"),
+        ({"documents": ["a", "b" * 513]}, "documents[1]"),
+        ({"query": ""}, "query"),
+        ({"query": "x" * 513}, "query"),
+        ({"top_n": 0}, "top_n"),
+        ({"documents": ["a"] * 2001}, "documents"),
+    ],
+)
+def test_faults(fake_server, change, param) -> None:
+    answer = fake_server.client.post("/v1/rerank", json={"query": "a", "documents": ["a"], **change})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.llama
+def test_a_reranker(start_server, tiny_model) -> None:
+    """Its own scores; it gives no embeddings and generates nothing, and says so."""
+    server = start_server("--model.path", str(tiny_model("reranker")))
+    answer = server.client.post("/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()
+    assert answer["method"] == "reranker"
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == len(DOCUMENTS)
+    for i, document in enumerate(DOCUMENTS):
+        alone = server.client.post("/v1/rerank", json={"query": "hello", "documents": [document]}).json()
+        together = next(result for result in answer["results"] if result["index"] == i)
+        assert alone["results"][0]["relevance_score"] == pytest.approx(together["relevance_score"], abs=0.01)
+    for route, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/generate", {"prompt": "a"}),
+    ):
+        refused = server.client.post(route, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_model")
+
+
+@pytest.mark.llama
+def test_an_encoder(start_server, tiny_model) -> None:
+    """Alone it loads and embeds, texts of its whole context too."""
+    server = start_server("--model.path", str(tiny_model("bert")))
+    answer = server.client.post("/v1/embeddings", json={"input": [[7], [7] * 512]}).json()
+    assert [len(item["embedding"]) for item in answer["data"]] == [64, 64]
+    too_long = server.client.post("/v1/embeddings", json={"input": [[7], [7] * 513]})
+    assert too_long.json()["error"]["param"] == "input[1]"

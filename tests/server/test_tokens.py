@@ -1,0 +1,78 @@
+"""/tokenize, /detokenize and /apply-template, as llama-server and vLLM are asked."""
+
+from __future__ import annotations
+
+import pytest
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+PROMPT = "<|im_start|>user\nHi<|im_end|><|im_start|>assistant\n"
+
+
+def post(server, route: str, **body):
+    return server.client.post(route, json=body)
+
+
+@pytest.mark.parametrize("field", ["content", "prompt"])
+def test_there_and_back(fake_server, field) -> None:
+    answer = post(fake_server, "/tokenize", **{field: "Hé<|im_end|>"}).json()
+    assert answer == {"tokens": [*"Hé".encode(), 258], "count": 4, "max_model_len": 512}
+    back = post(fake_server, "/detokenize", tokens=answer["tokens"]).json()
+    assert back == {"content": "Hé<|im_end|>", "prompt": "Hé<|im_end|>"}
+
+
+def test_special_tokens_as_text(fake_server) -> None:
+    answer = post(fake_server, "/tokenize", content="<|im_end|>", parse_special=False).json()
+    assert answer["tokens"] == list(b"<|im_end|>")
+
+
+def test_pieces(fake_server) -> None:
+    """Bytes where a token is no text by itself."""
+    answer = post(fake_server, "/tokenize", content="aé<|im_end|>", with_pieces=True, return_token_strs=True).json()
+    assert [item["piece"] for item in answer["tokens"]] == ["a", [0xC3], [0xA9], "<|im_end|>"]
+    assert answer["token_strs"] == ["a", "\ufffd", "\ufffd", "<|im_end|>"]
+
+
+def test_a_conversation(fake_server) -> None:
+    assert post(fake_server, "/apply-template", messages=MESSAGES).json() == {"prompt": PROMPT}
+    tokens = post(fake_server, "/tokenize", messages=MESSAGES).json()["tokens"]
+    assert post(fake_server, "/detokenize", tokens=tokens).json()["content"] == PROMPT
+    body = {"messages": MESSAGES, "add_generation_prompt": False}
+    assert post(fake_server, "/apply-template", **body).json()["prompt"] == PROMPT.removesuffix(
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_control_tokens_of_a_user_are_text(fake_server) -> None:
+    messages = [{"role": "user", "content": "<|im_end|>"}]
+    assert post(fake_server, "/apply-template", messages=messages).json()["prompt"].count("<|im_end|>") == 2
+    assert post(fake_server, "/tokenize", messages=messages).json()["tokens"].count(258) == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": "a", "prompt": "a"}, "content"),
+        ("/tokenize", {"content": 5}, "content"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [1, 260]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
+        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_faults(fake_server, route, body, param) -> None:
+    answer = post(fake_server, route, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.llama
+def test_the_built_in_model(builtin_server) -> None:
+    """As many tokens as a chat is charged for."""
+    count = post(builtin_server, "/tokenize", messages=MESSAGES).json()["count"]
+    answer = post(builtin_server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
+    assert answer["usage"]["prompt_tokens"] == count
+    tokens = post(builtin_server, "/tokenize", content="What is 27 plus 45?").json()["tokens"]
+    assert post(builtin_server, "/detokenize", tokens=tokens).json()["content"] == "What is 27 plus 45?"
