@@ -15,7 +15,7 @@ from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import batches, embeddings, files, responses, tokens
+from cllm.server.openai import batches, completions, embeddings, files, responses, tokens
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
@@ -24,6 +24,7 @@ DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's,
 ROUTERS = (
     anthropic.router,  # first, because it leaves to others what it does not know
     openai.router,
+    completions.router,
     embeddings.router,
     responses.router,
     files.router,

@@ -36,6 +36,10 @@ class TermsBody(Body):
         default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
     )
 
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Cached prefixes and results are shared only among requests with the same salt."
+    )
+
     def terms(self, request: Request, user: str | None = None) -> Terms:
         """``user``: who else the body names as its user."""
         key = account(request, self.user or user)
@@ -45,6 +49,7 @@ class TermsBody(Body):
             priority=priority_of(asked, request.app.state.settings.scheduler.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
+            cache_salt=self.cache_salt or "",
         )
 
 

@@ -137,12 +137,8 @@ async def render(
         raise BadRequest(message, param="chat_template_kwargs", code="invalid_value")
     dumped = [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)]
     named = [tool.model_dump(exclude_none=True) for tool in tools or []]
-    return await in_thread(
-        len(str(dumped)) + len(str(named)),
-        lambda: service.chat_template.render(
-            dumped, named, add_generation_prompt=add_generation_prompt, **(variables or {})
-        ),
-    )
+    given = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
+    return await service.renderer.render(dumped, named, given)
 
 
 def text_of(service: Service, tokens: list[int]) -> str:
