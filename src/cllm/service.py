@@ -205,7 +205,7 @@ class Service:
         self._check_length(length, param)
         if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
             self._check_room(terms, length)
-        text = await self.renderer.render(chat.messages, tools, self._chat_form.variables(chat))
+        text = await self.renderer.render(chat.messages, tools, **self._chat_form.variables(chat))
         self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
         if len(text) < LONG_TEXT:
             return self.chat_template.tokenize(text)

@@ -28,7 +28,7 @@ def vocabulary(source: str | None = None) -> FakeVocabulary:
 
 
 async def render(renderer: Renderer, content: str = "hi", **variables) -> str:
-    return await renderer.render([{"role": "user", "content": content}], [], variables)
+    return await renderer.render([{"role": "user", "content": content}], [], **variables)
 
 
 def with_renderer(source, use):
@@ -47,8 +47,8 @@ def with_renderer(source, use):
 def test_it_says_what_the_template_says():
     """The same text as in place, with fences, tools and variables; and refusals in the template's words."""
     source = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ enable_thinking }}"
-    here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, {"enable_thinking": True})
-    there = with_renderer(source, lambda renderer: renderer.render(MESSAGES, TOOLS, {"enable_thinking": True}))
+    here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, enable_thinking=True)
+    there = with_renderer(source, lambda renderer: renderer.render(MESSAGES, TOOLS, enable_thinking=True))
     assert there == here
     with pytest.raises(BadRequest, match="no such roles") as refused:
         with_renderer("{{ raise_exception('no such roles') }}", render)
@@ -106,7 +106,7 @@ def test_a_bomb_ends_itself_alone(source):
 def test_a_text_has_a_limit(monkeypatch):
     """A template that makes far more of its messages than they are is stopped, wherever it runs."""
     with pytest.raises(BadRequest, match=str(MAX_LENGTH)):
-        ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render([], [], {})
+        ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render([], [])
 
 
 def test_a_clock_for_systems_that_have_no_limits(monkeypatch):

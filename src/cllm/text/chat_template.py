@@ -55,13 +55,13 @@ class ChatTemplate:
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
-        return self.tokenize(self.render(messages, tools, variables))
+        return self.tokenize(self.render(messages, tools, **variables))
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
         """The text of that prompt, with fences around what is plain text.
 
-        With the variable ``add_generation_prompt`` false nothing asks for another message.
-        Raises BadRequest if the model has no template, the template refuses the messages, or makes too much of them.
+        With ``add_generation_prompt=False`` nothing asks for another message. Raises BadRequest if the model has no
+        template, the template refuses the messages, or makes too much of them.
         """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
@@ -71,7 +71,7 @@ class ChatTemplate:
                 messages=self.fenced(self._adapted(messages)),
                 tools=self.fenced(tools) or None,
                 **self._vocabulary.special_texts,
-                **{"add_generation_prompt": True, **self.fenced(variables)},
+                **self.fenced({"add_generation_prompt": True, **variables}),
             ):
                 parts.append(part)
                 room -= len(part)

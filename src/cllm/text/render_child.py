@@ -66,7 +66,7 @@ def allow(seconds: float) -> None:
 
 def answer(template: ChatTemplate, asked: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"text": template.render(asked["messages"], asked["tools"], asked["variables"])}
+        return {"text": template.render(asked["messages"], asked["tools"], **asked["variables"])}
     except BadRequest as error:
         return {"error": str(error), "param": error.param, "code": error.code}
 

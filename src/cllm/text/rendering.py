@@ -33,9 +33,7 @@ class Renderer:
         self._idle: list[RenderProcess] = []
         self._busy: set[RenderProcess] = set()
 
-    async def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> str:
+    async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
         """As ChatTemplate.render. Raises BadRequest, also if it takes too long or too much memory."""
         asked = {"messages": messages, "tools": tools, "variables": variables}
         async with self._free:

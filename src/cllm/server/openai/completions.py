@@ -14,7 +14,7 @@ from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.answers import Completion
-from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, text_of
+from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
 from cllm.server.openai.routes import check_model, head_of, headers_of, json_answer
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, usage_object
@@ -27,7 +27,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 @router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
 async def completions(request: Request) -> Response:
-    """Continue prompts."""
+    """A prompt, or some, continued; with ``stream`` as server-sent events."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
     check_model(body.model, service)
@@ -44,7 +44,7 @@ async def completions(request: Request) -> Response:
         prompts.append(tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms))
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
     answer = service.submit(generation)
-    echoed = [text if isinstance(text, str) else text_of(service.vocabulary, text) for text in texts]
+    echoed = [text if isinstance(text, str) else said(service.vocabulary, text) for text in texts]
     words = Words(service, body, answer, echoed if body.echo else [""] * len(prompts))
     head = head_of(service, generation, "text_completion")
     if body.stream:

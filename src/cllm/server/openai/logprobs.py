@@ -19,7 +19,7 @@ def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = spelled(vocabulary, token)
+        data = vocabulary.text_of(token)
         return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
     content = [
@@ -65,16 +65,11 @@ def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, fl
 
 def readable(vocabulary: Vocabulary, token: int) -> str:
     """The text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
-    data = spelled(vocabulary, token)
+    data = vocabulary.text_of(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def spelled(vocabulary: Vocabulary, token: int) -> bytes:
-    """The bytes of a token, or its name if it has none."""
-    return vocabulary.pieces[token] or vocabulary.special_tokens.get(token, "").encode()
 
 
 def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
@@ -86,6 +81,6 @@ def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
     return found
 
 
-def text_of(vocabulary: Vocabulary, tokens: list[int]) -> str:
+def said(vocabulary: Vocabulary, tokens: list[int]) -> str:
     """What tokens say; control tokens say nothing."""
     return b"".join(vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")

@@ -125,8 +125,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
         )
 
     def logprobs_wanted(self) -> dict[str, int | None]:
-        """What of SamplingParams asks for logprobs. Raises BadRequest."""
-        raise NotImplementedError
+        """What of SamplingParams asks for logprobs."""
+        return {}
 
     def with_breakers(self, params: SamplingParams, breakers: DryBreakers) -> SamplingParams:
         """``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
