@@ -61,16 +61,6 @@ def text_term(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def after(before: str, grammar: str) -> str:
-    """A grammar for what ``before``, a term of Lark, allows, and then what ``grammar`` allows."""
-    parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
-    if grammar.lstrip().startswith("{"):
-        parts = json.loads(grammar)["grammars"]
-    name = f"after{len(parts)}"
-    first = {"lark_grammar": f"start: before @{name}\nbefore: {before}"}
-    return json.dumps({"grammars": [first, parts[0] | {"name": name}, *parts[1:]]})
-
-
 def to_lark(constraint: Constraint, param: str) -> str:
     """The grammar, not compiled yet. Raises BadRequest, naming ``param``."""
     value = constraint.value
