@@ -131,3 +131,10 @@ def test_texts_of_regular_expressions_are_found_in_linear_time():
     for _ in range(5000):
         matcher.consume(ord("a"))
     assert matcher.allowed() is not None
+
+
+def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    with pytest.raises(BadRequest) as caught:
+        lark("json_schema", {"type": "object", "properties": properties})
+    assert "items" in str(caught.value)
