@@ -185,10 +185,11 @@ class Service:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        length = sum(len(str(message.get("content") or "")) for message in chat.messages)
+        messages = self._chat_form.messages(chat, tools)
+        length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, param)
-        encode = partial(self._chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
-        if len(str(chat.messages)) + len(str(tools)) < LONG_TEXT:
+        encode = partial(self._chat_template.encode, messages, tools, **self._chat_form.variables(chat))
+        if len(str(messages)) + len(str(tools)) < LONG_TEXT:
             return encode()
         self._check_room(terms, length)
         return await asyncio.to_thread(encode)

@@ -195,7 +195,12 @@ def test_a_forced_call_after_reasoning(create) -> None:
 
 
 def test_structured_output_after_reasoning(create) -> None:
-    schema = {"type": "object", "properties": {"sum": {"enum": [70, 71, 72]}}, "additionalProperties": False, "required": ["sum"]}
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"enum": [70, 71, 72]}},
+        "additionalProperties": False,
+        "required": ["sum"],
+    }
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     answer = create(SUM, response_format=form, extra_body=THINK, max_tokens=200).choices[0]
     assert json.loads(answer.message.content) == {"sum": 72}

@@ -42,6 +42,7 @@ WEATHER = {
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
 }
+WEATHER["spoken"] = WEATHER["hermes"]
 
 
 class Bytes:

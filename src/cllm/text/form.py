@@ -75,7 +75,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A family; ``signs`` are texts that its chat templates have in common."""
+    """A family; ``signs`` are texts that its chat templates have in common, () if it is not chosen by them."""
 
     signs: tuple[str, ...]
     calls: Calls | None = None
@@ -137,7 +137,7 @@ def form_of(template: str) -> Form:
         fits = [
             form
             for form in forms().values()
-            if getattr(form, part) is not None and all(sign in template for sign in form.signs)
+            if form.signs and getattr(form, part) is not None and all(sign in template for sign in form.signs)
         ]
         return max(fits, key=lambda form: len(form.signs), default=Form(()))
 
