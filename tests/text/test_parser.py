@@ -58,7 +58,9 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
 
     def one(ordinal: int, name: str, arguments: dict) -> str:
         pairs = "".join(
-            how.pair.replace("$key", key).replace("$value", value if isinstance(value, str) else json.dumps(value))
+            how.pair.replace("$key", key)
+            .replace("$string", json.dumps(isinstance(value, str)))
+            .replace("$value", value if isinstance(value, str) else json.dumps(value))
             for key, value in arguments.items()
         )
         words = {

@@ -55,7 +55,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quote: arguments are written without quotes around keys and with this mark around strings. tags: they are keys and
     values. skip: other marks, which are dropped. separator: stands before a further call in place of ``open``.
     begin, write, between, end: how calls are to be written, with $name and $arguments (tags: $pairs, each as ``pair``
-    with $key and $value).
+    with $key, $value, and $string, whether it is one).
     """
 
     write: str
