@@ -129,9 +129,9 @@ class Service:
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is served any longer."""
-        self._grammars.kill()
+        await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
 

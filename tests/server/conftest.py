@@ -62,8 +62,9 @@ class Server:
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        engines = [pid for pid in children if b"grammar" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(engines) == 1, engines
+        return int(engines[0])
 
     def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:
         """The stats once nothing runs or waits."""

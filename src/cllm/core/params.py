@@ -12,7 +12,7 @@ COLDEST = 1e-4  # below that, probabilities leave the range of floats and only t
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
+MAX_LEXER_STATES = 50_000  # of a grammar; one or two kB each
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):

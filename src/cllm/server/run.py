@@ -94,7 +94,7 @@ async def run(
             await starting
         await engine.close()
         if server is not None:
-            server.service.close()
+            await server.service.close()
 
 
 def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:

@@ -61,7 +61,7 @@ class GrammarProcess:
         try:
             question = pydantic_core.to_json((constraint.kind, constraint.value, param))
         except ValueError:
-            raise invalid(param, "it is nested too deeply") from None
+            raise invalid(param, "it is nested too deeply, or has a lone surrogate") from None
         if len(question) > MAX_SIZE:
             raise invalid(param, f"it is larger than {MAX_SIZE} bytes")
         verdict = self._known.get(question)
@@ -105,7 +105,7 @@ class GrammarProcess:
                 head = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(int.from_bytes(head, "little"))
         except BaseException as error:  # whoever asked may have gone away; what is answered is nobody's then
-            self.kill()
+            await self.close()
             if not isinstance(error, (TimeoutError, asyncio.IncompleteReadError, ConnectionError)):
                 raise
             why = f"takes longer than {TIMEOUT:g} s" if isinstance(error, TimeoutError) else "took the checker's life"
@@ -134,12 +134,13 @@ class GrammarProcess:
                 raise EngineError("The process that checks grammars does not start.") from None
         return self._process
 
-    def kill(self) -> None:
-        """End the process."""
+    async def close(self) -> None:
+        """End the process, if there is one."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            await process.communicate()
 
 
 def verdict_of(error: BadRequest) -> Verdict:

@@ -107,9 +107,9 @@ class LlamaVocabulary:
             tokens[token] = MARK + text.encode()
         function = ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value  # noqa: SLF001  # as llguidance.llamacpp does
         tokenizer: LLTokenizer = LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # left out of its stubs
-            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens
+            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens, slices=[]
         )
-        return tokenizer
+        return tokenizer.with_slices(LLTokenizer.general_slices())  # in two steps, because each holds the GIL
 
     def close(self) -> None:
         """Free what ``load`` has loaded."""

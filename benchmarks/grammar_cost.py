@@ -1,0 +1,207 @@
+"""What a grammar costs: milliseconds a row, and how much slower its neighbours become.
+
+    python benchmarks/grammar_cost.py --model models/qwen3-0.6b.gguf
+
+Without --model: a made vocabulary of 151,936 tokens, and a backend that reads memory for --step-ms. Rows are sampled
+cold, as between two decodes: before each, more memory is read than the caches hold. The neighbours' step is that of
+--sequences of which one follows a schema, divided by the step of as many that follow nothing; in turns, the median of
+--rounds.
+Exit code 1 if the mean of a row is above --most-ms, or the neighbours are slowed by more than --most-share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from cllm.backends.base import Backend, Logits
+from cllm.backends.fake import FakeBackend, FakeVocabulary
+from cllm.bench.make_model import vocabulary
+from cllm.core.batch import Batch
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.engine.build import EngineParams, build_backend, build_engine
+from cllm.engine.engine import Abort, Add, Engine
+from cllm.sampling.grammar import Grammar
+from cllm.sampling.pipeline import Sampler
+from cllm.text.grammar import Constraint, to_lark
+
+SIZE = 151_936
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 40},
+        "email": {"type": "string", "format": "email"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["friend", "colleague", "stranger"]},
+        "notes": {"type": "array", "items": {"type": "string"}, "maxItems": 20},
+    },
+    "required": ["name", "email", "age", "kind", "notes"],
+    "additionalProperties": False,
+}
+
+
+class MadeVocabulary(FakeVocabulary):
+    """Texts of letters, as bench make-model gives them; the last token is the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        texts, _ = vocabulary(SIZE - 1)
+        self.size = SIZE
+        self.pieces = [text.replace("\u0120", " ").encode("latin-1", "replace") for text in texts] + [b""]
+
+    def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
+        table = {piece: token for token, piece in enumerate(self.pieces)}
+
+        class Wrapped:
+            eos_token_id, bos_token_id, special_token_ids, tokens = end_tokens[0], None, (), self.pieces
+
+            def __call__(self, data: bytes) -> list[int]:
+                tokens, at = [], 0
+                while at < len(data):
+                    length = next(n for n in range(16, 0, -1) if data[at : at + n] in table)
+                    tokens.append(table[data[at : at + length]])
+                    at += length
+                return tokens
+
+        return LLTokenizer(TokenizerWrapper(Wrapped()))
+
+
+class PacedBackend(FakeBackend):
+    """Reads memory as long as a step is to take, and then thinks something up."""
+
+    def __init__(self, num_seqs: int, seconds: float) -> None:
+        super().__init__(max_num_seqs=num_seqs, context_length=4096)
+        self.vocabulary = MadeVocabulary()
+        self.info = type(self.info)(**{**structs(self.info), "vocabulary_size": SIZE, "end_tokens": [SIZE - 1]})
+        self._seconds = seconds
+        self._weights = np.ones(50_000_000, np.float32)
+        self._random = np.random.default_rng(0)
+
+    def forward(self, batch: Batch) -> Logits:
+        until = time.perf_counter() + self._seconds
+        logits = self._random.normal(0, 2, (batch.num_samples, SIZE)).astype(np.float32)
+        at = 0
+        while time.perf_counter() < until:
+            self._weights[at : at + 1_000_000].sum()
+            at = (at + 1_000_000) % self._weights.shape[0]
+        return logits
+
+
+def structs(info: object) -> dict[str, object]:
+    return {field: getattr(info, field) for field in info.__struct_fields__}  # type: ignore[attr-defined]
+
+
+def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of sampling a constrained row with its token consumed, and of sampling one that is free."""
+    grammar = Grammar(params.grammar, backend.vocabulary.grammar_tokenizer(backend.info.end_tokens))
+    assert not grammar.error, grammar.error
+    random = np.random.default_rng(1)
+    caches = np.ones(50_000_000, np.float32)
+    sampler, free = Sampler(), Sequence(Request("free", [1], params), 0, 1, 10**6)
+    with_grammar, without = [], []
+    bound = None
+    while len(with_grammar) < num_tokens:
+        if bound is None or bound.matcher.stopped:
+            bound = Sequence(Request("bound", [1], params), 0, len(with_grammar), 10**6)
+            bound.matcher = grammar.matcher()
+        row = random.normal(0, 2, backend.info.vocabulary_size).astype(np.float32)
+        for seq, costs in ((bound, with_grammar), (free, without)):
+            logits = row.copy()[None]
+            caches.sum()
+            begun = time.perf_counter()
+            token = sampler.sample(one(seq), logits)[0]
+            if seq is bound:
+                seq.append(token)
+            costs.append((time.perf_counter() - begun) * 1e3)
+    return with_grammar, without
+
+
+def one(seq: Sequence) -> Batch:
+    from cllm.core.batch import Row
+
+    return Batch([Row(seq, 0, 1, 1)], [])
+
+
+def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_bound: int, num_steps: int) -> float:
+    """The median step while ``num_bound`` of ``num_seqs`` follow the grammar."""
+    free = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, ignore_eos=True)
+    names = [f"{time.monotonic_ns()}-{i}" for i in range(num_seqs)]
+    for i, name in enumerate(names):
+        engine.handle(Add(Request(name, [1, 2, 3], params if i < num_bound else free)))
+    times = []
+    while engine.has_work() and len(times) < num_steps:
+        running = engine.scheduler.running
+        decoding = len(running) == num_seqs and all(seq.num_lacking_tokens == 1 for seq in running)
+        begun = time.perf_counter()
+        outputs = engine.step()
+        if decoding:
+            times.append(time.perf_counter() - begun)
+        for output in outputs:  # whoever is through with his grammar begins again
+            if output.finish:
+                names.append(f"{output.request_id}'")
+                bound = int(output.request_id.partition("-")[2].rstrip("'")) < num_bound
+                engine.handle(Add(Request(names[-1], [1, 2, 3], params if bound else free)))
+    for name in names:
+        engine.handle(Abort(name))
+    engine.step()
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--most-ms", type=float, default=0.3)
+    parser.add_argument("--most-share", type=float, default=0.05)
+    options = parser.parse_args()
+    engine_params = EngineParams(
+        path=str(options.model), max_num_seqs=options.sequences, context_length=4096, speculation="off"
+    )
+    backend: Backend
+    if options.model is None:
+        backend = PacedBackend(options.sequences, options.step_ms / 1e3)
+    else:
+        backend = build_backend(engine_params)
+    grammar = to_lark(Constraint("json_schema", SCHEMA), "schema")
+    params = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, grammar=grammar)
+
+    bound, free = row_costs(backend, params, options.tokens)
+    extra = statistics.fmean(bound) - statistics.fmean(free)
+    print(f"a row: {statistics.fmean(bound):.3f} ms with the grammar, {statistics.fmean(free):.3f} without")
+    quantiles = statistics.quantiles(bound, n=100)
+    print(
+        f"with: median {quantiles[49]:.3f}, p90 {quantiles[89]:.3f}, p99 {quantiles[98]:.3f} ms; more: {extra:.3f} ms"
+    )
+
+    engine = build_engine(backend, engine_params)
+    step_seconds(engine, params, options.sequences, 1, 20)  # compiles
+    ratios = []
+    for i in range(options.rounds):
+        found = {}
+        for num_bound in (0, 1) if i % 2 else (1, 0):
+            found[num_bound] = step_seconds(engine, params, options.sequences, num_bound, options.steps)
+        ratios.append(found[1] / found[0])
+        print(
+            f"{options.sequences} sequences: {found[0] * 1e3:.2f} ms a step, {found[1] * 1e3:.2f} with one bound",
+            flush=True,
+        )
+    share = statistics.median(ratios) - 1
+    print(json.dumps({"row_ms": round(extra, 4), "slower": round(share, 4)}))
+    sys.exit(1 if extra > options.most_ms or share > options.most_share else 0)
+
+
+if __name__ == "__main__":
+    main()

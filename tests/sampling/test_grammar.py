@@ -1,0 +1,188 @@
+"""Masks, compared with a row in which forbidden tokens are minus infinity; and matchers over a vocabulary of bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.backends.fake import END, VOCABULARY_SIZE, FakeVocabulary
+from cllm.core.batch import Batch, Row
+from cllm.core.output import NO_TOKEN
+from cllm.core.params import SamplingParams
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.sampling import grammar as module
+from cllm.sampling import pipeline
+from cllm.sampling.grammar import Grammar, allowed_ids, forbid
+from cllm.sampling.pipeline import Sampler
+
+TOKENIZER = FakeVocabulary().grammar_tokenizer([END])
+
+
+class Fixed:
+    """A matcher whose mask is given."""
+
+    stopped = False
+
+    def __init__(self, mask: np.ndarray) -> None:
+        self.mask = np.packbits(mask, bitorder="little")
+
+    def allowed(self) -> np.ndarray:
+        return self.mask
+
+
+def bytes_allowed(matcher) -> set[int]:
+    return set(np.unpackbits(matcher.allowed(), bitorder="little").nonzero()[0].tolist())
+
+
+def follow(text: str, *tokens: int):
+    matcher = Grammar(text, TOKENIZER).matcher()
+    for token in tokens:
+        matcher.consume(token)
+    return matcher
+
+
+@given(st.sets(st.integers(0, 999)), st.integers(950, 1000))
+def test_forbidden_tokens_are_minus_infinity(allowed, size):
+    """Whatever the size of the vocabulary is modulo eight, and nothing else of the row changes."""
+    mask = np.zeros(1000, bool)
+    mask[list(allowed)] = True
+    row = np.random.default_rng(size).normal(0, 2, size).astype(np.float32)
+    forbidden = row.copy()
+    forbid(forbidden, np.packbits(mask, bitorder="little"))
+    assert np.array_equal(forbidden, np.where(mask[:size], row, -np.inf))
+
+
+@given(st.sets(st.integers(0, 999)))
+def test_few_allowed_tokens_are_listed(allowed):
+    mask = np.zeros(1000, bool)
+    mask[list(allowed)] = True
+    assert allowed_ids(np.packbits(mask, bitorder="little")).tolist() == sorted(allowed)
+
+
+def test_many_allowed_tokens_are_not_listed():
+    assert allowed_ids(np.ones(module.FEW + 1, np.uint8)) is None
+
+
+sampling = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.5, 3.0]),
+        "top_k": st.sampled_from([1, 5, 40, 900]),
+        "top_p": st.sampled_from([0.3, 0.95]),
+        "min_p": st.sampled_from([0.05, 0.5]),
+        "logit_bias": st.dictionaries(st.integers(0, 999), st.sampled_from([-100.0, 5.0]), max_size=3),
+    },
+)
+
+
+@given(sampling, st.sets(st.integers(0, 999), min_size=1), st.integers(0, 1000))
+def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, seed):
+    """Tokens that are listed and a row that is written to: an exact mask before selection, greedy or drawn.
+
+    Equally spaced numbers in place of random ones give every token its share.
+    """
+    mask = np.zeros(1000, bool)
+    mask[list(allowed)] = True
+    logits = np.random.default_rng(seed).normal(0, 3, 1000).astype(np.float32)
+    params = SamplingParams(**params)
+
+    def shares(matcher, row: np.ndarray, few: int = 0) -> Counter:
+        seq = Sequence(Request("A", [1], params), 0, seed, 100)
+        seq.matcher = matcher
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "FEW", few)
+            found = Counter()
+            for i in range(50):
+                patch.setattr(pipeline, "uniform", lambda seed, position, i=i: (i + 0.5) / 50)
+                found[Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), row[None].copy())[0]] += 1
+        return found
+
+    forbidden = np.where(mask, logits, -np.inf).astype(np.float32)
+    expected = shares(None, forbidden)
+    assert expected.keys() <= allowed
+    for few in (0, 10**9):
+        found = shares(Fixed(mask), logits, few)
+        assert found.keys() <= allowed
+        assert all(abs(found[token] - expected[token]) <= 1 for token in allowed)
+
+
+def test_the_only_legal_token_wins_against_any_bias():
+    seq = Sequence(Request("A", [1], SamplingParams(logit_bias={ord("x"): -100})), 0, 0, 100)
+    seq.matcher = follow('start: "x"')
+    assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [ord("x")]
+
+
+def test_the_end_is_allowed_exactly_where_the_text_may_end():
+    text = "start: /a{2,3}/"
+    assert bytes_allowed(follow(text)) == {ord("a")}
+    assert bytes_allowed(follow(text, ord("a"))) == {ord("a")}
+    assert bytes_allowed(follow(text, ord("a"), ord("a"))) == {ord("a"), END}
+    assert not follow(text, ord("a"), ord("a")).stopped
+    assert follow(text, ord("a"), ord("a"), ord("a")).stopped
+
+
+def test_every_end_token_is_allowed():
+    tokenizer = FakeVocabulary().grammar_tokenizer([END, 259])
+    assert bytes_allowed(Grammar("start: /a*/", tokenizer).matcher()) == {ord("a"), END, 259}
+
+
+def test_sequences_of_one_grammar_are_apart():
+    grammar = Grammar('start: "ab" | "cd"', TOKENIZER)
+    first, second = grammar.matcher(), grammar.matcher()
+    first.consume(ord("a"))
+    assert bytes_allowed(first) == {ord("b")}
+    assert bytes_allowed(second) == {ord("a"), ord("c")}
+
+
+def test_special_tokens_are_not_their_text():
+    """A grammar allows them where it names them, and their text only as text."""
+    assert bytes_allowed(follow("start: <|im_start|>")) == {257}
+    assert bytes_allowed(follow("start: <[258]>")) == {258}
+    assert bytes_allowed(follow('start: "<|im_start|>"')) == {ord("<")}
+    assert not {257, 258} & bytes_allowed(follow("start: /(.|\\n)*/"))
+
+
+@pytest.mark.parametrize("text", ["start: a\na: a", "start: /a+/ & /b+/"])
+def test_no_way_on(text):
+    """A grammar that allows nothing gives no token, and is not thought to have ended."""
+    matcher = follow(text)
+    assert matcher.allowed() is None
+    assert not matcher.stopped
+    seq = Sequence(Request("A", [1], SamplingParams()), 0, 0, 100)
+    seq.matcher = matcher
+    assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [NO_TOKEN]
+
+
+@pytest.mark.parametrize("text", ["", "start: b", "start: /(/", "start: %json {"])
+def test_what_is_no_grammar(text):
+    assert Grammar(text, TOKENIZER).error
+
+
+def test_a_grammar_that_takes_too_long_ends(monkeypatch):
+    """For its neighbours' sake; a slow token now and then is forgiven."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    matcher = follow("start: /a*/")
+    compute, cost = matcher._at().compute_bitmask, 0.0
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def compute_bitmask(self):
+            nonlocal now
+            now += cost
+            return compute()
+
+    real, matcher._own = matcher._own, Slow()
+    cost = module.PATIENCE / 2
+    assert matcher.allowed() is not None
+    cost = module.SLOW / 2
+    assert all(matcher.allowed() is not None for _ in range(1000))
+    cost = 2 * module.SLOW
+    assert [matcher.allowed() is None for _ in range(2000)].index(True) < 1 + (1000 + 2 * module.PATIENCE / module.SLOW)

@@ -1,0 +1,213 @@
+"""Structured output with the openai package, of the built-in model and of the fake one, which knows no JSON."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+from typing import Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+MODEL = "cllm-builtin"
+ASK = [{"role": "user", "content": "Write Anna, who is 30, as JSON."}]
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    name: str | None
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+    pets: list[Pet] = pydantic.Field(max_length=2)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def client(builtin_server):
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def fake(fake_server):
+    with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **options) -> openai.types.chat.ChatCompletion:
+    return client.chat.completions.create(messages=ASK, model=client.models.list().data[0].id, **options)
+
+
+def texts(completion) -> list[str]:
+    assert {choice.finish_reason for choice in completion.choices} == {"stop"}
+    return [choice.message.content for choice in completion.choices]
+
+
+def refusal(client: openai.OpenAI, **options) -> openai.BadRequestError:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **options)
+    return caught.value
+
+
+@pytest.mark.llama
+def test_typed_parsing(client):
+    completion = client.chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=300
+    )
+    parsed = completion.choices[0].message.parsed
+    assert isinstance(parsed, Person)
+    assert parsed.name == "Anna"
+
+
+@pytest.mark.llama
+def test_typed_parsing_of_a_stream(client):
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=300
+    ) as stream:
+        kinds = [event.type for event in stream]
+        completion = stream.get_final_completion()
+    assert isinstance(completion.choices[0].message.parsed, Person)
+    assert kinds.count("content.delta") > 3
+    whole = client.chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=300
+    )
+    assert whole.choices[0].message.content == completion.choices[0].message.content
+
+
+@pytest.mark.llama
+def test_a_schema_with_the_built_in_model(client):
+    """Drawn at a temperature at which it would write anything."""
+    completion = chat(client, response_format=json_schema(SCHEMA), n=8, temperature=2.0, seed=1, max_tokens=400)
+    for text in texts(completion):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_schema_with_the_fake_model(fake):
+    """It only counts; what comes is valid all the same, and compact."""
+    completion = chat(fake, response_format=json_schema(SCHEMA), n=4, temperature=60.0, seed=1, max_tokens=400)
+    for text in texts(completion):
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert re.search(r"\s\s|\n", text) is None
+
+
+def test_json_objects(fake):
+    completion = chat(fake, response_format={"type": "json_object"}, temperature=90.0, seed=2, max_tokens=400)
+    assert isinstance(json.loads(texts(completion)[0]), dict)
+    with_schema = {"type": "json_object", "schema": {"properties": {"a": {"const": 1}}, "required": ["a"], **CLOSED}}
+    assert json.loads(texts(chat(fake, response_format=with_schema))[0]) == {"a": 1}
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+
+
+def test_text_is_anything(fake):
+    assert texts(chat(fake, response_format={"type": "text"})) == texts(chat(fake))
+
+
+@pytest.mark.parametrize("style", ["structured_outputs", "guided"])
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("json", {"type": "integer", "minimum": 10, "maximum": 99}, r"\d\d"),
+        ("json", json.dumps({"enum": ["x", 1]}), r'"x"|1'),
+        ("regex", "[a-f]{4}", "[a-f]{4}"),
+        ("choice", ["yes", "no"], "yes|no"),
+        ("grammar", 'root ::= "<" [0-9] ">"', r"<\d>"),
+        ("grammar", 'start: "<" /[0-9]/ ">"', r"<\d>"),
+    ],
+)
+def test_the_words_of_vllm(fake, style, kind, value, pattern):
+    """For chats and for completions."""
+    body = {f"guided_{kind}": value} if style == "guided" else {style: {kind: value}}
+    for text in texts(chat(fake, extra_body=body, temperature=50.0, n=3)):
+        assert re.fullmatch(pattern, text)
+    completion = fake.completions.create(model="fake", prompt="x", extra_body=body, temperature=50.0)
+    assert re.fullmatch(pattern, completion.choices[0].text)
+    assert completion.choices[0].finish_reason == "stop"
+
+
+def test_a_stream(fake):
+    chunks = [*chat(fake, stream=True, extra_body={"structured_outputs": {"choice": ["abcdef"]}})]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "abcdef"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+
+
+def test_one_constraint_only(fake):
+    error = refusal(fake, response_format={"type": "json_object"}, extra_body={"guided_regex": "a"})
+    assert "cannot be combined" in error.message
+    error = refusal(fake, extra_body={"structured_outputs": {"regex": "a", "choice": ["b"]}})
+    assert error.param == "structured_outputs.choice"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "sign"),
+    [
+        ({"response_format": "json"}, "response_format", "dictionary"),
+        ({"response_format": {"type": "sound"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema", "Missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         "response_format.json_schema.name", "Missing"),
+        ({"response_format": json_schema({}) | {"json_schema": {"name": "x y", "schema": {}}}},
+         "response_format.json_schema.name", "pattern"),
+        ({"response_format": json_schema({"properties": {"a": {"type": "array", "uniqueItems": True}}})},
+         "response_format", "'uniqueItems'"),
+        ({"response_format": json_schema({"$ref": "http://127.0.0.1:1/x"})}, "response_format", "begin with '#'"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
+        ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg", "not permitted"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar", "string"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_choice": []}, "guided_choice", "1 to"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_enforced_is_refused(fake, body, param, sign, stream):
+    """Before the first byte, naming the field, and never with free text."""
+    error = refusal(fake, extra_body=body, stream=stream)
+    assert (error.param, error.type) == (param, "invalid_request_error")
+    assert sign in error.message
+
+
+def test_grammars_are_counted(fake, fake_server):
+    before = fake_server.metric("grammar_check_seconds_count"), fake_server.metric("grammar_cache_hits_total")
+    for _ in range(3):
+        chat(fake, extra_body={"structured_outputs": {"regex": "counted[0-9]"}})
+    after = fake_server.metric("grammar_check_seconds_count"), fake_server.metric("grammar_cache_hits_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
+
+
+def test_many_different_ones_at_once(fake):
+    """Beside each other and beside those that are free."""
+
+    def one(i: int) -> None:
+        if i % 3:
+            (text,) = texts(chat(fake, extra_body={"structured_outputs": {"regex": f"{i}[a-c]{{9}}"}}, temperature=9.0))
+            assert re.fullmatch(f"{i}[a-c]{{9}}", text)
+        else:
+            assert len(texts(chat(fake))[0]) > 5
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(48)))

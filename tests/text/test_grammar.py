@@ -1,0 +1,140 @@
+"""Constraints in the words of clients, to grammars."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.errors import BadRequest
+from cllm.sampling.grammar import Grammar
+from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
+
+BYTES = bytes_tokenizer({}, 257)
+CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}))
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = Grammar(grammar, BYTES).matcher()
+    for byte in text.encode():
+        mask = matcher.allowed() if not matcher.stopped else None
+        if mask is None or not mask[byte // 8] >> byte % 8 & 1:
+            return False
+        matcher.consume(byte)
+    mask = matcher.allowed()
+    return matcher.stopped or (mask is not None and bool(mask[32] & 1))
+
+
+def lark(kind: str, value=None) -> str:
+    return CHECKER.check(Constraint(kind, value), "field")
+
+
+@given(st.lists(st.text(min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=5), st.text(max_size=8))
+def test_choices(choices, other):
+    """Any texts, and no other ones."""
+    grammar = lark("choice", choices)
+    assert all(accepts(grammar, choice) for choice in choices)
+    assert accepts(grammar, other) == (other in choices)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a+b?", "/[/]", r"\/x", r"\d{2,3}", "a\nb", r"\.\\", "^a|b$", "(?i)ab", "[^a]", "é|😀", r"\$\{x\}", ".*"],
+)
+def test_regular_expressions(pattern):
+    """Match whole texts, with digits of ASCII."""
+    grammar = lark("regex", pattern)
+    texts = [
+        "",
+        "a",
+        "b",
+        "ab",
+        "aab",
+        "AB",
+        "/",
+        "//",
+        "/[",
+        "x",
+        "/x",
+        "12",
+        "123",
+        "1234",
+        "a\nb",
+        ".\\",
+        "é",
+        "😀",
+        "${x}",
+    ]
+    for text in [*texts, "/a/", "٣٣"]:
+        assert accepts(grammar, text) == bool(re.fullmatch(pattern, text, re.ASCII)), text
+
+
+def test_grammars():
+    assert accepts(lark("grammar", 'start: "a" /[0-9]+/'), "a17")
+    gbnf = 'root ::= item ("," item)*\nitem ::= [a-c]+ # letters'
+    assert accepts(lark("grammar", gbnf), "ab,c")
+    assert not accepts(lark("grammar", gbnf), "ab,d")
+
+
+def test_json_objects():
+    grammar = lark("json_object")
+    assert accepts(grammar, '{"a": [1, {"b": null}]}')
+    assert not accepts(grammar, "[1]")
+    assert not accepts(grammar, '{"a":  1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "sign"),
+    [
+        ("regex", "(?=a)", "look-around"),
+        ("regex", "(a", "unclosed"),
+        ("regex", "", "empty"),
+        ("regex", "a" * (MAX_TEXT + 1), "longer"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("choice", [], "1 to"),
+        ("choice", [""], "empty"),
+        ("choice", ["a"] * 5000, "1 to"),
+        ("choice", "ab", "list"),
+        ("grammar", "", "empty"),
+        ("grammar", "root ::= x", "'x' not found"),
+        ("grammar", 'x ::= "a"', "root"),
+        ("grammar", "start: x", "unknown name"),
+        ("grammar", '{"grammars": []}', ""),
+        ("grammar", "start: a\na: a", "no text"),
+        ("grammar", 'start: "a" <|im_start|>', "special tokens"),
+        ("grammar", 'start: "a" <[65]>', "special tokens"),
+        ("grammar", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "recursion"),
+        ("grammar", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "nested"),
+    ],
+)
+def test_what_is_refused(kind, value, sign):
+    with pytest.raises(BadRequest) as caught:
+        lark(kind, value)
+    assert sign in str(caught.value)
+    assert caught.value.param == "field"
+    assert len(str(caught.value)) < 400
+
+
+def test_special_tokens_are_ours():
+    """By name or by number, if they are in the vocabulary."""
+    assert lark("lark", 'start: <|im_start|> "a" </think> <[280]>')
+    for text in ("start: <|other|>", "start: <[300]>"):
+        with pytest.raises(BadRequest):
+            lark("lark", text)
+
+
+def test_texts_of_regular_expressions_are_found_in_linear_time():
+    """What makes backtracking engines hang."""
+    matcher = Grammar(lark("regex", "^(a+)+$"), BYTES).matcher()
+    for _ in range(5000):
+        matcher.consume(ord("a"))
+    assert matcher.allowed() is not None
+
+
+def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    with pytest.raises(BadRequest) as caught:
+        lark("json_schema", {"type": "object", "properties": properties})
+    assert "items" in str(caught.value)

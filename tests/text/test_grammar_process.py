@@ -1,0 +1,173 @@
+"""The process that checks grammars: hostile ones, its end, and what is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from cllm.errors import BadRequest, EngineError
+from cllm.text import grammar_process
+from cllm.text.grammar import Constraint, Special
+from cllm.text.grammar_process import GrammarProcess
+
+NUMBER = Constraint("json_schema", {"type": "integer"})
+
+
+class Checks:
+    """Uses one process in a loop of its own; ``seconds`` of each check, None where it was known."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float | None] = []
+
+    def run(self, use: Callable[[GrammarProcess], Awaitable]):
+        async def main():
+            process = GrammarProcess(lambda: Special(300, {257: "<|im_start|>"}), self.seconds.append)
+            try:
+                return await use(process)
+            finally:
+                await process.close()
+
+        return asyncio.run(main())
+
+
+async def refusal(process: GrammarProcess, constraint: Constraint) -> str:
+    with pytest.raises(BadRequest) as caught:
+        await process.check(constraint, "field")
+    assert caught.value.param == "field"
+    return str(caught.value)
+
+
+def test_what_was_checked_is_remembered():
+    checks = Checks()
+
+    async def use(process):
+        first = await process.check(NUMBER, "field")
+        assert first.startswith("start: %json")
+        assert await process.check(NUMBER, "field") == first
+        for _ in range(2):
+            assert "'not'" in await refusal(process, Constraint("json_schema", {"not": {}}))
+
+    checks.run(use)
+    assert [seconds is None for seconds in checks.seconds] == [False, True, False, True]
+
+
+def deep(levels: int) -> dict:
+    schema: dict = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+HOSTILE = {
+    "deep": Constraint("json_schema", deep(5000)),
+    "too deep for llguidance": Constraint("json_schema", deep(100)),
+    "long": Constraint("json_schema", {"const": "x" * 500_000}),
+    "many characters": Constraint("json_schema", {"type": "string", "minLength": 10**9, "maxLength": 10**9}),
+    "many items": Constraint("json_schema", {"type": "array", "minItems": 10**6}),
+    "a chain of references": Constraint(
+        "json_schema",
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9000)}},
+    ),
+    "a product of unions": Constraint(
+        "json_schema", {"allOf": [{"anyOf": [{"minimum": i}, {"maxLength": i}, {"minItems": i}]} for i in range(40)]}
+    ),
+    "a lone surrogate": Constraint("regex", "\ud800"),
+    "nested parentheses": Constraint("grammar", "root ::= " + "(" * 40_000 + '"a"' + ")" * 40_000),
+    "a chain of rules": Constraint(
+        "grammar", "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(6000)), 'r6000 ::= "a"'])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_ones_are_refused_soon(name):
+    """And the next one, which waits behind it, is checked."""
+
+    async def use(process):
+        await process.check(NUMBER, "warm")
+        begun = time.monotonic()
+        hostile = asyncio.create_task(refusal(process, HOSTILE[name]))
+        await asyncio.sleep(0)
+        await process.check(Constraint("regex", "a+"), "other")
+        assert len(await hostile) < 700
+        return time.monotonic() - begun
+
+    assert Checks().run(use) < grammar_process.TIMEOUT + 5
+
+
+def test_legal_ones_that_look_bad():
+    """Regular expressions that make others backtrack, or count for ever."""
+
+    async def use(process):
+        for pattern in ("^(a+)+$", "((a{1,500}){1,500}){1,500}", "(a|a)*b", "(.*a.{30})"):
+            assert await process.check(Constraint("regex", pattern), "field")
+
+    Checks().run(use)
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(grammar_process, "TIMEOUT", 0.0)
+
+    async def use(process):
+        assert "too complex" in await refusal(process, NUMBER)
+        monkeypatch.undo()
+        assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+
+    Checks().run(use)
+
+
+def test_a_process_that_dies_is_started_again():
+    async def use(process):
+        await process.check(NUMBER, "field")
+        process._process.kill()
+        await process._process.wait()
+        assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+
+    Checks().run(use)
+
+
+def test_who_goes_away_leaves_nobody_without_an_answer():
+    """What the one who left has asked for is not taken for the answer to the next question."""
+
+    async def use(process):
+        await process.check(NUMBER, "field")
+        gone = asyncio.create_task(process.check(Constraint("regex", "b"), "field"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+
+    Checks().run(use)
+
+
+def test_memory_is_bounded(monkeypatch):
+    """The grammars that were not asked for longest are forgotten, by number and by size."""
+    monkeypatch.setattr(grammar_process, "MAX_KNOWN", 10)
+    monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 20_000)
+
+    async def use(process):
+        for i in range(30):
+            await process.check(Constraint("regex", f"a{i}"), "field")
+        assert len(process._known) == 10
+        for i in range(9):
+            await process.check(Constraint("regex", f"{i}" * 2000), "field")
+        assert len(process._known) < 6
+        assert process._known_size == sum(
+            grammar_process.size_of(question, verdict) for question, verdict in process._known.items()
+        )
+
+    Checks().run(use)
+
+
+def test_too_many_at_once(monkeypatch):
+    monkeypatch.setattr(grammar_process, "MAX_WAITING", 3)
+
+    async def use(process):
+        asked = [process.check(Constraint("regex", f"a{i}"), "field") for i in range(5)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    results = Checks().run(use)
+    assert [isinstance(result, EngineError) for result in results] == [False] * 3 + [True] * 2
