@@ -78,7 +78,7 @@ def test_logprobs(fake):
     """Of what was written, and of the prompt, also if nothing is to be written; nothing unless asked for."""
     (told,) = fake.generate("abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
     assert len(told.outputs[0].logprobs) == len(told.outputs[0].tokens) == 3
-    assert [token for token, _ in told.outputs[0].logprobs[0].top][0] == ord("y")
+    assert told.outputs[0].logprobs[0].top[0][0] == ord("y")
     assert [one.logprob > -1 for one in told.prompt_logprobs] == [True, False]
     (scored,) = fake.generate("abx", SamplingParams(max_tokens=0, prompt_logprobs=1))
     assert (scored.outputs[0].tokens, scored.finish_reason, len(scored.prompt_logprobs)) == ([], "length", 2)
