@@ -38,6 +38,15 @@ def test_one_prompt_as_text_or_as_tokens(fake):
     assert [done.text for done in fake.generate([[97], "b"], GREEDY)] == ["bcdef", "cdefg"]
 
 
+def test_grammars(fake):
+    """Beside prompts that follow none; one that cannot be compiled is the caller's mistake."""
+    bound = SamplingParams(temperature=0, n=2, grammar='start: "b" /[0-9]/')
+    assert [output.text for output in fake.generate("a", bound)[0].outputs] == ["b0", "b0"]
+    with pytest.raises(BadRequest):
+        fake.generate(["a", "b"], SamplingParams(grammar="start: nothing"))
+    assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
 def test_several_outputs_and_stop_strings(fake):
     """n outputs each, ended before the stop string."""
     (done,) = fake.generate("a", SamplingParams(temperature=0, n=2, stop=("ef",)))

@@ -201,11 +201,12 @@ class Service:
         self._check_generates()
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        length = sum(len(str(message.get("content") or "")) for message in chat.messages)
+        messages = self._chat_form.messages(chat, tools)
+        length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, param)
-        if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
+        if len(str(messages)) + len(str(tools)) >= LONG_TEXT:
             self._check_room(terms, length)
-        text = await self.renderer.render(chat.messages, tools, **self._chat_form.variables(chat))
+        text = await self.renderer.render(messages, tools, **self._chat_form.variables(chat))
         self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
         if len(text) < LONG_TEXT:
             return self.chat_template.tokenize(text)

@@ -14,8 +14,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_DRY_BREAKERS = 1 << 16
-MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
-MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
+MAX_LEXER_STATES = 50_000  # of a grammar; one or two kB each
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,9 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import CallGrammar
 from cllm.text.chat import Chat, Effort
-from cllm.text.form import form_of
+from cllm.text.form import form_of, forms
 from cllm.text.parser import Parser
+from cllm.text.spoken_tools import spoken
 
 TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; others have none
@@ -37,6 +39,8 @@ class ChatForm:
         self._vocabulary = vocabulary
         self._template = vocabulary.chat_template or ""
         self.form = form_of(self._template)
+        if not (self.form.calls or re.search(r"\btools\b", self._template)):
+            self.form = msgspec.structs.replace(self.form, calls=forms()["spoken"].calls)
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -59,6 +63,10 @@ class ChatForm:
             if text in self.form.marks:
                 pieces[token] = text.encode()
         return pieces
+
+    def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of ``chat``, with what the template does not tell of ``tools`` and calls."""
+        return spoken(chat.messages, tools, self.form.calls, self._template) if self.form.calls else chat.messages
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """What the template is told of thinking; what ``chat`` says itself comes first."""
