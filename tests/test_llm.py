@@ -38,6 +38,15 @@ def test_one_prompt_as_text_or_as_tokens(fake):
     assert [done.text for done in fake.generate([[97], "b"], GREEDY)] == ["bcdef", "cdefg"]
 
 
+def test_grammars(fake):
+    """Beside prompts that follow none; one that cannot be compiled is the caller's mistake."""
+    bound = SamplingParams(temperature=0, n=2, grammar='start: "b" /[0-9]/')
+    assert [output.text for output in fake.generate("a", bound)[0].outputs] == ["b0", "b0"]
+    with pytest.raises(BadRequest):
+        fake.generate(["a", "b"], SamplingParams(grammar="start: nothing"))
+    assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
 def test_several_outputs_and_stop_strings(fake):
     """n outputs each, ended before the stop string."""
     (done,) = fake.generate("a", SamplingParams(temperature=0, n=2, stop=("ef",)))
@@ -63,6 +72,17 @@ def test_what_cannot_be_computed_is_refused(fake):
     with pytest.raises(BadRequest):
         fake.generate("a", SamplingParams(logit_bias={999: 1}))
     assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
+def test_logprobs(fake):
+    """Of what was written, and of the prompt, also if nothing is to be written; nothing unless asked for."""
+    (told,) = fake.generate("abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
+    assert len(told.outputs[0].logprobs) == len(told.outputs[0].tokens) == 3
+    assert told.outputs[0].logprobs[0].top[0][0] == ord("y")
+    assert [one.logprob > -1 for one in told.prompt_logprobs] == [True, False]
+    (scored,) = fake.generate("abx", SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert (scored.outputs[0].tokens, scored.finish_reason, len(scored.prompt_logprobs)) == ([], "length", 2)
+    assert fake.generate("abx", GREEDY)[0].outputs[0].logprobs == []
 
 
 def test_options_are_those_of_the_settings():

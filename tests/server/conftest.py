@@ -62,8 +62,8 @@ class Server:
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [pid for pid in children if b"grammar" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engines) == 1, engines
+        engines = [pid for pid in children if b"cllm.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(engines) == 1, children
         return int(engines[0])
 
     def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:

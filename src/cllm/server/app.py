@@ -9,7 +9,7 @@ from cllm.config import Settings
 from cllm.server import errors
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import routes as native
-from cllm.server.openai import embeddings
+from cllm.server.openai import completions, embeddings
 from cllm.server.openai import routes as openai
 from cllm.service import Service
 
@@ -27,6 +27,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
     errors.install(app)
     app.include_router(openai.router)
+    app.include_router(completions.router)
     app.include_router(embeddings.router)
     app.include_router(native.router)
     gather_schemas(app)

@@ -34,6 +34,10 @@ class TermsBody(Body):
         default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
     )
 
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Cached prefixes and results are shared only among requests with the same salt."
+    )
+
     def terms(self, request: Request) -> Terms:
         key = account(request, self.user)
         return Terms(
@@ -41,6 +45,7 @@ class TermsBody(Body):
             priority=priority_of(self.priority, request.app.state.settings.scheduler.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
+            cache_salt=self.cache_salt or "",
         )
 
 
