@@ -124,6 +124,7 @@ class ChatForm:
         return inside, not inside and not tail.endswith(reasoning.close) and reasoning.close in self._template
 
     def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
+        """Raises BadRequest for a budget that cannot be enforced, because the mark that ends reasoning is no token."""
         limit = chat.thinking_budget
         if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
             limit = 0
@@ -131,15 +132,25 @@ class ChatForm:
             limit = BUDGETS.get(chat.effort)
         if limit is None:
             return None
+        opening, closing, force = self._ends_of_reasoning(chat, limit)
+        begin = None if inside or self.form.header else self._tokens(opening)[0]
+        close = self._tokens(closing)
+        if len(close) == 1:
+            return ThinkingBudget(limit, begin, close[0], self._tokens(force)) if force else None
+        if chat.thinking_budget is None:
+            return None
+        why = f"cannot be enforced: this model has no token for {closing}"
+        raise BadRequest(f"A budget of reasoning {why}.", param="thinking_token_budget", code="unsupported_parameter")
+
+    def _ends_of_reasoning(self, chat: Chat, limit: int) -> tuple[str, str, str]:
+        """The marks that begin and end it, and what has to be written to end it."""
         header, reasoning = self.form.header, self.form.reasoning
-        if header:
-            # without reasoning there is no message to be ended yet
-            end = header.end[0] + header.open[0] + "assistant" if limit else ""
-            force = end + ("" if schemas_of(chat) else header.final)
-            return ThinkingBudget(limit, (), self._tokens(header.end[0]), self._tokens(force)) if force else None
-        assert reasoning
-        begin = () if inside else self._tokens(reasoning.open)
-        return ThinkingBudget(limit, begin, self._tokens(reasoning.close), self._tokens(reasoning.close))
+        if header is None:
+            assert reasoning
+            return reasoning.open, reasoning.close, reasoning.close
+        # without any reasoning there is no message yet that could be ended
+        end = header.end[0] + header.open[0] + "assistant" if limit else ""
+        return header.open[1], header.end[0], end + ("" if schemas_of(chat) else header.final)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))
