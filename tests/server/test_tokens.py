@@ -59,7 +59,11 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
-        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        (
+            "/apply-template",
+            {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
+            "chat_template_kwargs.messages",
+        ),
     ],
 )
 def test_faults(fake_server, route, body, param) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -25,21 +25,34 @@ router = APIRouter(tags=["Tokens"])
 
 T = TypeVar("T")
 
+TemplateVariables = dict[Literal["enable_thinking"], bool]
+
 MAX_TOKENS = 1_000_000  # of one body
 
 
-class TemplateBody(Body):
+class ConversationBody(Body):
+    """What a template is given beside the messages."""
+
+    refused: ClassVar = {
+        "chat_template": "the model's own is used",
+        "continue_final_message": "a prompt asks for a new message",
+    }
+
+    model: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+class TemplateBody(ConversationBody):
     """A conversation, as in chat completions."""
 
     model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ConversationBody):
     """One of ``content``, ``prompt`` and ``messages``.
 
     Tokens that the model wants before and behind a text are added to a prompt (vLLM), and to content if asked for
@@ -48,13 +61,9 @@ class TokenizeBody(Body):
 
     model_config = example(content="What is 27 plus 45?", with_pieces=True)
 
-    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool = True
@@ -80,7 +89,7 @@ async def tokenize(request: Request) -> Response:
         message = f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
-        text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+        text = await render(service, body.messages, body)
         tokens = await in_thread(len(text), lambda: service.chat_template.tokenize(text))
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
@@ -114,7 +123,8 @@ async def apply_template(request: Request) -> Response:
     """The prompt that the model's chat template makes of messages; nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
-    text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+    check_model(body.model, service)
+    text = await render(service, body.messages, body)
     return Response(to_json({"prompt": FENCES.sub("", text)}), media_type="application/json")
 
 
@@ -123,25 +133,16 @@ async def in_thread(size: int, work: Callable[[], T]) -> T:
     return work() if size < LONG_TEXT else await asyncio.to_thread(work)
 
 
-async def render(
-    service: Service,
-    messages: list[Message],
-    tools: list[Tool] | None,
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None,
-) -> str:
+async def render(service: Service, messages: list[Message], body: ConversationBody) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    allowed = {"enable_thinking"}
-    if unknown := set(variables or {}) - allowed:
-        message = f"Invalid 'chat_template_kwargs': only {', '.join(allowed)} can be set, not {min(unknown)[:40]!r}."
-        raise BadRequest(message, param="chat_template_kwargs", code="invalid_value")
     dumped = [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)]
-    named = [tool.model_dump(exclude_none=True) for tool in tools or []]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    variables: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt,
+        **(body.chat_template_kwargs or {}),
+    }
     return await in_thread(
-        len(str(dumped)) + len(str(named)),
-        lambda: service.chat_template.render(
-            dumped, named, add_generation_prompt=add_generation_prompt, **(variables or {})
-        ),
+        len(str(dumped)) + len(str(tools)), lambda: service.chat_template.render(dumped, tools, **variables)
     )
 
 
