@@ -209,4 +209,4 @@ def test_embed():
     for wrong in (["a", ""], ["a" * 100_000]):
         with pytest.raises(BadRequest):
             llm.embed(wrong)
-    assert llm.generate("a").text
+    assert llm.generate("a")[0].text

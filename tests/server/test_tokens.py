@@ -59,11 +59,8 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
-        (
-            "/apply-template",
-            {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
-            "chat_template_kwargs.messages",
-        ),
+        ("/apply-template", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     ],
 )
 def test_faults(fake_server, route, body, param) -> None:

@@ -179,7 +179,7 @@ class ChatBody(GenerationBody):
             [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
             [tool.model_dump(exclude_none=True) for tool in self.tools or []],
             tool_choice="auto" if isinstance(self.tool_choice, dict) else self.tool_choice or "auto",
-            variables=dict[str, Any](self.chat_template_kwargs or {}),
+            variables={str(name): value for name, value in (self.chat_template_kwargs or {}).items()},
         )
 
 

@@ -137,10 +137,8 @@ async def render(service: Service, messages: list[Message], body: ConversationBo
     """Rendered, with fences. Raises BadRequest."""
     dumped = [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)]
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    variables: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        **(body.chat_template_kwargs or {}),
-    }
+    variables: dict[str, Any] = {str(name): value for name, value in (body.chat_template_kwargs or {}).items()}
+    variables["add_generation_prompt"] = body.add_generation_prompt
     return await in_thread(
         len(str(dumped)) + len(str(tools)), lambda: service.chat_template.render(dumped, tools, **variables)
     )
