@@ -99,6 +99,8 @@ class Embeddings:
         More than asked for only if the model needs a text as a whole.
         """
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
+        if not parts:  # all of them were aborted
+            return 0
         try:
             rows = self._backend.embed([chunk for _, chunk in parts])
         except Exception as error:

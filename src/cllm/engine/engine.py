@@ -115,6 +115,7 @@ class Engine:
         self.sampler = sampler
         self.clock = clock
         self.embeddings = Embeddings(backend)
+        self._embeds = False  # has texts to embed, as far as is known
         self._disk = disk
         self._chooser = chooser
         self._check = check
@@ -128,7 +129,7 @@ class Engine:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
-            if self._chooser is not None and not self.scheduler.has_work():
+            if self._chooser is not None and not self.has_work():
                 self._choose_layout(self._chooser)
             for command in inbox.drain(block=not self.has_work() and not self._save_one_idle()):
                 match command:
@@ -139,13 +140,15 @@ class Engine:
                         outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
                     case Add() | Abort() | Embed():
                         outputs += self.handle(command)
+            embeds = self._embeds
             outputs += self.step()
-            for embedded in self.embeddings.take():
-                outbox.embedded(embedded)
+            if embeds:
+                for embedded in self.embeddings.take():
+                    outbox.embedded(embedded)
             outbox.send(outputs, self.stats())
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self.embeddings.has_work()
+        return self._embeds or self.scheduler.has_work()
 
     def stats(self) -> Stats:
         stats = self.scheduler.stats()
@@ -156,6 +159,7 @@ class Engine:
     def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
         if isinstance(command, Embed):
             self.embeddings.add(command.request)
+            self._embeds = True
             return []
         if isinstance(command, Abort):
             self.embeddings.abort(command.request_id)
@@ -176,8 +180,8 @@ class Engine:
 
         Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
         """
-        embeds = self.embeddings.has_work()
-        self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2 if embeds else 0.0
+        if self._embeds:
+            self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
@@ -189,7 +193,7 @@ class Engine:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
                 self._choose_layout(self._chooser)
-        if embeds:
+        if self._embeds:
             self._embed()
         if self._check:
             self.scheduler.check()
@@ -203,6 +207,9 @@ class Engine:
             left = target - (begun - self.scheduler.begun)
         num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
         self.embeddings.observe(num_tokens, self.clock() - begun)
+        self._embeds = self.embeddings.has_work()
+        if not self._embeds:
+            self.scheduler.reserved = 0.0
 
     def _compute(self, batch: Batch) -> list[TokenOutput]:
         try:
