@@ -66,7 +66,8 @@ class Embeddings:
         self.num_tokens = 0  # computed so far
 
     def add(self, request: EmbeddingRequest) -> None:
-        self._jobs[request.priority].append(Job(request))
+        if request.texts:
+            self._jobs[request.priority].append(Job(request))
 
     def abort(self, request_id: str) -> None:
         """Forget a request; an unknown one is ignored."""
