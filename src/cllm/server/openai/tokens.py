@@ -100,7 +100,12 @@ async def tokenize(request: Request) -> Response:
             lambda: service.vocabulary.tokenize(text, add_special=add_special, parse_special=body.parse_special),
         )
     info = service.info
-    content: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": info.context_length}
+    content: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": info.context_length,
+        "token_strs": None,
+    }
     if body.with_pieces:
         content["tokens"] = [{"id": token, "piece": piece(service.vocabulary, token)} for token in tokens]
     if body.return_token_strs:
