@@ -138,7 +138,7 @@ async def compute(service: Service, texts: list[list[int]], params: Iterable[str
     service.check_ready()
     if not texts:
         return np.zeros((0, service.info.embedding_size), np.float32), 0
-    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.priority)
+    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.key, terms.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"
     try:

@@ -13,8 +13,8 @@ from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.embeddings import MAX_TOKENS, Embeddings
 
 
-def request(name: str, num_tokens: int = 10, num_texts: int = 1) -> EmbeddingRequest:
-    return EmbeddingRequest(name, [[1] * num_tokens] * num_texts)
+def request(name: str, num_tokens: int = 10, num_texts: int = 1, key: str = "") -> EmbeddingRequest:
+    return EmbeddingRequest(name, [[1] * num_tokens] * num_texts, key)
 
 
 def run(work) -> None:
@@ -86,6 +86,19 @@ def test_limits(limits, bound) -> None:
         for waiter in admitted:
             embeddings.forget(waiter)
         embeddings.begin(request("again", 1000))
+
+    run(work)
+
+
+def test_nobody_is_refused_because_another_key_has_filled_the_queue() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits(requests=3, tokens=500))
+        for i in range(4):
+            embeddings.begin(request(str(i), 100, key="greedy"))
+        with pytest.raises(QueueFull):
+            embeddings.begin(request("greedy again", 100, key="greedy"))
+        embeddings.begin(request("modest", 100, key="modest"))
+        embeddings.begin(request("modest again", 100, key="modest"))
 
     run(work)
 

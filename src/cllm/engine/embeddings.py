@@ -51,13 +51,14 @@ class Text:
 class Embeddings:
     """What waits to be embedded, and in which order.
 
-    Higher classes first; the requests of one class in turns, text by text. At most one text is begun and not complete:
-    the next bite goes on with it. A bite that fails is tried again text by text, so that one text fails alone.
+    Higher classes first; in one class the keys take turns, text by text, and so do the requests of a key. At most one
+    text is begun and not complete: the next bite goes on with it. A bite that fails is tried again text by text, so
+    that one text fails alone.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._jobs: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}  # by key, in turn
         self._going: Text | None = None
         self._again: deque[Text] = deque()  # whose bite has failed
         self._longest = 0
@@ -67,13 +68,15 @@ class Embeddings:
 
     def add(self, request: EmbeddingRequest) -> None:
         if request.texts:
-            self._jobs[request.priority].append(Job(request))
+            self._jobs[request.priority].setdefault(request.key, deque()).append(Job(request))
 
     def abort(self, request_id: str) -> None:
         """Forget a request; an unknown one is ignored."""
-        for jobs in self._jobs.values():
-            for job in [job for job in jobs if job.request.request_id == request_id]:
-                jobs.remove(job)
+        for keys in self._jobs.values():
+            for key, jobs in [*keys.items()]:
+                keys[key] = deque(job for job in jobs if job.request.request_id != request_id)
+                if not keys[key]:
+                    del keys[key]
         if self._going is not None and self._going.job.request.request_id == request_id:
             self._going = None
         self._again = deque(text for text in self._again if text.job.request.request_id != request_id)
@@ -146,7 +149,7 @@ class Embeddings:
         """The text that is to be begun next."""
         if self._again:
             return self._again[0]
-        job = next((jobs[0] for jobs in self._jobs.values() if jobs), None)
+        job = next((jobs[0] for keys in self._jobs.values() for jobs in keys.values()), None)
         return Text(job, job.request.texts[job.num_begun]) if job is not None else None
 
     def _begin(self, text: Text) -> None:
@@ -155,13 +158,16 @@ class Embeddings:
             self._again.popleft()
             return
         job = text.job
-        jobs = self._jobs[job.request.priority]
+        keys = self._jobs[job.request.priority]
+        jobs = keys.pop(job.request.key)  # its next turn is the last
         jobs.popleft()
         if not job.num_begun:
             self._done.append(Embedded(job.request.request_id, []))
         job.num_begun += 1
         if job.num_begun < len(job.request.texts):
             jobs.append(job)
+        if jobs:
+            keys[job.request.key] = jobs
 
     def _chunk(self, text: Text, room: int) -> Chunk:
         return Chunk(text.tokens[text.start : text.start + room], text.start, len(text.tokens))
