@@ -154,3 +154,20 @@ def test_begun_is_told_once(fake_engine) -> None:
     assert [(e.request_id, e.vectors) for e in fake.engine.embeddings.take()] == [("a", [])]
     fake.step()
     assert fake.engine.embeddings.take() == []
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 0.0])
+def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None:
+    """JSON has no NaN, and nothing can be compared with a vector of zeros."""
+    fake = fake_engine()
+    vectors = TOKEN_VECTORS.copy()
+    vectors[7] = number
+    monkeypatch.setattr("cllm.backends.fake.TOKEN_VECTORS", vectors)
+    embed(fake, "bad", [[7, 7]])
+    embed(fake, "good", [[1, 2]])
+    told = []
+    while fake.engine.has_work():
+        fake.step()
+        told += fake.engine.embeddings.take()
+    assert [e.request_id for e in told if e.error] == ["bad"]
+    assert [e.request_id for e in told if e.vectors] == ["good"]

@@ -185,11 +185,11 @@ class Embeddings:
             self._going = text
             return
         vector = np.asarray(text.total, np.float32)
-        norm = float(np.linalg.norm(vector))
-        if not 0 < norm < np.inf and pooling != "rank":
-            self._fail(text.job, "the model gave a vector that has no direction")
+        norm = 1.0 if pooling == "rank" else float(np.linalg.norm(vector))
+        if not norm or not np.isfinite(vector).all():
+            self._fail(text.job, "the model gave what is no vector")
             return
-        vector = vector if pooling == "rank" else vector / norm
+        vector = vector / norm
         self._done.append(Embedded(text.job.request.request_id, [vector.astype("<f4").tobytes()]))
 
     def _failed(self, texts: list[Text], error: Exception) -> None:
