@@ -215,3 +215,18 @@ def test_the_example_of_the_readme(builtin_path, capsys):
     (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block)
     exec(example, {})
     assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"
+
+
+def test_embed():
+    """A vector for each text; alike as far as the texts are."""
+    llm = LLM(backend_name="fake")
+    vectors = llm.embed(["hello", "hello there", "zzzz"])
+    assert vectors.shape == (3, llm.info.embedding_size)
+    assert vectors[0] @ vectors[0] == pytest.approx(1, abs=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+    assert llm.embed("hello").shape == (1, llm.info.embedding_size)
+    assert llm.embed([]).shape == (0, llm.info.embedding_size)
+    for wrong in (["a", ""], ["a" * 100_000]):
+        with pytest.raises(BadRequest):
+            llm.embed(wrong)
+    assert llm.generate("a")[0].text
