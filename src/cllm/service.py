@@ -453,6 +453,7 @@ class Answer:
                     delta.logprobs += tuple(choice.told)
             if finish:
                 self._num_going -= 1
+                (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
                 self._metrics.finished(finish)
                 if not output.finish:
                     self._engine.stop(self._stream, output.request_id, output.index)
