@@ -114,6 +114,18 @@ def test_max_tokens_ends_an_answer(client):
     assert message.usage.output_tokens == 5
 
 
+@pytest.mark.parametrize("more", [{}, {"thinking": {"type": "adaptive"}}])
+def test_a_stop_sequence_ends_an_answer_and_is_named(client, more):
+    """Streamed and whole, of several the one that was found; reasoning does not end by it."""
+    asked = {"messages": SUM, "stop_sequences": ["never", "2"], **more, **ASKED}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.content[-1].text == "7"
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "2")
+
+
 @pytest.mark.parametrize("system", ["Answer shortly.", [{"type": "text", "text": "Answer shortly."}]])
 def test_system_turns_and_blocks(client, system):
     """A system prompt in both forms, earlier turns, content as text and as blocks that ask to be cached."""

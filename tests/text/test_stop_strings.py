@@ -103,3 +103,12 @@ def test_flush_gives_what_was_held_back_once():
     stop_strings = StopStrings(("stop",))
     assert stop_strings.feed("st") == ("", False)
     assert [stop_strings.flush(), stop_strings.flush()] == ["st", ""]
+
+
+def test_the_one_that_was_found_is_named():
+    """Of two that end together the longer; nothing while none has been found."""
+    stops = StopStrings(("b", "ab", "c"))
+    assert stops.feed("xa") == ("x", False)
+    assert stops.found == ""
+    assert stops.feed("bc") == ("", True)
+    assert stops.found == "ab"

@@ -111,3 +111,8 @@ class Choice:
         if self.finish and (held := self._stops.flush()):
             kept.append(Part(Channel.TEXT, held))
         return kept
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has ended it."""
+        return self._stops.found

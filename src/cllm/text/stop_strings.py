@@ -16,6 +16,7 @@ class StopStrings:
         self._include = include
         self._held = ""
         self._longest = max(map(len, stops), default=0)
+        self.found = ""  # the one that ended the text
 
     def __bool__(self) -> bool:
         """Whether there is something to look for."""
@@ -29,6 +30,8 @@ class StopStrings:
         # the one that ends first, or the text would depend on how it was cut into pieces
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            end, at = min(found)
+            self.found = text[at:end]
             self._held = ""
             return text[: min(found)[0 if self._include else 1]], True
         keep = self._num_held(text)

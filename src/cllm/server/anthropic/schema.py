@@ -34,7 +34,17 @@ NOWHERE = "nothing is run on the server; declare a client tool"
 class Block(Body):
     """A content block of any type; which fields it must have is checked where it is translated."""
 
-    type: str
+    ignored: ClassVar = {
+        "cache_control": CACHED,
+        "caller": "calls are the model's own",
+        "citations": "the text is read as it is",
+        "data": "nobody can read what was made unreadable; a redacted_thinking block is left out",
+        "is_error": "templates have no word for it; the model reads the content",
+        "signature": "reasoning is read back whatever its signature is",
+        "toolset_name": "there are no toolsets",
+    }
+
+    type: str = Field(description="text, thinking, tool_use or tool_result; what is not text is refused (image, ...).")
     text: str | None = None
     thinking: str | None = None
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -42,7 +52,6 @@ class Block(Body):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     content: str | list[Block] | None = None
-    is_error: bool | None = None
 
 
 class Message(Body):
@@ -55,6 +64,14 @@ class Message(Body):
 
 class Tool(Body):
     """A tool of the client's; the server's own are refused by their type."""
+
+    ignored: ClassVar = {
+        "allowed_callers": "calls are the model's own",
+        "cache_control": CACHED,
+        "defer_loading": "all tools are declared at once",
+        "eager_input_streaming": "arguments are always streamed as they come",
+        "input_examples": "templates have no word for them; write them into the description",
+    }
 
     type: str | None = None
     name: str

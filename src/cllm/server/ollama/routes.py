@@ -73,9 +73,10 @@ async def generate(request: Request) -> Response:
     clock = Clock()
     body = await read_body(request, GenerateBody)
     check_model(body.model, service)
-    params, terms = await params_of(request, body), body.terms(request)
     if body.raw and body.system:
         raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
+    asked, terms = body.chat(), body.terms(request)
+    params = await params_of(request, body)
     if not body.prompt:
         return json_answer(loaded(body.model, chat=False))
     name = secrets.token_hex(12)
@@ -83,7 +84,7 @@ async def generate(request: Request) -> Response:
         prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
         generation = Generation(name, [await service.encode(prompt, terms=terms)], params, terms)
     else:
-        generation = await service.prepare(name, body.chat(), params, terms, param="prompt")
+        generation = await service.prepare(name, asked, params, terms, param="prompt")
     return await respond(request, body, generation, clock, chat=False)
 
 
@@ -94,10 +95,11 @@ async def chat(request: Request) -> Response:
     clock = Clock()
     body = await read_body(request, ChatBody)
     check_model(body.model, service)
-    params, terms = await params_of(request, body), body.terms(request)
+    asked, terms = body.chat(), body.terms(request)
+    params = await params_of(request, body)
     if not body.messages:
         return json_answer(loaded(body.model, chat=True))
-    generation = await service.prepare(secrets.token_hex(12), body.chat(), params, terms)
+    generation = await service.prepare(secrets.token_hex(12), asked, params, terms)
     return await respond(request, body, generation, clock, chat=True)
 
 
