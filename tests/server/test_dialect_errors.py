@@ -244,6 +244,20 @@ def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
     )
 
 
+def test_very_many_messages_take_no_long_time(fake_server):
+    """Turns of one role, calls and their results: what is too long is refused, in time that grows with the length."""
+    calls = [{"function": {"name": "f"}}] * 10_000
+    results = [{"role": "tool", "content": ""}] * 10_000
+    bodies = {
+        "/v1/messages": {**ANTHROPIC, "messages": [{"role": "user", "content": "a"}] * 25_000},
+        "/api/chat": {**OLLAMA, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results]},
+    }
+    for path, body in bodies.items():
+        begun = time.monotonic()
+        assert fake_server.client.post(path, json=body).status_code == 400
+        assert time.monotonic() - begun < 5
+
+
 def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):
     """New parameters, and those of a server that loads models for its clients."""
     body = {**ANTHROPIC, "zzz": 1, "service_tier": "auto", "context_management": {"edits": []}, "speed": "fast"}

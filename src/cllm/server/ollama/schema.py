@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -203,36 +204,54 @@ class ChatBody(GenerationBody):
         return self.chat_of(self._messages(), tools)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Calls and their results go together by ids; a result without one belongs to the first call by its name."""
+        """A result without an id belongs to the first call by its name, or to the first one, that has none yet."""
         messages = []
-        waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+        calls = Calls()
         for i, given in enumerate(self.messages or []):
             if given.images:
                 path = f"messages[{i}].images"
                 message = f"Unsupported parameter: '{path}': {NO_IMAGES}."
                 raise BadRequest(message, param=path, code="unsupported_value")
-            message_: dict[str, Any] = {"role": given.role, "content": given.content or ""}
+            turn: dict[str, Any] = {"role": given.role, "content": given.content or ""}
             if given.thinking:
-                message_["reasoning_content"] = given.thinking
+                turn["reasoning_content"] = given.thinking
             if given.tool_calls:
-                calls = [(call.id or f"call_{i}_{j}", call.function.name) for j, call in enumerate(given.tool_calls)]
-                waiting = calls
-                message_["tool_calls"] = [
-                    {
-                        "id": key,
-                        "type": "function",
-                        "function": {"name": name, "arguments": call.function.arguments},
-                    }
-                    for (key, name), call in zip(calls, given.tool_calls, strict=True)
-                ]
+                turn["tool_calls"] = [calls.add(call, f"call_{i}_{j}") for j, call in enumerate(given.tool_calls)]
             if given.role == "tool":
-                wanted = given.tool_call_id or given.tool_name
-                found = next((call for call in waiting if not wanted or wanted in call), None)
-                waiting = [call for call in waiting if call != found]
-                key, name = found or (given.tool_call_id or f"call_{i}", given.tool_name or "")
-                message_ |= {"tool_call_id": key, **({"name": name} if name else {})}
-            messages.append(message_)
+                key = given.tool_call_id or calls.first(given.tool_name) or f"call_{i}"
+                name = given.tool_name or calls.names.get(key)
+                turn |= {"tool_call_id": key, **({"name": name} if name else {})}
+            messages.append(turn)
         return messages
+
+
+class Calls:
+    """The calls of a conversation by their ids, and those that nobody has spoken of yet by their names."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._open: dict[str, deque[str]] = {}
+
+    def add(self, call: ToolCall, key: str) -> dict[str, Any]:
+        """The call as templates know it; ``key``: its id, if it has none."""
+        key, function = call.id or key, call.function
+        self.names[key] = function.name
+        self._open.setdefault(function.name, deque()).append(key)
+        return {
+            "id": key,
+            "type": "function",
+            "function": {"name": function.name, "arguments": function.arguments},
+        }
+
+    def first(self, name: str | None) -> str | None:
+        """The id of the first call by ``name``, or of any, which is then spoken of."""
+        name = name if name in self._open else next(iter(self._open), "")
+        if name not in self._open:
+            return None
+        key = self._open[name].popleft()
+        if not self._open[name]:
+            del self._open[name]
+        return key
 
 
 class EmbedBody(TermsBody):
