@@ -293,8 +293,8 @@ def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[
 
 def finished(turn: dict[str, Any]) -> dict[str, Any]:
     """``turn`` with texts for lists of texts, and without what it does not have."""
-    joined = {key: "\n".join(turn[key]) for key in ("content", "reasoning_content") if key in turn}
-    return {key: value for key, value in {**turn, **joined}.items() if value or key == "content"}
+    whole = {key: "\n".join(turn[key]) if key in ("content", "reasoning_content") else turn[key] for key in turn}
+    return {key: value for key, value in whole.items() if value or key == "content"}
 
 
 def text_of(block: Block, path: str) -> str:
