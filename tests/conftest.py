@@ -118,8 +118,9 @@ class FakeEngine:
     ) -> Request:
         """Let a request arrive; greedy unless a temperature is given."""
         limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
+        salt = params.pop("cache_salt", "")
         params = SamplingParams(**{"temperature": 0, **params})
-        request = Request(name, prompt, params, key, priority, **limits)
+        request = Request(name, prompt, params, key, priority, **limits, cache_salt=salt)
         self.engine.handle(Add(request))
         return request
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cllm.config import ALIASES, NOT_NEEDED, OPTIONS, VARIABLES, Loaded, Settings, load_settings, value_at
-from cllm.config_file import MAX_FILE_BYTES
+from cllm.config import OPTIONS, VARIABLES, Loaded, Settings, load_settings, value_at
+from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
 from cllm.errors import StartupError
 
 SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"

@@ -65,6 +65,17 @@ def test_what_cannot_be_computed_is_refused(fake):
     assert fake.generate("a", GREEDY)[0].text == "bcdef"
 
 
+def test_logprobs(fake):
+    """Of what was written, and of the prompt, also if nothing is to be written; nothing unless asked for."""
+    (told,) = fake.generate("abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
+    assert len(told.outputs[0].logprobs) == len(told.outputs[0].tokens) == 3
+    assert told.outputs[0].logprobs[0].top[0][0] == ord("y")
+    assert [one.logprob > -1 for one in told.prompt_logprobs] == [True, False]
+    (scored,) = fake.generate("abx", SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert (scored.outputs[0].tokens, scored.finish_reason, len(scored.prompt_logprobs)) == ([], "length", 2)
+    assert fake.generate("abx", GREEDY)[0].outputs[0].logprobs == []
+
+
 def test_options_are_those_of_the_settings():
     """A wrong one is named."""
     with pytest.raises(TypeError, match="kv_layot"):

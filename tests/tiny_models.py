@@ -16,6 +16,7 @@ from cllm.bench.make_model import CONTROL, vocabulary
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 64, 4, 512, 512
 HEADS, FEED_FORWARD, WINDOW = 4, 128, 32
+INFILL = (300, 301, 302)
 INNER, STATE, CONV, TIME_STEP = 2 * WIDTH, 8, 4, 8  # of a state-space layer
 
 Tensors = Iterator[tuple[str, np.ndarray]]
@@ -149,6 +150,8 @@ def write_tiny_model(kind: str, path: Path) -> None:
     writer.add_token_merges(merges)
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_add_bos_token(False)
+    for i, name in enumerate(("prefix", "suffix", "middle")):  # any tokens will do
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", INFILL[i])
     for name, values in Weights().of(kind):
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from cllm.config_file import Given, read_yaml, show, unknown
+from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
 from cllm.errors import StartupError
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
@@ -181,6 +181,25 @@ class Cache(Section):
     max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
 
 
+class Storage(Section):
+    """What clients leave with the server."""
+
+    max_responses: int = Field(
+        default=1000,
+        ge=0,
+        le=10_000_000,
+        description="Answers of /v1/responses kept in memory, for previous_response_id; 0 keeps none.",
+    )
+    max_responses_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
+    folder: Text | None = Field(
+        default="~/.local/state/cllm",
+        description="Folder for the files and batches of /v1/files and /v1/batches; null turns both off.",
+    )
+    max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Files kept in it, at most.")
+    max_files_mb: int = Field(default=2000, ge=1, le=10**9, description="Size of all files in MB, at most.")
+    max_file_mb: int = Field(default=100, ge=1, le=1_000_000, description="Size of an uploaded file in MB, at most.")
+
+
 class LlamaCpp(Section):
     """What llama.cpp is told when it loads the model."""
 
@@ -255,37 +274,11 @@ class Settings(Section):
     scheduler: Scheduler = Scheduler()
     kv: KV = KV()
     cache: Cache = Cache()
+    storage: Storage = Storage()
     backend: Backend = Backend()
     sampling: Sampling = Sampling()
     log: Log = Log()
 
-
-# Other names of settings, taken from YAML files of other servers and earlier designs. Where several are given they
-# all speak of the same limit, so the smallest holds.
-ALIASES = {
-    "scheduler.max_batch_size": "scheduler.max_num_seqs",
-    "resources.max_batch_size": "scheduler.max_num_seqs",
-    "backend.llama_cpp.n_seq_max": "scheduler.max_num_seqs",
-    "backend.llama_cpp.n_batch": "scheduler.max_num_batched_tokens",
-    "resources.kv_cache_max_memory_mb": "kv.max_memory_mb",
-    "cache.default_max_size": "cache.max_results",
-    "cache.default_max_memory_mb": "cache.max_memory_mb",
-}
-
-# Keys that a YAML file may hold and that change nothing, with the reason that the reader gets.
-NOT_NEEDED = {
-    "server.num_threads": "one event loop serves all connections, without worker threads",
-    "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
-    "server.use_libtorch": "models are computed by llama.cpp alone",
-    "scheduler.max_iterations": "the engine steps as long as there is work; each request ends by its own limits",
-    "scheduler.batch_timeout_ms": "no batch is waited for: sequences enter and leave in every step",
-    "scheduler.loop_interval": "the next step begins as soon as the last one has ended",
-    "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
-    "scheduler.wait_poll_interval_ms": "tokens are handed to the waiting request as they come; nothing polls",
-    "resources.kv_cache_max_size": "the KV cache is bounded in memory (kv.max_memory_mb), not in entries",
-    "cache.eviction_threshold": "a result is kept until a bound is met, and then the least recently used one goes",
-    "cache.cleanup_interval": "results make room for each other as they come; nothing is left to clean up",
-}
 
 # CLLM_ variables that are no settings: the file to read, and what the client commands use to reach a server.
 OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})

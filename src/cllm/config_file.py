@@ -21,6 +21,33 @@ from cllm.errors import StartupError
 
 MAX_FILE_BYTES = 1_000_000
 
+# Other names of settings, taken from YAML files of other servers and earlier designs. Where several are given they
+# all speak of the same limit, so the smallest holds.
+ALIASES = {
+    "scheduler.max_batch_size": "scheduler.max_num_seqs",
+    "resources.max_batch_size": "scheduler.max_num_seqs",
+    "backend.llama_cpp.n_seq_max": "scheduler.max_num_seqs",
+    "backend.llama_cpp.n_batch": "scheduler.max_num_batched_tokens",
+    "resources.kv_cache_max_memory_mb": "kv.max_memory_mb",
+    "cache.default_max_size": "cache.max_results",
+    "cache.default_max_memory_mb": "cache.max_memory_mb",
+}
+
+# Keys that a YAML file may hold and that change nothing, with the reason that the reader gets.
+NOT_NEEDED = {
+    "server.num_threads": "one event loop serves all connections, without worker threads",
+    "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
+    "server.use_libtorch": "models are computed by llama.cpp alone",
+    "scheduler.max_iterations": "the engine steps as long as there is work; each request ends by its own limits",
+    "scheduler.batch_timeout_ms": "no batch is waited for: sequences enter and leave in every step",
+    "scheduler.loop_interval": "the next step begins as soon as the last one has ended",
+    "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
+    "scheduler.wait_poll_interval_ms": "tokens are handed to the waiting request as they come; nothing polls",
+    "resources.kv_cache_max_size": "the KV cache is bounded in memory (kv.max_memory_mb), not in entries",
+    "cache.eviction_threshold": "a result is kept until a bound is met, and then the least recently used one goes",
+    "cache.cleanup_interval": "results make room for each other as they come; nothing is left to clean up",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Given:

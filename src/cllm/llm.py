@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, Self, TypeVar, cast
 
 from cllm.config import OPTIONS, Settings, load_settings
+from cllm.core.output import NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request, check_prompt
 from cllm.core.sequence import FinishReason
@@ -38,20 +39,28 @@ ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free what it
 
 @dataclass(slots=True)
 class Output:
-    """One of the ``n`` continuations of a prompt. finish_reason is stop or length."""
+    """One of the ``n`` continuations of a prompt. finish_reason is stop or length.
+
+    logprobs: of the tokens, if SamplingParams.logprobs asks for them.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt; ``prompt_tokens`` of it were read, ``cached_tokens`` of them not computed again."""
+    """What became of one prompt; ``prompt_tokens`` of it were read, ``cached_tokens`` of them not computed again.
+
+    prompt_logprobs: of its tokens from the second one on, if SamplingParams.prompt_logprobs asks for them.
+    """
 
     outputs: list[Output]
     prompt_tokens: int
     cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -71,6 +80,7 @@ class Piece:
     text: str
     tokens: list[int]
     finish_reason: str
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 class LLM:
@@ -148,6 +158,7 @@ class LLM:
             output = completions[piece.prompt].outputs[piece.index]
             output.text += piece.text
             output.tokens += piece.tokens
+            output.logprobs += piece.logprobs
             output.finish_reason = piece.finish_reason
         return completions
 
@@ -160,7 +171,7 @@ class LLM:
         for prompt in prompts:
             check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")
         names = {f"r{next(self._ids)}": i for i in range(len(prompts))}
-        choices = {(name, j): Choice(j, self.vocabulary.pieces, params.stop) for name in names for j in range(params.n)}
+        choices = {(name, j): Choice(j, self.vocabulary.pieces, params) for name in names for j in range(params.n)}
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.handle(Add(Request(name, prompt, params)))
         going = len(choices)
@@ -174,13 +185,19 @@ class LLM:
                     if output.finish == FinishReason.ERROR:
                         raise EngineError("the engine failed to compute the prompt")
                     if completions is not None:
-                        completions[names[output.request_id]].cached_tokens += output.num_cached_tokens
+                        completion = completions[names[output.request_id]]
+                        completion.cached_tokens += output.num_cached_tokens
+                        completion.prompt_logprobs += output.prompt_logprobs or ()
+                    if output.prompt_logprobs is not None:
+                        continue
                     text, finish = choice.feed(output)
                     if finish:
                         going -= 1
                         if not output.finish:
                             self._engine.handle(Abort(output.request_id, output.index))
-                    yield Piece(names[output.request_id], output.index, text, [output.token], finish)
+                    tokens = [output.token] if output.token != NO_TOKEN else []
+                    told = [output.logprobs] if output.logprobs is not None else []
+                    yield Piece(names[output.request_id], output.index, text, tokens, finish, told)
         finally:
             self._streaming = False
             for name in names:

@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 
 from cllm.backends.base import ModelInfo, Vocabulary
-from cllm.core.output import TokenOutput
+from cllm.core.output import Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request, check_prompt
 from cllm.core.sequence import FinishReason
@@ -24,12 +24,15 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import Place, QueueFull
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
+from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm, Reading, schemas_of
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
 from cllm.text.choice import Choice
+from cllm.text.dry_breakers import DryBreakers
 from cllm.text.grammar import Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
+from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -47,12 +50,16 @@ class RequestTimeout(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds."""
+    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds.
+
+    What is computed for it is shared only with those that have the same ``cache_salt``.
+    """
 
     key: str = ""
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
     queue_timeout: float | None = None
+    cache_salt: str = ""
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -61,6 +68,7 @@ class Delta(msgspec.Struct, gc=False):
     finish: "" while it goes on, else stop, length or tool_calls, and then nothing follows. stop: the stop string that
     ended it. channel: whether it is what the model says, what it thinks, or the arguments of the ``call``-th function
     it calls, whose ``name`` comes with the first delta of that call; the texts of a call are together one JSON object.
+    logprobs: the tokens that begin in this text, if the request's params ask for logprobs.
     """
 
     index: int
@@ -71,6 +79,7 @@ class Delta(msgspec.Struct, gc=False):
     channel: Channel = Channel.TEXT
     call: int = 0
     name: str = ""
+    logprobs: tuple[ToldToken, ...] = ()
 
 
 @dataclass(slots=True)
@@ -122,7 +131,9 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
+        self.dry_breakers = DryBreakers(vocabulary.pieces)
         self.chat_template = ChatTemplate(vocabulary)
+        self.renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
         self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
         self.request_timeout = request_timeout
@@ -131,6 +142,7 @@ class Service:
 
     async def close(self) -> None:
         """Nothing is served any longer."""
+        self.renderer.close()
         await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -151,17 +163,20 @@ class Service:
         """What chats can have of this model: tools, thinking."""
         return self._chat_form.capabilities
 
-    async def encode(self, text: str, param: str = "prompt", terms: Terms | None = None) -> list[int]:
-        """Tokens of a whole prompt, control tokens included that it spells out.
+    async def encode(
+        self, text: str, param: str = "prompt", terms: Terms | None = None, *, plain: bool = False
+    ) -> list[int]:
+        """Tokens of a whole prompt, control tokens included that it spells out; or, ``plain``, of a part that is text.
 
         Raises BadRequest if it can never fit, without tokenizing what is far too long; and QueueFull for a long one
         that would be refused on these ``terms``.
         """
         self._check_length(len(text), param)
+        tokenize = partial(self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain)
         if len(text) < LONG_TEXT:
-            return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
+            return tokenize()
         self._check_room(terms, len(text))
-        return await asyncio.to_thread(self.vocabulary.tokenize, text, add_special=True, parse_special=True)
+        return await asyncio.to_thread(tokenize)
 
     async def prepare(
         self, request_id: str, chat: Chat, params: SamplingParams, terms: Terms, param: str = "messages"
@@ -188,11 +203,13 @@ class Service:
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        encode = partial(self.chat_template.encode, chat.messages, tools, **self._chat_form.variables(chat))
-        if len(str(chat.messages)) + len(str(tools)) < LONG_TEXT:
-            return encode()
-        self._check_room(terms, length)
-        return await asyncio.to_thread(encode)
+        if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
+            self._check_room(terms, length)
+        text = await self.renderer.render(chat.messages, tools, **self._chat_form.variables(chat))
+        self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
+        if len(text) < LONG_TEXT:
+            return self.chat_template.tokenize(text)
+        return await asyncio.to_thread(self.chat_template.tokenize, text)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
@@ -276,7 +293,8 @@ class Service:
 class Answer:
     """A generation on its way. Iterate over it, or listen and take; and close it, or it goes on without a reader.
 
-    ``place`` is where it stood in the queue when it came.
+    ``place`` is where it stood in the queue when it came. ``prompt_logprobs``, if the params ask for them: of each
+    prompt's tokens from the second one on, complete with the first delta of the prompt's first continuation.
     """
 
     def __init__(
@@ -294,17 +312,17 @@ class Answer:
         self._engine = engine
         self._metrics = metrics
         self._recorder = recorder
-        stops, reading = generation.params.stop, generation.reading
-        if reading:
+        if reading := generation.reading:
             pieces = reading.pieces
         self._choices = {
             (request.request_id, j): Choice(
-                i * generation.params.n + j, pieces, stops, reading.parser() if reading else None
+                i * generation.params.n + j, pieces, generation.params, reading.parser() if reading else None
             )
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
         }
         self._num_going = len(self._choices)
+        self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in stream.requests]
         self._begun = self._last = time.monotonic()
         self._outcome = "abort"
         self._closed = False
@@ -384,8 +402,8 @@ class Answer:
             if not outputs:
                 return None
             now, before = time.monotonic(), self.generation.usage.completion_tokens
-            if deltas := self._feed(outputs):
-                count = self.generation.usage.completion_tokens - before
+            deltas = self._feed(outputs)
+            if count := self.generation.usage.completion_tokens - before:
                 self._metrics.tokens(count, now - self._last, first=before == 0)
                 self._last = now
         except Exception as error:
@@ -413,19 +431,25 @@ class Answer:
             if output.finish == FinishReason.TIMEOUT:
                 self._error = self._timeout()
                 break
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[choice.index // self.generation.params.n] += output.prompt_logprobs
+                continue
+            count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
-            usage.completion_tokens += 1
+            usage.completion_tokens += count
             if choice.parser:
                 finish = self._parse(choice, output, parsed)
             else:
                 text, finish = choice.feed(output)
                 delta = deltas.get(choice.index)
                 if delta is None:
-                    deltas[choice.index] = Delta(choice.index, text, 1, finish)
+                    delta = deltas[choice.index] = Delta(choice.index, text, count, finish)
                 else:
                     delta.text += text
-                    delta.num_tokens += 1
+                    delta.num_tokens += count
                     delta.finish = finish
+                if choice.told:
+                    delta.logprobs += tuple(choice.told)
             if finish:
                 self._num_going -= 1
                 (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
@@ -449,8 +473,11 @@ class Answer:
         if last is None:
             last = Delta(choice.index, "", 0)
             deltas.append(last)
-        last.num_tokens += 1
+        last.num_tokens += output.token >= 0
         last.finish = choice.finish
+        if choice.told:
+            said = next(delta for delta in reversed(deltas) if delta.channel == Channel.TEXT)
+            said.logprobs += tuple(choice.told)
         return choice.finish
 
     def _timeout(self) -> RequestTimeout:
@@ -469,4 +496,6 @@ def grammar_error() -> BadRequest:
 
 
 def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
-    return Request(request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout)
+    return Request(
+        request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout, terms.cache_salt
+    )

@@ -129,7 +129,7 @@ def test_help_shows_what_an_option_is(cllm) -> None:
             "cllm: Unknown option: --port. A running server is named by --url http://127.0.0.1:8000.",
         ),
         (["config", "show", "--config", "no.yaml"], "cllm: no.yaml: cannot be read: No such file or directory"),
-        (["config", "sho"], 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs.'),
+        (["config", "sho"], 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs, api.'),
         (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),
         (["quux", "--port", "1"], 'cllm: "quux" is not a command; see cllm --help'),
     ],

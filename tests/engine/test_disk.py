@@ -32,10 +32,11 @@ def start(folder: Path, **params) -> Engine:
     return build_engine(Recorder(), EngineParams(disk_cache=str(folder), **options))
 
 
-def ask(engine: Engine, prompt: list[int]) -> tuple[list[int], int]:
+def ask(engine: Engine, prompt: list[int], salt: str = "") -> tuple[list[int], int]:
     """The tokens of the answer, and how many were computed for it."""
     before = engine.backend.num_tokens
-    engine.handle(Add(Request(str(time.monotonic_ns()), prompt, SamplingParams(temperature=0, max_tokens=2))))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    engine.handle(Add(Request(str(time.monotonic_ns()), prompt, params, cache_salt=salt)))
     outputs = []
     while engine.scheduler.has_work():
         outputs += engine.step()
@@ -66,6 +67,17 @@ def test_a_restart_finds_the_prefixes_of_before(tmp_path):
     assert second.scheduler.stats().num_disk_bytes > 0
     assert ask(second, LONG) == (answer, 2)
     assert ask(second, [*LONG[:100], 1]) == ([2, 3], 2)
+
+
+def test_a_file_belongs_to_a_salt(tmp_path):
+    """After a restart too, only those with the same salt find what lies on disk; each salt has its own file."""
+    first = start(tmp_path)
+    for salt in ("", "a"):
+        assert ask(first, LONG, salt)[1] == len(LONG) + 1
+    close(first)
+    assert len(list(tmp_path.glob("*.kv"))) == 2
+    second = start(tmp_path)
+    assert [ask(second, LONG, salt)[1] for salt in ("b", "a", "")] == [len(LONG) + 1, 2, 2]
 
 
 @pytest.mark.parametrize("wound", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"])

@@ -91,7 +91,7 @@ def test_the_array_of_a_path_belongs_to_the_caller():
         lambda tree, node: node.children[3].owners.update(b=None, c=None),
         lambda tree, node: setattr(node.children[3], "edge", array([])),
         lambda tree, node: setattr(node.children[3], "edge", array([4])),
-        lambda tree, node: setattr(node.children[3], "parent", Node(array([1]), None)),
+        lambda tree, node: setattr(node.children[3], "parent", Node(array([1]), None, 1)),
     ],
     ids=["no owner", "a stranger", "not the parent's", "an empty edge", "a wrong token", "a wrong parent"],
 )

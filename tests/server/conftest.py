@@ -24,8 +24,9 @@ class Server:
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
         command = [sys.executable, "-m", "cllm", "serve", "--port", "0", *arguments]
+        own = {"CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state")}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **environment})
+            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **own, **environment})
         try:
             self.url = self._wait_for_url()
             self.client = httpx2.Client(base_url=self.url, timeout=60)
@@ -62,8 +63,8 @@ class Server:
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [pid for pid in children if b"grammar" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engines) == 1, engines
+        engines = [pid for pid in children if b"cllm.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(engines) == 1, children
         return int(engines[0])
 
     def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:

@@ -179,3 +179,62 @@ def test_two_of_each_kind_of_question(client, model, known_questions):
             model=model, messages=question.messages, tools=question.tools or openai.NOT_GIVEN, temperature=0
         )
         assert written(answer.choices[0].message) == question.answer, question
+
+
+def chat_tokens(logprobs):
+    return b"".join(bytes(one.bytes) for one in logprobs.content).decode()
+
+
+def test_logprobs_of_a_chat(client, model):
+    """One object a token, whose bytes spell the answer; streamed, the same; the end token is no part of it."""
+    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, logprobs=True, top_logprobs=4)
+    logprobs = answer.choices[0].logprobs
+    assert chat_tokens(logprobs) == answer.choices[0].message.content == "72"
+    for one in logprobs.content:
+        assert len(one.top_logprobs) == 4
+        assert one.top_logprobs[0].token == one.token
+        assert one.top_logprobs[0].logprob == one.logprob > one.top_logprobs[1].logprob
+    plain = client.chat.completions.create(model=model, messages=SUM, temperature=0, logprobs=True).choices[0].logprobs
+    assert [one.top_logprobs for one in plain.content] == [[], []]
+    stream = client.chat.completions.create(
+        model=model, messages=COUNT, temperature=0, logprobs=True, top_logprobs=1, stream=True, stop=[" 17 18"]
+    )
+    text, spelled = "", ""
+    for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if chunk.choices[0].logprobs:
+            spelled += chat_tokens(chunk.choices[0].logprobs)
+    assert text == NUMBERS.partition(" 17 18")[0]
+    assert spelled.startswith(text)
+    assert len(spelled) - len(text) < 3  # of the last token's own text
+
+
+def test_logprobs_are_none_unless_asked_for(client, model):
+    """And a number of alternatives needs them."""
+    assert client.chat.completions.create(model=model, messages=SUM).choices[0].logprobs is None
+    for params in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=model, messages=SUM, **params)
+        assert refused.value.param == "top_logprobs"
+
+
+def test_the_fingerprint_is_that_of_the_model(client, model):
+    """The same in every answer, so that a seed's text can be expected again."""
+    answers = [client.chat.completions.create(model=model, messages=SUM, seed=1, temperature=9.0) for _ in range(2)]
+    assert answers[0].system_fingerprint == answers[1].system_fingerprint
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+def test_parameters_without_effect_and_those_that_are_refused(client, model):
+    """Each documented parameter of chat completions is one or the other, or does something."""
+    harmless = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"}
+    harmless |= {"prompt_cache_key": "k", "verbosity": "low", "modalities": ["text"], "user": "u"}
+    harmless |= {"prediction": {"type": "content", "content": "72"}}
+    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, **harmless)
+    assert answer.choices[0].message.content == "72"
+    refused = {"modalities": ["audio"], "audio": {"voice": "alloy", "format": "mp3"}, "web_search_options": {"a": 1}}
+    refused |= {"functions": [{"name": "f"}], "metadata": {str(i): "" for i in range(17)}}
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=model, messages=SUM, extra_body={name: value})
+        assert error.value.param.startswith(name)

@@ -39,7 +39,7 @@ def test_every_route_says_what_it_takes_and_gives(document) -> None:
         assert "422" not in entry["responses"], path
         content = entry["responses"]["200"]["content"]
         assert all(kind["schema"] for name, kind in content.items() if name == "application/json"), path
-        assert verb != "post" or entry["requestBody"]["content"], path
+        assert verb != "post" or path.endswith("/cancel") or entry["requestBody"]["content"], path
 
 
 def test_examples_are_valid(document) -> None:

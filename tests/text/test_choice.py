@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
 from cllm.text.choice import Choice
 
 PIECES = [bytes([i]) for i in range(256)] + [b""]
 
 
 def run(data: bytes, stops: tuple[str, ...] = (), finish: str = "", *, is_text: bool = True) -> tuple[str, str]:
-    choice, shown = Choice(0, PIECES, stops), ""
+    choice, shown = Choice(0, PIECES, SamplingParams(stop=stops)), ""
     for i, byte in enumerate(data):
         last = i == len(data) - 1
         output = TokenOutput("A", 0, byte, finish if last else "", is_text or not last)

@@ -147,8 +147,13 @@ class Vocabulary(Protocol):
         ...
 
     @property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        """What marks a prefix, a suffix, and the middle that is to be written; None if the model knows no such."""
+        ...
+
+    @property
     def special_tokens(self) -> dict[int, str]:
-        """The tokens that a grammar must name to allow them, by id: they stand for more than their text."""
+        """The names of tokens that stand for more than their text, by id; a grammar must name them to allow them."""
         ...
 
     @property

@@ -249,6 +249,7 @@ class FakeVocabulary:
     """One token a byte; three control tokens."""
 
     size = VOCABULARY_SIZE
+    infill_tokens: tuple[int, int, int] | None = None
     special_tokens = CONTROL
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (

@@ -10,7 +10,8 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from cllm.cli.settings_flags import SHORT_NAMES, ConfigFlag, SettingFlags, section_of, settings_from_flags
-from cllm.config import ALIASES, NOT_NEEDED, OPTIONS, Loaded, Option, value_at
+from cllm.config import OPTIONS, Loaded, Option, value_at
+from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
@@ -29,6 +30,14 @@ def show(*, config: ConfigFlag = None, settings: SettingFlags | None = None, jso
 def docs() -> None:
     """Print the page docs/configuration.md, which describes all settings."""
     print(page(), end="")
+
+
+@app.command
+def api() -> None:
+    """Print the page docs/api.md, which describes all routes and their parameters."""
+    from cllm.cli import api_page
+
+    print(api_page.page(), end="")
 
 
 def as_json(loaded: Loaded) -> str:

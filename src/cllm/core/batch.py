@@ -11,8 +11,9 @@ from cllm.core.sequence import Sequence
 class Row(NamedTuple):
     """One sequence's share of a step: ``num_tokens`` of it from position ``start``, then ``draft``, guessed tokens.
 
-    ``num_samples`` of the last positions are sampled: 0 while a prompt goes on, 1 when it is complete or decodes, and
-    1 + len(draft) if there are guesses to be verified.
+    The logits of the last ``num_samples`` positions are wanted: 0 while a prompt goes on, 1 when it is complete or
+    decodes, and 1 + len(draft) if there are guesses to be verified. Before these come ``num_scores`` (counted in
+    num_samples) from which no token is sampled: they say how probable the next token of the prompt is.
     """
 
     seq: Sequence
@@ -20,6 +21,7 @@ class Row(NamedTuple):
     num_tokens: int
     num_samples: int
     draft: tuple[int, ...] = ()
+    num_scores: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -33,7 +35,9 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         guesses = f" guess {len(self.draft)}" if self.draft else ""
-        return f"{self.seq.name} {self.start}+{self.num_tokens}{guesses}{' sample' if self.num_samples else ''}"
+        scores = f" score {self.num_scores}" if self.num_scores else ""
+        sample = " sample" if self.num_samples > self.num_scores else ""
+        return f"{self.seq.name} {self.start}+{self.num_tokens}{guesses}{scores}{sample}"
 
 
 class Trim(NamedTuple):

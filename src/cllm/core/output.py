@@ -7,12 +7,25 @@ import msgspec
 NO_TOKEN = -1
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How probable a token was, and which ones were most so: natural logarithms of the model's probabilities.
+
+    top: ids and their logprobs, as many as were asked for, in falling order.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
     token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while it goes on, else the
     FinishReason. A token that ends a sequence because it means "end" is counted but is not text: ``is_text`` False.
     num_cached_tokens: prompt tokens that were not computed again, told once, with the first token of index 0.
+
+    For those who asked: ``logprobs`` of the token, and ``prompt_logprobs`` of the next tokens of the prompt. These
+    come before the first token with index 0, in one or more outputs of token -1 that do not finish.
     """
 
     request_id: str
@@ -21,6 +34,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: str = ""
     is_text: bool = True
     num_cached_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[Logprobs] | None = None
 
 
 class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

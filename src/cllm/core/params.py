@@ -12,6 +12,9 @@ COLDEST = 1e-4  # below that, probabilities leave the range of floats and only t
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+MAX_DRY_BREAKERS = 1 << 16
+MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
 MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
 
 
@@ -29,14 +32,23 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling of one request; the steps apply in the order penalties, bias, top-k, top-p, min-p, temperature.
+    """Sampling of one request; the steps apply in the order penalties, DRY, bias, top-n-sigma, top-k, typical, top-p,
+    min-p, XTC, temperature. sampling/extensions.py says what those do that most requests do not ask for.
 
     temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, else tokens less
     probable than ``min_p`` times the best are left out. repetition_penalty divides (multiplies, if negative) the
     logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
-    max_tokens: None means up to the end of the context. grammar: what the text must follow, in llguidance's Lark; ""
-    is anything. thinking: a limit of reasoning, or None.
+    max_tokens: None means up to the end of the context; 0 computes the prompt alone. min_tokens: before them come
+    neither end tokens nor stop_token_ids, and stop strings end nothing. grammar: what the text must follow, in
+    llguidance's Lark; "" is anything. thinking: a limit of reasoning, or None.
+
+    logprobs: how many of the most probable tokens are told beside each sampled one, with natural logarithms of their
+    probabilities before all of these steps, temperature included; None tells nothing. prompt_logprobs: the same for
+    the tokens of the prompt from the second one on; the prompt is then computed as a whole, whatever is cached.
+
+    mirostat: 2, or 0 for off; it takes the place of all steps from top-n-sigma to XTC and comes after temperature.
+    dry_breakers: token ids over which no repetition is followed; see text/dry_breakers.py.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """
@@ -57,11 +69,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     grammar: str = ""
     thinking: ThinkingBudget | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breakers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            within("max_tokens", self.max_tokens, 1, LARGEST)
+            within("max_tokens", self.max_tokens, 0, LARGEST)
         within("temperature", self.temperature, 0, 100)
         within("top_k", self.top_k, 0, LARGEST)
         within("top_p", self.top_p, 0, 1)
@@ -78,6 +106,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         within("stop", len(self.stop), 0, MAX_STOP_STRINGS, what="the number of strings")
         for text in self.stop:
             within("stop", len(text), 1, MAX_STOP_LENGTH, what="the length of a string")
+        self._check_extensions()
+
+    def _check_extensions(self) -> None:
+        within("min_tokens", self.min_tokens, 0, LARGEST if self.max_tokens is None else self.max_tokens)
+        for field, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            within(field, number or 0, 0, MAX_LOGPROBS)
+        within("typical_p", self.typical_p, 0, 1)
+        within("top_n_sigma", self.top_n_sigma, -1, 100)
+        within("xtc_probability", self.xtc_probability, 0, 1)
+        within("xtc_threshold", self.xtc_threshold, 0, 1)
+        if self.mirostat not in (0, 2):
+            message = f"Invalid 'mirostat': 0 (off) and version 2 can be had, not {str(self.mirostat)[:20]}."
+            raise BadRequest(message, param="mirostat", code="unsupported_value")
+        within("mirostat_tau", self.mirostat_tau, 0, 100)
+        within("mirostat_eta", self.mirostat_eta, 0, 1)
+        within("dry_multiplier", self.dry_multiplier, 0, 100)
+        within("dry_base", self.dry_base, 0, 100)
+        within("dry_allowed_length", self.dry_allowed_length, 1, LARGEST)
+        within("dry_penalty_last_n", self.dry_penalty_last_n, -1, LARGEST)
+        within("dry_sequence_breakers", len(self.dry_breakers), 0, MAX_DRY_BREAKERS, what="the number of tokens")
 
     @property
     def greedy(self) -> bool:
@@ -88,9 +136,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """True if the logits of tokens seen so far change."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def uses_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_base > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def looks_back(self) -> bool:
+        """True if the choice of a token depends on which tokens came before it, beside by what the model computes."""
+        return self.penalized or self.uses_dry
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if the logits change before any are left out."""
+        return self.looks_back or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def extended(self) -> bool:
+        """True if a step is asked for that most requests do not ask for: see sampling/extensions.py."""
+        return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.mirostat > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if temperature, top-k, top-p and min-p say all, and nothing is to be told."""
+        bound = self.grammar or self.thinking
+        return self.logprobs is None and not (self.edits_logits or self.extended or bound)
+
     def check_vocabulary(self, vocabulary_size: int) -> None:
         """Raise BadRequest if a token id lies outside of the vocabulary."""
-        for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        for field, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("dry_breakers", self.dry_breakers),
+        ):
             for token in ids:
                 within(field, token, 0, vocabulary_size - 1, what="a token id")
 

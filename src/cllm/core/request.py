@@ -23,7 +23,7 @@ class Request(msgspec.Struct, frozen=True):
 
     prompt: token ids that ``check_prompt`` has let pass. ``request_id`` names it for ever and is unique. key: on
     whose account it goes; those of one class share fairly. Seconds from arrival: it may wait at most queue_timeout,
-    and must have finished within deadline.
+    and must have finished within deadline. cache_salt: what is computed is shared only among requests with the same.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
     queue_timeout: float | None = None
+    cache_salt: str = ""
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):

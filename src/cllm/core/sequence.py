@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cllm.core.output import NO_TOKEN
 from cllm.core.request import Request
 
 
@@ -58,16 +60,19 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",
         "_array",
         "arrived",
         "expires",
         "index",
+        "is_plain",
         "limit",
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
         "num_prompt_tokens",
+        "num_unscored",
         "order",
         "request",
         "seed",
@@ -102,6 +107,10 @@ class Sequence:
         self.work = 0
         self.urgency: int = request.priority
         self.status = Status.WAITING
+        self.is_plain = request.params.is_plain  # looked up with every token
+        # tokens of the prompt whose logprobs are still to be told; they cannot be without computing it
+        scores = request.params.prompt_logprobs is not None and index == 0
+        self.num_unscored = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
         self.limit = context_length
         if request.params.max_tokens is not None:
@@ -124,6 +133,16 @@ class Sequence:
         return self._array
 
     @property
+    def findable(self) -> npt.NDArray[np.int32]:
+        """The tokens that need not be computed if somebody has them."""
+        return self.array[: self.num_prompt_tokens - 1 - self.num_unscored if self.num_unscored else -1]
+
+    def scores_of(self, start: int, count: int) -> int:
+        """How many of ``count`` positions from ``start`` say of a token of the prompt what is still to be told."""
+        last = self.num_prompt_tokens - 1
+        return max(0, min(start + count, last) - max(start, last - self.num_unscored))
+
+    @property
     def num_lacking_tokens(self) -> int:
         return len(self.tokens) - self.num_computed_tokens
 
@@ -133,6 +152,22 @@ class Sequence:
             self.matcher.consume(token)
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
+
+    def finish_after(self, token: int, end_tokens: Collection[int]) -> tuple[FinishReason | str, bool]:
+        """Whether ``token``, the last one, ends the sequence ("" if not), and whether it is text.
+
+        NO_TOKEN is of one whose grammar allows none.
+        """
+        params, matcher = self.request.params, self.matcher
+        if token == NO_TOKEN:
+            return FinishReason.GRAMMAR, False
+        if token in end_tokens and (matcher is not None or not params.ignore_eos):
+            return FinishReason.STOP, False
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, False
+        if matcher is not None and matcher.stopped:
+            return FinishReason.STOP, True
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
 
     @property
     def name(self) -> str:

@@ -130,7 +130,10 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
     scheduler = Scheduler(
         ledger,
         SchedulerParams(
-            max_num_batched_tokens=info.max_num_batched_tokens, tile=info.tile, target_itl=params.target_itl
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_num_samples=info.max_num_samples,
+            tile=info.tile,
+            target_itl=params.target_itl,
         ),
         info.end_tokens,
         make_policy(params.policy, params.weights),
@@ -141,7 +144,7 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
     if info.can_change_layout:
         chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
     grammars = Grammars(lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens))
-    return Engine(backend, scheduler, Sampler(), clock, grammars, disk, chooser, check=params.check)
+    return Engine(backend, scheduler, Sampler(info.end_tokens), clock, grammars, disk, chooser, check=params.check)
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:

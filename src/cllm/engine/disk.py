@@ -40,13 +40,14 @@ log = logging.getLogger("cllm.disk")
 
 class Head(msgspec.Struct):
     """fingerprint: of the model and its states. tokens: as int32, little-endian. checksums: of each PIECE of ``size``
-    bytes.
+    bytes. salt: see Request.
     """
 
     fingerprint: str
     tokens: bytes
     size: int
     checksums: list[int]
+    salt: str = ""
 
 
 class Written(msgspec.Struct):
@@ -90,21 +91,25 @@ class DiskCache:
             raise StartupError(f"kv.disk_cache: cannot write to {folder}: {error.strerror}") from None
         threading.Thread(target=self._work, daemon=True).start()
 
-    def find(self) -> list[tuple[File, Tokens]]:
-        """Files of this model and the tokens they hold, the longest unused first."""
+    def find(self) -> list[tuple[File, Tokens, str]]:
+        """Files of this model, the tokens they hold and their salts, the longest unused first."""
         found = []
         with contextlib.suppress(OSError):
             paths = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in paths:
                 with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
                     head = read_head(file)
-                    named = path.stem == self._name(head.tokens)  # else the tokens are not those of the state
+                    named = path.stem == self._name(
+                        head.tokens, head.salt
+                    )  # else the tokens are not those of the state
                     if head.fingerprint == self._fingerprint and named and file.seek(0, os.SEEK_END) >= head.size:
-                        found.append((File(path, head.size), np.frombuffer(head.tokens, "<i4").astype(np.int32)))
+                        tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
+                        found.append((File(path, head.size), tokens, head.salt))
         return found
 
-    def _name(self, tokens: bytes) -> str:
-        return hashlib.blake2b(tokens, key=self._fingerprint.encode()[:64], digest_size=16).hexdigest()
+    def _name(self, tokens: bytes, salt: str) -> str:
+        person = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
+        return hashlib.blake2b(tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person).hexdigest()
 
     def name(self, key: int, file: File) -> None:
         """The snapshot ``key`` is what ``file`` holds."""
@@ -114,19 +119,19 @@ class DiskCache:
         """Bytes of the snapshot ``key``."""
         return self._files[key].size
 
-    def write(self, key: int, tokens: Tokens, data: memoryview) -> None:
+    def write(self, key: int, tokens: Tokens, data: memoryview, salt: str = "") -> None:
         """Begin to write; ``data`` must not change."""
         if self._num_pending_bytes + len(data) > MAX_PENDING:
             return
         self._num_pending_bytes += len(data)
         raw = tokens.astype("<i4").tobytes()
-        path = self._folder / f"{self._name(raw)}{SUFFIX}"
+        path = self._folder / f"{self._name(raw, salt)}{SUFFIX}"
         self._files[key] = File(path, len(data))
-        self._jobs.put(lambda: self._write(key, path, raw, data))
+        self._jobs.put(lambda: self._write(key, path, raw, data, salt))
 
-    def _write(self, key: int, path: Path, tokens: bytes, data: memoryview) -> Written | None:
+    def _write(self, key: int, path: Path, tokens: bytes, data: memoryview, salt: str) -> Written | None:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data)))
+        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data), salt))
         try:
             with temporary.open("wb") as file:
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)

@@ -134,8 +134,8 @@ class Engine:
         self._blanks: dict[int, Blank] = {}  # that are being filled from the disk
         self._num_steps_since = 0  # the layout was looked at
         if disk is not None:
-            for file, tokens in disk.find():
-                disk.name(scheduler.ledger.found_on_disk(tokens).key, file)
+            for file, tokens, salt in disk.find():
+                disk.name(scheduler.ledger.found_on_disk(tokens, salt).key, file)
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Step until told to close; sleep in the inbox while there is nothing to compute."""
@@ -264,7 +264,7 @@ class Engine:
         except BaseException:  # Ctrl-C in a process that steps its own engine
             self.scheduler.fail(batch)
             raise
-        return self.scheduler.update(batch, tokens, self.clock())
+        return self.scheduler.update(batch, tokens, self.clock(), self.sampler.logprobs)
 
     def _carry_out(self, operations: list[Operation]) -> bool:
         """Do to the cells what has to be done without a step; False if it failed, then what it touched is forgotten."""
@@ -341,7 +341,7 @@ class Engine:
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
                 snapshot = self.scheduler.ledger.tiers.ram[operation.snapshot]
-                disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key))
+                disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key), snapshot.salt)
 
     def _save_one_idle(self) -> bool:
         """Save an idle prefix that no file holds, now that nobody waits for a step; whether there was one."""

@@ -13,6 +13,7 @@ than cells_per_seq; what the tree owns is exactly what is held, idle or saved.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,13 +38,14 @@ class Holding:
     which may not be computed yet.
     """
 
-    __slots__ = ("chain", "path", "saved", "seq", "seq_id")
+    __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
 
-    def __init__(self, seq_id: int, chain: Chain, path: Tokens, seq: Sequence | None) -> None:
+    def __init__(self, seq_id: int, chain: Chain, path: Tokens, seq: Sequence) -> None:
         self.seq_id = seq_id
         self.chain = chain
         self.path = path
-        self.seq = seq
+        self.seq: Sequence | None = seq
+        self.salt = seq.request.cache_salt
         self.saved = False  # by save_one_idle, not to be saved by it again if the copy had to leave
 
     @property
@@ -102,11 +104,18 @@ class Ledger:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: list[int] | Tokens) -> Match:
+    def find(self, seq: Sequence) -> Match:
+        """What there is of the tokens of ``seq`` whose logits are not needed."""
+        return self._match(seq.findable, seq.request.cache_salt)
+
+    def match(self, tokens: list[int] | Tokens, salt: str = "") -> Match:
         """What there is of ``tokens``, but for the last one: its logits are needed, so it is computed in any case."""
+        return self._match(np.asarray(tokens, np.int32)[:-1], salt)
+
+    def _match(self, tokens: Tokens, salt: str) -> Match:
         best, source, least = 0, None, MIN_SHARED_TOKENS
         promised, leader = 0, None
-        for owner, shared in self._tree.match(np.asarray(tokens, np.int32)[:-1]):
+        for owner, shared in self._tree.match(tokens, salt):
             if shared < least and shared < max(promised + 1, best + MIN_SHARED_TOKENS):
                 break
             usable = self._usable(owner, shared)
@@ -170,7 +179,8 @@ class Ledger:
         source, count = match.source, match.num_tokens
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None and self._trims_in_place:
-            count = common_prefix(idle.path, seq.array[:-1])  # the first tokens of a template, too few to look for
+            if idle.salt == seq.request.cache_salt:
+                count = common_prefix(idle.path, seq.findable)  # the first tokens of a template, too few to look for
             source = idle if count else None
         operations: list[Operation] = []
         if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
@@ -203,7 +213,7 @@ class Ledger:
         self.seq_ids.lease(seq_id)
         holding = Holding(seq_id, chain, seq.array, seq)
         self._leased[seq_id] = holding
-        self._tree.insert(holding.path, holding)
+        self._tree.insert(holding.path, holding, holding.salt)
         return seq_id, count, operations
 
     def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
@@ -276,7 +286,7 @@ class Ledger:
         self.cells.cut(holding.chain, keep)
         if keep:
             holding.path = holding.path[:keep]
-            self._tree.insert(holding.path, holding)
+            self._tree.insert(holding.path, holding, holding.salt)
         else:
             self._forget_idle(holding)
         return [*operations, Trim(holding.seq_id, keep)]
@@ -317,7 +327,7 @@ class Ledger:
             self._idle[seq_id] = holding
             if soon:
                 self._idle.move_to_end(seq_id, last=False)
-            self._tree.insert(holding.path, holding)
+            self._tree.insert(holding.path, holding, holding.salt)
 
     # --- copies outside of the cells ---------------------------------------------------------------------------------
 
@@ -343,24 +353,43 @@ class Ledger:
         if leaving is None:
             return []
         if self.layout.trims:  # a shorter snapshot is part of the longer one
-            matches = self._tree.match(tokens)
+            matches = self._tree.match(tokens, holding.salt)
             shorter = [old for old, shared in matches if isinstance(old, Snapshot) and shared == len(old.tokens)]
             for old in shorter:
                 if old.place is Place.RAM and old is not self._needed:
                     self.tiers.leave_ram(old)
                     leaving.append(old)
         operations = self._leave_ram(leaving)
-        snapshot = self.tiers.add(tokens)
-        self._tree.insert(tokens, snapshot)
+        snapshot = self.tiers.add(tokens, salt=holding.salt)
+        self._tree.insert(tokens, snapshot, snapshot.salt)
         return [*operations, Save(seq_id, snapshot.key)]
 
     def _lie_elsewhere(self, holding: Holding, tokens: Tokens) -> bool:
-        for owner, shared in self._tree.match(tokens):
+        for owner, shared in self._tree.match(tokens, holding.salt):
             if shared < len(tokens):
                 return False
             if owner is not holding and self._usable(owner, shared) == shared:
                 return True
         return False
+
+    def doubt(self, operations: Iterable[Operation]) -> tuple[set[int], list[Operation]]:
+        """Nobody knows whether these were carried out: the seq_ids that they change, and what has to be dropped."""
+        seq_ids: set[int] = set()
+        dropped: list[Operation] = []
+        for operation in operations:
+            match operation:
+                case Trim(seq_id) | Copy(_, seq_id):
+                    seq_ids.add(seq_id)
+                case Load(key, seq_id):
+                    seq_ids.add(seq_id)
+                    dropped += self.drop(key)
+                case Save(_, key):
+                    dropped += self.drop(key)
+                case Drop(key):
+                    snapshot = self.tiers.find(key)
+                    if snapshot is None or snapshot.place is Place.DISK:  # else it is being read again
+                        dropped.append(operation)
+        return seq_ids, dropped
 
     def distrust(self, seq_ids: set[int]) -> list[Operation]:
         """What lies under these free seq_ids is unknown: forget it."""
@@ -386,10 +415,10 @@ class Ledger:
                 self._tree.remove(snapshot)
         return [Drop(snapshot.key) for snapshot in snapshots]
 
-    def found_on_disk(self, tokens: Tokens) -> Snapshot:
+    def found_on_disk(self, tokens: Tokens, salt: str = "") -> Snapshot:
         """A file holds ``tokens``."""
-        snapshot = self.tiers.add(tokens, Place.DISK)
-        self._tree.insert(tokens, snapshot)
+        snapshot = self.tiers.add(tokens, Place.DISK, salt)
+        self._tree.insert(tokens, snapshot, salt)
         return snapshot
 
     def read(self, snapshot: Snapshot) -> list[Operation] | None:
@@ -430,7 +459,7 @@ class Ledger:
         assert not self._idle, "idle cells would be forgotten"
         ledger = Ledger(num_cells, self.cells_per_seq, self.seq_ids.size, layout, self.tiers)
         for snapshot in {**self.tiers.ram, **self.tiers.files}.values():
-            ledger._tree.insert(snapshot.tokens, snapshot)
+            ledger._tree.insert(snapshot.tokens, snapshot, snapshot.salt)
         return ledger
 
     # --- laws --------------------------------------------------------------------------------------------------------

@@ -14,44 +14,49 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Owner = TypeVar("Owner")
+Key = int | tuple[str, int]  # the first token of an edge, and at the root the salt before it, if there is one
 
 
 class Node(Generic[Owner]):
-    """An edge and what lies below it. ``owners`` are all whose paths lead through the whole edge."""
+    """An edge and what lies below it. ``owners`` are all whose paths lead through the whole edge.
 
-    __slots__ = ("children", "edge", "owners", "parent")
+    ``key``: under which its parent has it.
+    """
 
-    def __init__(self, edge: Tokens, parent: Node[Owner] | None) -> None:
+    __slots__ = ("children", "edge", "key", "owners", "parent")
+
+    def __init__(self, edge: Tokens, parent: Node[Owner] | None, key: Key) -> None:
         self.edge = edge
         self.parent = parent
-        self.children: dict[int, Node[Owner]] = {}
+        self.key = key
+        self.children: dict[Key, Node[Owner]] = {}
         self.owners: dict[Owner, None] = {}  # a set that keeps its order, so that runs can be repeated
 
 
 class RadixTree(Generic[Owner]):
-    """Paths of tokens and their owners, one path each.
+    """Paths of tokens and their owners, one path each. Those with different salts have nothing in common.
 
     Invariants: an owner of a node owns its parent; a node without owners is not in the tree; children of a node begin
     with different tokens. Cost of each call: the length of the path, compared in numpy, and its number of edges.
     """
 
     def __init__(self) -> None:
-        self._root: Node[Owner] = Node(np.zeros(0, np.int32), None)
+        self._root: Node[Owner] = Node(np.zeros(0, np.int32), None, -1)
         self._ends: dict[Owner, Node[Owner]] = {}
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def insert(self, tokens: Tokens, owner: Owner) -> None:
+    def insert(self, tokens: Tokens, owner: Owner, salt: str = "") -> None:
         """Raises ValueError if ``owner`` has a path already."""
         if owner in self._ends:
             raise ValueError(f"{owner!r} is in the tree")
         node, at = self._root, 0
         while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
+            key = key_of(tokens, at, salt)
+            child = node.children.get(key)
             if child is None:
-                child = Node(tokens[at:].copy(), node)
-                node.children[int(tokens[at])] = child
+                child = node.children[key] = Node(tokens[at:].copy(), node, key)
                 shared = len(child.edge)
             else:
                 shared = common_prefix(child.edge, tokens[at:])
@@ -64,11 +69,11 @@ class RadixTree(Generic[Owner]):
     def _split(self, node: Node[Owner], length: int) -> Node[Owner]:
         """Cut an edge in two; returns the new upper node."""
         assert node.parent is not None
-        upper: Node[Owner] = Node(node.edge[:length], node.parent)
+        upper: Node[Owner] = Node(node.edge[:length], node.parent, node.key)
         upper.owners = dict(node.owners)
-        upper.children[int(node.edge[length])] = node
-        node.parent.children[int(node.edge[0])] = upper
-        node.edge, node.parent = node.edge[length:], upper
+        node.parent.children[node.key] = upper
+        node.edge, node.parent, node.key = node.edge[length:], upper, int(node.edge[length])
+        upper.children[node.key] = node
         return upper
 
     def remove(self, owner: Owner) -> None:
@@ -77,15 +82,15 @@ class RadixTree(Generic[Owner]):
         while node is not None and node.parent is not None:
             del node.owners[owner]
             if not node.owners:
-                del node.parent.children[int(node.edge[0])]
+                del node.parent.children[node.key]
             node = node.parent
 
-    def match(self, tokens: Tokens) -> Iterator[tuple[Owner, int]]:
+    def match(self, tokens: Tokens, salt: str = "") -> Iterator[tuple[Owner, int]]:
         """Owners whose paths begin like ``tokens``, with the number of tokens shared; the longest first."""
         path = []
         node, at = self._root, 0
         while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
+            child = node.children.get(key_of(tokens, at, salt))
             if child is None:
                 break
             shared = common_prefix(child.edge, tokens[at:])
@@ -121,10 +126,15 @@ class RadixTree(Generic[Owner]):
             node, allowed = stack.pop()
             assert node is self._root or node.owners, "a node without owners"
             assert node.owners.keys() <= allowed, "an owner of a node does not own its parent"
-            for first, child in node.children.items():
+            for key, child in node.children.items():
                 assert child.parent is node, "a child of two"
-                assert child.edge[:1].tolist() == [first], "a child under a wrong token"
+                assert child.key == key, "a child under a wrong key"
+                assert child.edge[:1].tolist() == [key if isinstance(key, int) else key[1]], "a wrong token in a key"
                 stack.append((child, set(self._ends) if node is self._root else set(node.owners)))
+
+
+def key_of(tokens: Tokens, at: int, salt: str) -> Key:
+    return (salt, int(tokens[0])) if salt and not at else int(tokens[at])
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -21,13 +21,14 @@ class Place(enum.Enum):
 class Snapshot:
     """A saved prefix: its tokens, its size, where it can be loaded from, and whether a file holds it."""
 
-    __slots__ = ("in_file", "key", "num_bytes", "place", "tokens")
+    __slots__ = ("in_file", "key", "num_bytes", "place", "salt", "tokens")
 
-    def __init__(self, key: int, tokens: Tokens, num_bytes: int, place: Place) -> None:
+    def __init__(self, key: int, tokens: Tokens, num_bytes: int, place: Place, salt: str = "") -> None:
         self.key = key
         self.tokens = tokens
         self.num_bytes = num_bytes
         self.place = place
+        self.salt = salt
         self.in_file = place is Place.DISK
 
     def __repr__(self) -> str:
@@ -63,9 +64,9 @@ class Tiers:
     def size_of(self, num_tokens: int) -> int:
         return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
 
-    def add(self, tokens: Tokens, place: Place = Place.RAM) -> Snapshot:
+    def add(self, tokens: Tokens, place: Place = Place.RAM, salt: str = "") -> Snapshot:
         """A new snapshot; for RAM, ``make_room`` came first."""
-        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), place)
+        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), place, salt)
         self._next_key += 1
         if place is Place.DISK:
             self.files[snapshot.key] = snapshot

@@ -11,7 +11,7 @@ from cllm.core.request import Request
 from cllm.core.sequence import FinishReason
 from cllm.errors import CLLMError
 from cllm.process.backlog import Backlog, Place
-from cllm.process.results import ResultCache, digest
+from cllm.process.results import ResultCache, digest, renamed
 
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 
@@ -259,8 +259,3 @@ class Flights:
 
 def may_share(request: Request) -> bool:
     return request.deadline is None and request.queue_timeout is None
-
-
-def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
-    """For another reader; that its prompt was not computed again has been said by its stream."""
-    return TokenOutput(request_id, output.index, output.token, output.finish, output.is_text)

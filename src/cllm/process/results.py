@@ -13,7 +13,7 @@ from cllm.core.request import Request
 OVERHEAD = 300  # bytes that an entry takes beside its tokens
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[tuple[int, int, str, bool]])
+_decoder = msgspec.msgpack.Decoder(list[TokenOutput])
 
 
 def digest(request: Request) -> bytes | None:
@@ -25,7 +25,7 @@ def digest(request: Request) -> bytes | None:
         params = msgspec.structs.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
     if params.logit_bias:
         params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
-    return hashlib.sha256(_encoder.encode((request.prompt, params))).digest()
+    return hashlib.sha256(_encoder.encode((request.prompt, params, request.cache_salt))).digest()
 
 
 class ResultCache:
@@ -52,7 +52,7 @@ class ResultCache:
         if not self.is_on:
             return
         self._forget(key)
-        self._results[key] = _encoder.encode([(one.index, one.token, one.finish, one.is_text) for one in outputs])
+        self._results[key] = _encoder.encode([renamed(one, "") for one in outputs])
         self.num_bytes += len(self._results[key]) + OVERHEAD
         while len(self._results) > self._max_results or self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._results)))
@@ -65,4 +65,9 @@ class ResultCache:
     def recall(self, key: bytes, request_id: str) -> list[TokenOutput]:
         """The outputs again, as those of ``request_id``. Raises KeyError if there is nothing under ``key``."""
         self._results.move_to_end(key)
-        return [TokenOutput(request_id, *values) for values in _decoder.decode(self._results[key])]
+        return [renamed(output, request_id) for output in _decoder.decode(self._results[key])]
+
+
+def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
+    """For another reader; that its prompt was not computed again is told apart."""
+    return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0)

@@ -1,6 +1,7 @@
 """The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p, temperature.
 
-A grammar forbids tokens behind the bias.
+Those that few ask for are in extensions.py and dry.py; core/params.py tells where in this order they stand. A grammar
+forbids tokens behind the bias.
 
 Row by row: between two decodes nothing is in the processor's caches, so what counts is how little is touched. A row is
 read once, and all that follows works on its candidates.
@@ -8,15 +9,22 @@ read once, and all that follows works on its candidates.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import numpy.typing as npt
 
 from cllm.core.batch import Batch
-from cllm.core.output import NO_TOKEN
+from cllm.core.batch import Row as BatchRow
+from cllm.core.output import NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.sampling.dry import Past, add_dry
+from cllm.sampling.extensions import Mirostat, draw_extended
 from cllm.sampling.grammar import allowed_ids, forbid
+from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import uniform
 from cllm.sampling.thinking import forced_token
@@ -27,46 +35,101 @@ FIRST_TRY = 256
 
 
 class Sampler:
-    """Stateless: all that a draw depends on is the row, the request's params, its seed and the position."""
+    """All that a draw depends on is the row, the request's params, its seed and the position; and with mirostat or
+    DRY the tokens before, of which it remembers what would be long to find again.
+    """
+
+    def __init__(self, end_tokens: Collection[int] = ()) -> None:
+        """``end_tokens``: what min_tokens keeps away."""
+        self._end_tokens = [*end_tokens]
+        self._pasts: WeakKeyDictionary[Sequence, Past] = WeakKeyDictionary()
+        self._mirostats: WeakKeyDictionary[Sequence, Mirostat] = WeakKeyDictionary()
+        self.logprobs: dict[int, Logprobs] = {}  # by the row of the logits, of the last call; for those who asked
 
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """A token id for each sampled position of ``batch``, NO_TOKEN where a grammar allows none.
+        """A token for each row of ``logits`` (num_samples, vocabulary), which are written to.
 
-        ``logits`` (num_samples, vocabulary) is written to.
+        Where a row only says how probable the next token of the prompt is, it is that one; NO_TOKEN where a grammar
+        allows none.
         """
-        seqs = [row.seq for row in batch.rows for _ in range(row.num_samples)]
-        positions = [row.seq.num_tokens + i for row in batch.rows for i in range(row.num_samples)]
-        drafts = [row.draft for row in batch.rows for _ in range(row.num_samples)]
-        return [choose(*each) for each in zip(logits, seqs, positions, drafts, strict=True)]
+        if self.logprobs:
+            self.logprobs = {}
+        tokens: list[int] = []
+        for row in batch.rows:
+            seq, position = row.seq, row.seq.num_tokens
+            if row.num_scores:
+                tokens += self._score(row, logits, len(tokens))
+            for _ in range(row.num_samples - row.num_scores):
+                at = len(tokens)
+                if seq.is_plain:
+                    tokens.append(choose(logits[at], seq, position))
+                else:
+                    tokens.append(self._choose(logits[at], seq, position, at, row.draft))
+                position += 1
+        return tokens
 
+    def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
+        """The next tokens of the prompt, whose logprobs are kept."""
+        position = row.start + row.num_tokens - row.num_samples + 1
+        tokens = row.seq.tokens[position : position + row.num_scores]
+        num_top = row.seq.request.params.prompt_logprobs or 0
+        for i, token in enumerate(tokens, at):
+            self.logprobs[i] = distribution(logits[i], num_top).of(logits[i, token])
+        return tokens
 
-def choose(row: Row, seq: Sequence, position: int, draft: tuple[int, ...] = ()) -> int:
-    """The token of ``seq`` at ``position``, behind its own and some of ``draft``; ``row`` is written to."""
-    params = seq.request.params
-    if params.thinking is not None and (token := forced_token(seq, params.thinking, position, draft)) is not None:
+    def _choose(self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]) -> int:
+        """As ``choose``, with all that a request may ask for, behind its own tokens and some of ``draft``."""
+        params = seq.request.params
+        if params.logprobs is None:
+            return self._choose_from(row, seq, position, draft)
+        model = distribution(row, params.logprobs)
+        untouched = row.copy()
+        token = self._choose_from(row, seq, position, draft)
+        if token != NO_TOKEN:
+            self.logprobs[at] = model.of(untouched[token])
         return token
-    if params.penalized:
-        penalize(row, seq)
-    if params.logit_bias:
-        add_bias(row, params.logit_bias)
-    if seq.matcher is None:
-        return select(row, seq, position)
-    mask = seq.matcher.allowed()
-    if mask is None:
-        return NO_TOKEN
-    ids = allowed_ids(mask)
-    if ids is None:
-        forbid(row, mask)
-        return select(row, seq, position)
-    return int(ids[select(row[ids], seq, position)]) if ids.shape[0] > 1 else int(ids[0])
+
+    def _choose_from(self, row: Row, seq: Sequence, position: int, draft: tuple[int, ...]) -> int:
+        params = seq.request.params
+        if params.thinking is not None and (token := forced_token(seq, params.thinking, position, draft)) is not None:
+            return token
+        if params.penalized:
+            penalize(row, seq)
+        if params.uses_dry:
+            if seq not in self._pasts:
+                self._pasts[seq] = Past(params.dry_breakers)
+            add_dry(row, seq, self._pasts[seq])
+        if params.logit_bias:
+            add_bias(row, params.logit_bias)
+        if seq.matcher is None:
+            if position - seq.num_prompt_tokens < params.min_tokens:
+                row[[*self._end_tokens, *params.stop_token_ids]] = -np.inf
+            return self._select(row, seq, position)
+        mask = seq.matcher.allowed()
+        if mask is None:
+            return NO_TOKEN
+        ids = allowed_ids(mask)
+        if ids is None:
+            forbid(row, mask)
+            return self._select(row, seq, position)
+        return int(ids[self._select(row[ids], seq, position)]) if ids.shape[0] > 1 else int(ids[0])
+
+    def _select(self, row: Row, seq: Sequence, position: int) -> int:
+        """The place in ``row`` of the token of ``seq`` at ``position``."""
+        params = seq.request.params
+        if params.greedy or not params.extended:
+            return choose(row, seq, position)
+        if not params.mirostat:
+            return draw_extended(row, params, seq.seed, position)
+        if seq not in self._mirostats:
+            self._mirostats[seq] = Mirostat(params, position)
+        return self._mirostats[seq].draw(row, params.temperature, uniform(seq.seed, position), position, seq.num_tokens)
 
 
-def select(row: Row, seq: Sequence, position: int) -> int:
-    """The place in ``row`` of the token of ``seq`` at ``position``."""
+def choose(row: Row, seq: Sequence, position: int) -> int:
+    """The place in ``row`` of the token of ``seq`` at ``position``, by its logits alone."""
     params = seq.request.params
-    if params.greedy:
-        return int(row.argmax())
-    return draw(row, params, uniform(seq.seed, position))
+    return int(row.argmax()) if params.greedy else draw(row, params, uniform(seq.seed, position))
 
 
 def draw(row: Row, params: SamplingParams, number: float) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
-from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
-from cllm.core.output import NO_TOKEN, Stats, TokenOutput
+from cllm.core.batch import Batch, Operation, Row, Trim
+from cllm.core.output import NO_TOKEN, Logprobs, Stats, TokenOutput
 from cllm.core.sequence import FinishReason, Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
@@ -29,15 +30,18 @@ from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import MAX_STEPS, Step, stats_of, step_of
 from cllm.scheduler.waiting import Waiting
 
+NOTHING: Mapping[int, Logprobs] = {}
 MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """max_num_batched_tokens: of one step. tile: see ModelInfo. target_itl: seconds from token to token that others'
+    """max_num_batched_tokens: of one step, and max_num_samples, rows of logits, of at least one for each sequence that
+    runs. tile: see ModelInfo. target_itl: seconds from token to token that others'
     prompts may cause; None gives prompts whatever fits.
     """
 
     max_num_batched_tokens: int = 512
+    max_num_samples: int = 512
     tile: int = 16
     target_itl: float | None = 1.0
 
@@ -91,7 +95,7 @@ class Scheduler:
         seq.arrived = now
         seq.urgency = self.waiting.policy.urgency(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
-        match = self.ledger.match(seq.array)
+        match = self.ledger.find(seq)
         seq.work = seq.num_tokens - max(match.num_tokens, match.num_promised)
         request = seq.request
         self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
@@ -115,14 +119,17 @@ class Scheduler:
         self._yield_to_a_higher_class(now)
         operations = self.take_owed()
         rows = self._decode(operations)
-        self.budget = self._prefill_budget(len(rows), sum(row.size for row in rows))
+        num_tokens = sum(row.size for row in rows)
+        space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
+        target_itl = None if self.params.target_itl is None else self.params.target_itl - self.reserved
+        self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, target_itl, shares=shares)
         self._admit_waiting(now, operations)
         busy = {row.seq for row in rows}
         for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget):
             if share == 0:
                 self.blocked = self.blocked or f"the step is full: {self.budget} tokens of prompts"
                 break
-            count = min(share, self._until_checkpoint(seq))
+            count = min(share, self._until_checkpoint(seq), self._until_logits_run_out(seq, rows))
             if not self._make_room(seq, count, rows, operations):
                 break
             rows.append(self._row(seq, count))
@@ -134,7 +141,8 @@ class Scheduler:
     def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self.ledger.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-        return Row(seq, seq.num_computed_tokens, count, num_samples, draft)
+        num_scores = seq.scores_of(seq.num_computed_tokens, count) if seq.num_unscored else 0
+        return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
         """A row for each that lacks one token, after parking who does not fit; with guesses if nobody else comes."""
@@ -150,20 +158,6 @@ class Scheduler:
             decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
         operations += room
         return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
-
-    def _prefill_budget(self, num_rows: int, num_tokens: int) -> int:
-        """Prefill tokens beside the decoding rows: all that fit, or what keeps their latency within the target."""
-        space = self.params.max_num_batched_tokens - num_tokens
-        if not num_rows or self.params.target_itl is None:
-            return space
-        num_tiles = self.cost.num_tiles(num_rows, self.params.target_itl - self.reserved)
-        if num_tiles is None:
-            return space
-        # So that tiles are full: rows of one pool are computed with the prompts; else a prompt's first token is with
-        # the rows, and the others are apart.
-        tile = self.cost.tile
-        budget = num_tiles * tile - (num_tokens % tile if self.ledger.layout.shares else -1)
-        return min(space, budget if budget >= tile // 2 else budget + tile)
 
     def _make_room(self, seq: Sequence, count: int, rows: list[Row], operations: list[Operation]) -> bool:
         """Free cells for ``count`` tokens of a prompt, parking those behind it that are not in the batch yet."""
@@ -185,6 +179,13 @@ class Scheduler:
         """How far ``seq`` may go in one step: state that cannot be trimmed must be saved where others will need it."""
         return min((at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens)
 
+    def _until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
+        """How far ``seq`` may go in one step if the logits of its prompt are wanted: each other one may need a row."""
+        if not seq.num_unscored:
+            return seq.num_tokens
+        space = self.params.max_num_samples - sum(row.num_samples for row in rows) - (len(self.running) - len(rows) - 1)
+        return max(0, seq.num_prompt_tokens - 1 - seq.num_unscored - seq.num_computed_tokens) + space
+
     def _checkpoints(self, seq: Sequence) -> list[int]:
         """Positions ahead at which the state of ``seq`` is worth saving: where followers leave it, and its prompt."""
         if self.ledger.layout.trims:
@@ -201,7 +202,7 @@ class Scheduler:
             if not self.ledger.seq_ids.num_free:
                 self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
                 return
-            match = self.ledger.match(seq.array)
+            match = self.ledger.find(seq)
             if seq.num_failures and any(other.num_failures for other in self.running):
                 self.blocked = f"{seq.name} and another one were in a step that failed: not both again"
                 return
@@ -294,7 +295,7 @@ class Scheduler:
         tail = self._tail()
         if tail.urgency > head.urgency and (
             not self.ledger.seq_ids.num_free
-            or not self._fits(head, self.ledger.match(head.array), self._expected_growth(*self.running))
+            or not self._fits(head, self.ledger.find(head), self._expected_growth(*self.running))
         ):
             self._park(tail)
 
@@ -319,19 +320,25 @@ class Scheduler:
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, tokens: list[int], now: float) -> list[TokenOutput]:
+    def update(
+        self, batch: Batch, tokens: list[int], now: float, logprobs: Mapping[int, Logprobs] = NOTHING
+    ) -> list[TokenOutput]:
         """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished.
 
-        NO_TOKEN is of a sequence whose grammar allows none; it ends.
+        ``logprobs``: of those tokens whose logprobs are to be told, by their index. NO_TOKEN is of a sequence whose
+        grammar allows none; it ends.
         """
         outputs = self.take_ended()
         if not batch.rows:
             return outputs
-        sampled = iter(tokens)
         num_prefill = num_guesses = num_accepted = num_rows = 0
+        begin = end = 0
         for row in batch.rows:
             seq = row.seq
-            found = [next(sampled) for _ in range(row.num_samples)]
+            begin, end = end + row.num_scores, end + row.num_samples
+            found = tokens[begin:end]
+            if row.num_scores:
+                outputs.append(self._scored(seq, [logprobs[i] for i in range(begin - row.num_scores, begin)]))
             right = 0
             while right < len(row.draft) and found[right] == row.draft[right]:
                 right += 1
@@ -346,8 +353,8 @@ class Scheduler:
             if row.draft and self._speculation is not None:
                 self._speculation.verified(seq, len(row.draft), right)
             seq_id = seq.seq_id
-            for token in found[: right + 1]:
-                outputs.append(self._append(seq, token))
+            for i, token in enumerate(found[: right + 1], begin):
+                outputs.append(self._append(seq, token, logprobs.get(i)))
                 if seq.status is Status.FINISHED:
                     break
             if right < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
@@ -379,48 +386,34 @@ class Scheduler:
             self._owed += self.ledger.checkpoint(seq)
         self._call_back(self.deferred.progressed(seq))
 
-    def _append(self, seq: Sequence, token: int) -> TokenOutput:
+    def _scored(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
+        seq.num_unscored -= len(logprobs)
+        return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
+
+    def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
+        if seq.num_tokens >= seq.limit:  # max_tokens is 0: the prompt alone was to be computed
+            self.release(seq)
+            num_cached = 0 if seq.index else seq.num_cached_tokens or 0
+            return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached)
         if token != NO_TOKEN:
             seq.append(token)
             self.waiting.policy.served(seq, 0, 1)
-        params, matcher = seq.request.params, seq.matcher
-        finish, is_text = "", True
-        if token == NO_TOKEN:
-            finish, is_text = FinishReason.GRAMMAR, False
-        elif token in self.end_tokens and (matcher is not None or not params.ignore_eos):
-            finish, is_text = FinishReason.STOP, False
-        elif token in params.stop_token_ids:
-            finish, is_text = FinishReason.STOP, False
-        elif matcher is not None and matcher.stopped:
-            finish = FinishReason.STOP
-        elif seq.num_tokens >= seq.limit:
-            finish = FinishReason.LENGTH
+        finish, is_text = seq.finish_after(token, self.end_tokens)
         if finish:
             self.expected.finished(seq)
             self.release(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
-        return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached)
+        return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs)
 
     def fail(self, batch: Batch) -> list[TokenOutput]:
         """Take back a batch that could not be computed; what all that it touched holds is unknown.
 
         Its sequences are computed again from their tokens. Those that were in MAX_FAILURES such batches end.
         """
-        touched = {row.seq.seq_id for row in batch.rows}
-        for operation in batch.operations:
-            match operation:
-                case Trim(seq_id) | Copy(_, seq_id):
-                    touched.add(seq_id)
-                case Load(key, seq_id):
-                    touched.add(seq_id)
-                    self._owed += self.ledger.drop(key)
-                case Save(_, key):
-                    self._owed += self.ledger.drop(key)
-                case Drop(key):
-                    snapshot = self.ledger.tiers.find(key)
-                    if snapshot is None or snapshot.place is Place.DISK:  # else it is being read again
-                        self._owed.append(operation)
+        touched, owed = self.ledger.doubt(batch.operations)
+        touched |= {row.seq.seq_id for row in batch.rows}
+        self._owed += owed
         failed = {row.seq for row in batch.rows}
         for seq in [seq for seq in self.running if seq.seq_id in touched]:
             seq.num_computed_tokens = 0

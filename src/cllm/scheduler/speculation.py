@@ -86,8 +86,8 @@ class Speculation:
             trust = self._trust.get(seq, START)
             self._trust[seq] = trust + RECOVERY * (START - trust)
             most = min(self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1)
-            penalized = seq.request.params.penalized or seq.matcher is not None
-            if not penalized and (count := self._best_count(len(seqs), trust, cost, most)):
+            looks_back = seq.request.params.looks_back or seq.matcher is not None
+            if not looks_back and (count := self._best_count(len(seqs), trust, cost, most)):
                 wanted[seq] = count
         if not wanted or self._failed:
             return {}

@@ -55,6 +55,23 @@ class StepCost:
             return None
         return max(1, int((seconds - self.decode(num_rows)) / self.per_tile))
 
+    def prefill_budget(
+        self, space: int, num_rows: int, num_tokens: int, target_itl: float | None, *, shares: bool
+    ) -> int:
+        """Prefill tokens beside the decoding rows: ``space`` of them, or what keeps their latency within the target.
+
+        ``num_tokens`` are those of the rows; ``shares``: whether all sequences draw on one pool of cells.
+        """
+        if not num_rows or target_itl is None:
+            return space
+        num_tiles = self.num_tiles(num_rows, target_itl)
+        if num_tiles is None:
+            return space
+        # So that tiles are full: rows of one pool are computed with the prompts; else a prompt's first token is with
+        # the rows, and the others are apart.
+        budget = num_tiles * self.tile - (num_tokens % self.tile if shares else -1)
+        return min(space, budget if budget >= self.tile // 2 else budget + self.tile)
+
 
 def mean(before: float | None, value: float, share: float = SHARE) -> float:
     """The exponential mean, in which a value that is far too large counts as twice the mean."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
@@ -14,11 +15,27 @@ from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import embeddings, tokens
+from cllm.server.openai import batches, completions, embeddings, files, responses, tokens
 from cllm.server.openai import routes as openai
+from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
 
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
+ROUTERS = (
+    anthropic.router,  # first, because it leaves to others what it does not know
+    openai.router,
+    completions.router,
+    embeddings.router,
+    responses.router,
+    files.router,
+    batches.router,
+    ollama.router,
+    tokens.router,
+    native.router,
+    rerank.router,
+    benchmark.router,
+    openapi.router,
+)
 
 
 def create_app(service: Service, settings: Settings) -> FastAPI:
@@ -34,15 +51,16 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.service = service
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
+    app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
+    app.state.batches = batches.make(app, settings)
     errors.install(app, DIALECTS)
-    app.include_router(anthropic.router)  # first, because it leaves to others what it does not know
-    app.include_router(openai.router)
-    app.include_router(embeddings.router)
-    app.include_router(ollama.router)
-    app.include_router(tokens.router)
-    app.include_router(native.router)
-    app.include_router(rerank.router)
-    app.include_router(benchmark.router)
-    app.include_router(openapi.router)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.state.routes = routes()
     openapi.install(app)
     return app
+
+
+def routes() -> list[APIRoute]:
+    """All that the OpenAPI document has, those of one dialect together, and Anthropic's that are like OpenAI's."""
+    return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

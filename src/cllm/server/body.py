@@ -59,6 +59,7 @@ def documented(
     body: type[Body] | None = None,
     answer: type[pydantic.BaseModel] | None = None,
     *,
+    takes: str = "application/json",
     stream: str = "",
     error: type[pydantic.BaseModel] = Error,
 ) -> dict[str, Any]:
@@ -67,16 +68,16 @@ def documented(
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 
     body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may
-    be missing. stream: the media type, if the route can answer as a stream too. error: of the 4xx and 5xx, in the
-    dialect's form. All are classes of a module, not of a function. Examples: ``model_config = example(name=value)`` in
-    a class; every body has one. The route's docstring is its description.
+    be missing. takes: the media type of the body. stream: that of the answer, if the route can answer as a stream too.
+    error: of the 4xx and 5xx, in the dialect's form. All are classes of a module, not of a function. Examples:
+    ``model_config = example(name=value)`` in a class; every body has one. The route's docstring is its description.
 
     openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes its time;
     tests/server/test_openapi.py sends requests made from them and compares the answers with them.
     """
     models = {"body": body, "answer": answer, "error": error}
     named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}
-    return {"x-models": {**named, "stream": stream}}
+    return {"x-models": {**named, "takes": takes, "stream": stream}}
 
 
 def example(**values: Any) -> pydantic.ConfigDict:

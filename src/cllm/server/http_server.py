@@ -17,6 +17,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
+from cllm.server.openai.batch_runner import Batches
 from cllm.server.request_id import with_request_ids
 from cllm.server.sse import streaming
 from cllm.service import Service
@@ -33,9 +34,10 @@ class HttpServer(uvicorn.Server):
     The second signal ends them at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, batches: Batches | None, drain_timeout: float) -> None:
         super().__init__(config)
         self.service = service
+        self._batches = batches
         self.early: list[int] = []
         self._drain_timeout = drain_timeout
 
@@ -44,6 +46,8 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)
         await super().startup(sockets)
+        if self._batches is not None:
+            self._batches.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # the handler runs between any two instructions, streams are not to be written to there
@@ -53,6 +57,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
+        if self._batches is not None:
+            await self._batches.stop()
         if (going := len(self.server_state.tasks)) and self._drain_timeout:
             streams = "1 stream" if going == 1 else f"{going} streams"
             log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, streams)
@@ -70,8 +76,9 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     """A server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
+    app = create_app(service, settings)
     config = uvicorn.Config(
-        streaming(with_request_ids(create_app(service, settings))),
+        streaming(with_request_ids(app)),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -79,7 +86,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
-    return HttpServer(config, service, settings.server.drain_timeout)
+    return HttpServer(config, service, app.state.batches, settings.server.drain_timeout)
 
 
 def make_recorder(settings: Settings) -> Recorder | None:

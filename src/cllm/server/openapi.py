@@ -19,6 +19,8 @@ from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
 
+MEDIA_TYPES = ("takes", "stream")  # beside the models of an operation
+
 
 def install(app: FastAPI) -> None:
     """Let ``app.openapi`` tell what the routes have said with ``documented``; it is made once, when it is asked for."""
@@ -36,7 +38,7 @@ def filled(document: dict[str, Any]) -> dict[str, Any]:
     """``document`` with the schemas of all models that its operations name."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     named = [operation.pop("x-models", {"error": "cllm.server.body:Error"}) for operation in operations]
-    models = {name: model_of(name) for models in named for role, name in models.items() if role != "stream"}
+    models = {name: model_of(name) for models in named for role, name in models.items() if role not in MEDIA_TYPES}
     references, definitions = models_json_schema(
         [(model, "validation") for model in models.values()], ref_template="#/components/schemas/{model}"
     )
@@ -45,6 +47,9 @@ def filled(document: dict[str, Any]) -> dict[str, Any]:
         fill(
             operation, {role: references[models[name], "validation"] for role, name in roles.items() if name in models}
         )
+        if "requestBody" in operation:
+            content = operation["requestBody"]["content"]
+            content[roles["takes"]] = content.pop("application/json")
         if stream := roles.get("stream"):
             content = operation["responses"]["200"]["content"]
             if "answer" not in roles:

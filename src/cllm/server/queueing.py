@@ -15,6 +15,8 @@ from cllm.process.backlog import Place
 from cllm.server.body import Body
 from cllm.service import Terms
 
+BATCH_OWNER = "cllm.batch_owner"  # in the scope of a request that a batch makes: on whose account it was created
+
 Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
 
 
@@ -34,14 +36,20 @@ class TermsBody(Body):
         default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
     )
 
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Cached prefixes and results are shared only among requests with the same salt."
+    )
+
     def terms(self, request: Request, user: str | None = None) -> Terms:
         """``user``: who else the body names as its user."""
         key = account(request, self.user or user)
+        asked: PriorityName | None = "batch" if BATCH_OWNER in request.scope else self.priority
         return Terms(
             key=key,
-            priority=priority_of(self.priority, request.app.state.settings.scheduler.priorities.get(key)),
+            priority=priority_of(asked, request.app.state.settings.scheduler.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
+            cache_salt=self.cache_salt or "",
         )
 
 
@@ -58,6 +66,8 @@ def account(request: Request, user: str | None) -> str:
     """
     token = re.sub(r"^bearer(\s+|$)", "", request.headers.get("authorization", "").strip(), flags=re.IGNORECASE)
     token = token or request.headers.get("x-api-key", "").strip()
+    if owner := request.scope.get(BATCH_OWNER):
+        return str(owner)
     if token:
         return f"key-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
     return f"user-{user}" if user else ""

@@ -7,27 +7,32 @@ import json
 import re
 import zlib
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.sandbox
 
-from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest, StartupError
+
+if TYPE_CHECKING:  # which imports more than a process that only renders needs
+    from cllm.backends.base import Vocabulary
 
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 FENCES = re.compile(f"[{OPEN}{CLOSE}]")
 
 # What a template may raise on odd messages, beside TemplateError.
-TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+MAX_LENGTH = 1 << 23  # characters of a prompt
+TEMPLATE_FAULTS = (MemoryError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class ChatTemplate:
     """Renders messages and tokenizes the result, so that only the template can write control tokens.
 
     A control token's text inside a message is fenced before rendering and tokenized as plain text afterwards.
+    How long a template takes nobody can limit here; text/rendering.py does, in processes that can be killed.
     """
 
     def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
@@ -49,30 +54,35 @@ class ChatTemplate:
         return "'probe_key'" not in shown if shown else self._probe("{}") is None
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of the prompt that asks for the next assistant message.
-
-        Raises BadRequest if the model has no template or the template refuses the messages.
-        """
+        """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
         return self.tokenize(self.render(messages, tools, **variables))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
-        """The text of that prompt, with fences around what is plain text. Raises what ``encode`` raises.
+        """The text of that prompt, with fences around what is plain text.
 
-        With ``add_generation_prompt=False`` nothing asks for another message.
+        With ``add_generation_prompt=False`` nothing asks for another message. Raises BadRequest if the model has no
+        template, the template refuses the messages, or makes too much of them.
         """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
+        parts, room = [], MAX_LENGTH
         try:
-            return self._template.render(
+            for part in self._template.generate(
                 messages=self.fenced(self._adapted(messages)),
                 tools=self.fenced(tools) or None,
                 **self._vocabulary.special_texts,
-                **{"add_generation_prompt": True, **variables},
-            )
+                **self.fenced({"add_generation_prompt": True, **variables}),
+            ):
+                parts.append(part)
+                room -= len(part)
+                if room < 0:
+                    raise OverflowError(f"its text is longer than {MAX_LENGTH} characters")
         except TemplateRefusal as error:
             raise BadRequest(f"The chat template refused the messages: {str(error)[:200]}", param="messages") from None
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
-            raise BadRequest(f"The chat template failed: {str(error)[:200]}", param="messages") from None
+            why = str(error)[:200] or type(error).__name__
+            raise BadRequest(f"The chat template failed: {why}", param="messages") from None
+        return "".join(parts)
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Tokens of rendered text; what lies between fences is plain text."""
@@ -162,15 +172,30 @@ class TemplateRefusal(Exception):
 def compile_template(source: str) -> jinja2.Template:
     """The template in a sandbox, with what transformers gives templates. Raises StartupError on a syntax error."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, Generation]
     )
+    environment.code_generator_class = Unfolded
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
         raise StartupError(f"the model's chat template has a syntax error: {error}") from None
+
+
+class Unfolded(jinja2.compiler.CodeGenerator):
+    """Computes no expression while it compiles, however constant; that would be here and now, and without limits."""
+
+    def _output_child_to_const(
+        self,
+        node: jinja2.nodes.Expr,
+        frame: jinja2.compiler.Frame,
+        finalize: jinja2.compiler.CodeGenerator._FinalizeInfo,
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

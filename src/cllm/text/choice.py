@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from cllm.core.output import TokenOutput
+from cllm.core.params import SamplingParams
 from cllm.core.sequence import FinishReason
+from cllm.text.alignment import Alignment, ToldToken
 from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer
 from cllm.text.parser import Parser
@@ -17,35 +19,51 @@ class Choice:
 
     ``finish`` is "" while it goes on, then the reason; ``num_tokens`` have been fed. Who has a ``parser`` is read by
     ``parts`` and no longer by ``feed``; then stop strings are looked for in what the model says, not in what it thinks
-    or calls.
+    or calls. ``told``: the tokens of the text that the last call gave, if logprobs were asked for.
     """
 
-    def __init__(self, index: int, pieces: list[bytes], stops: tuple[str, ...], parser: Parser | None = None) -> None:
+    def __init__(self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None) -> None:
         """``pieces``: the bytes of each token id."""
         self.index = index
         self.finish = ""
         self.num_tokens = 0
         self.parser = parser
         self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens if params.stop else 0
+        self._alignment = None if params.logprobs is None else Alignment()
+        self.told: list[ToldToken] = []
+        self._untold: list[ToldToken] = []
 
     def feed(self, output: TokenOutput) -> tuple[str, str]:
         """The text that ``output`` adds, and ``finish``; once that is set, feed nothing more."""
+        if output.token < 0:  # it ended without a token
+            self.finish = str(output.finish)
+            return "", self.finish
         self.num_tokens += 1
         text = self._detokenizer.feed(output.token) if output.is_text else ""
         if output.finish:
             text += self._detokenizer.flush()
-        text, stopped = self._stops.feed(text)
+        if self._alignment is not None:
+            self._alignment.add(output.token, text, output.logprobs if output.is_text else None)
+        stopped = False
+        if self.num_tokens > self._min_tokens:
+            text, stopped = self._stops.feed(text)
         if stopped:
             self.finish = FinishReason.STOP.value
         elif output.finish:
             text += self._stops.flush()
             self.finish = str(output.finish)
+        if self._alignment is not None:
+            self.told = self._alignment.shown(text, is_all=bool(self.finish) and not stopped)
         return text, self.finish
 
     def parts(self, output: TokenOutput) -> list[Part]:
         """The parts that ``output`` adds or continues; ``finish`` as in ``feed``, and tool_calls if there were any."""
         assert self.parser
+        if output.token < 0:
+            self.finish = str(output.finish)
+            return []
         self.num_tokens += 1
         text = self._detokenizer.feed(output.token) if output.is_text else ""
         if output.finish:
@@ -58,9 +76,21 @@ class Choice:
             self.finish = FinishReason.STOP.value
         if self._stops:
             parts = self._stopped(parts)
+        if output.logprobs is not None:
+            self._tell(ToldToken(output.token, 0, output.logprobs), parts)
         if self.parser.num_calls and self.finish == FinishReason.STOP:
             self.finish = TOOL_CALLS
         return parts
+
+    def _tell(self, token: ToldToken, parts: list[Part]) -> None:
+        """Tokens are told with the next part of what the model says; those of other parts, and marks, are not."""
+        self._untold.append(token)
+        self.told = []
+        for part in parts:
+            if part.channel == Channel.TEXT and part.text:
+                self.told += self._untold
+            if part.channel != Channel.TEXT or part.text:
+                self._untold = []
 
     def _stopped(self, parts: list[Part]) -> list[Part]:
         """``parts`` up to a stop string."""
@@ -71,7 +101,9 @@ class Choice:
                     kept.append(Part(Channel.TEXT, held))
                 kept.append(part)
                 continue
-            text, stopped = self._stops.feed(part.text)
+            text, stopped = part.text, False
+            if self.num_tokens > self._min_tokens:
+                text, stopped = self._stops.feed(part.text)
             kept.append(Part(Channel.TEXT, text))
             if stopped:
                 self.finish = FinishReason.STOP.value

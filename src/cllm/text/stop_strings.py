@@ -4,14 +4,16 @@ from __future__ import annotations
 
 
 class StopStrings:
-    """Passes text on and ends before the first stop string.
+    """Passes text on and ends before the first stop string, or behind it.
 
     Holds back the longest end of the text that could still become a stop string, never more. The cost of a piece
     depends on its length and on the stop strings, not on the text so far.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
+        """``include``: the stop string that is found is shown."""
         self._stops = stops
+        self._include = include
         self._held = ""
         self._longest = max(map(len, stops), default=0)
         self.found = ""  # the one that ended the text
@@ -31,7 +33,7 @@ class StopStrings:
             end, at = min(found)
             self.found = text[at:end]
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[: min(found)[0 if self._include else 1]], True
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

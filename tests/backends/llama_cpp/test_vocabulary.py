@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +101,12 @@ def test_a_file_that_is_no_model(tmp_path):
     path.write_text("Dear model, ...")
     with pytest.raises(StartupError, match=r"letter\.gguf"):
         LlamaVocabulary.load(path)
+
+
+def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
+    """As the file names them; the built-in model was not made for that."""
+    from tiny_models import INFILL
+
+    assert vocabulary.infill_tokens is None
+    with contextlib.closing(type(vocabulary).load(tiny_model("gemma3"))) as other:
+        assert other.infill_tokens == INFILL

@@ -52,6 +52,13 @@ class LlamaVocabulary:
         return buffer.raw[: max(length, 0)]
 
     @cached_property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        prefix = int(lib.llama_vocab_fim_pre(self._vocab))
+        suffix = int(lib.llama_vocab_fim_suf(self._vocab))
+        middle = int(lib.llama_vocab_fim_mid(self._vocab))
+        return None if min(prefix, suffix, middle) < 0 else (prefix, suffix, middle)
+
+    @cached_property
     def control_tokens(self) -> list[str]:
         texts = {self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
         return sorted(texts - {""}, key=len, reverse=True)

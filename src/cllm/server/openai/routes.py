@@ -1,9 +1,12 @@
-"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models."""
+"""POST /v1/chat/completions, GET /v1/models."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,14 +15,17 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm import __version__
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
-from cllm.server.openai.answers import ChatCompletion, Completion, ModelList, ModelObject
-from cllm.server.openai.schema import ChatBody, CompletionBody, GenerationBody
+from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
+from cllm.server.openai.logprobs import chat_logprobs
+from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Generation, Service
+from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -27,34 +33,20 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 @router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
     """The next message of a conversation; with ``stream`` as server-sent events."""
-    service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
-    check_model(body.model, service)
-    body.check()
-    params = body.params(request.app.state.sampling)
-    terms = body.terms(request)
-    if grammar := await body.grammar(service):
-        params = msgspec.structs.replace(params, grammar=grammar)
-    generation = await service.prepare(f"chatcmpl-{secrets.token_hex(12)}", body.chat(), params, terms)
-    return await respond(request, body, generation, chat=True)
+    check_model(body.model, request.app.state.service)
+    generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
+    return await respond(request, body, generation)
 
 
-@router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
-async def completions(request: Request) -> Response:
-    """A prompt, or some, continued; with ``stream`` as server-sent events."""
+async def chat_generation(request: Request, body: ChatBody, request_id: str, param: str = "messages") -> Generation:
+    """What is to be computed for a chat, ready to be submitted; ``param`` names its messages in errors."""
     service: Service = request.app.state.service
-    body = await read_body(request, CompletionBody)
-    check_model(body.model, service)
     body.check()
-    params = body.params(request.app.state.sampling)
-    terms = body.terms(request)
+    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     if grammar := await body.grammar(service):
         params = msgspec.structs.replace(params, grammar=grammar)
-    prompts = [
-        await service.encode(prompt, terms=terms) if isinstance(prompt, str) else prompt for prompt in body.prompts()
-    ]
-    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
-    return await respond(request, body, generation, chat=False)
+    return await service.prepare(request_id, body.chat(), params, body.terms(request), param)
 
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
@@ -88,38 +80,52 @@ def check_model(name: str | None, service: Service) -> None:
         raise BadRequest(message, param="model", code="model_not_found", status=404)
 
 
-async def respond(request: Request, body: GenerationBody, generation: Generation, *, chat: bool) -> Response:
-    """Stream the generation, or collect it; what can be refused is refused before the first byte."""
-    service: Service = request.app.state.service
-    head = {
+def head_of(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
+    """What every answer and every chunk begins with; the same fingerprint and seed give the same text."""
+    sha = hashlib.sha256(f"{__version__} {service.info.fingerprint}".encode()).hexdigest()
+    return {
         "id": generation.request_id,
-        "object": ("chat.completion" if chat else "text_completion") + (".chunk" if chat and body.stream else ""),
+        "object": kind,
         "created": int(time.time()),
         "model": service.model_name,
+        "system_fingerprint": f"fp_{sha[:12]}",
     }
-    answer = service.submit(generation)
-    headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
-    if body.stream:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(answer, Chunks(generation, head, chat=chat, include_usage=include_usage), headers)
-    with answer:
-        choices = await until_disconnect(request, collect(answer, chat=chat))
-    content = {**head, "choices": choices, "usage": usage_object(generation.usage)}
+
+
+def headers_of(answer: Answer) -> dict[str, str]:
+    return {"x-request-id": answer.generation.request_id, **place_headers(answer.place)}
+
+
+def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-async def collect(answer: Answer, *, chat: bool) -> list[dict[str, Any]]:
+async def respond(request: Request, body: ChatBody, generation: Generation) -> Response:
+    """Stream the generation, or collect it; what can be refused is refused before the first byte."""
+    service: Service = request.app.state.service
+    head = head_of(service, generation, "chat.completion.chunk" if body.stream else "chat.completion")
+    answer = service.submit(generation)
+    logprobs = partial(chat_logprobs, service.vocabulary) if body.logprobs else None
+    if body.stream:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        chunks = Chunks(generation, head, chat=True, include_usage=include_usage, logprobs=logprobs)
+        return EventStream(answer, chunks, headers_of(answer))
+    with answer:
+        choices = await until_disconnect(request, collect(answer, logprobs))
+    return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))
+
+
+async def collect(answer: Answer, logprobs: Callable[[list[ToldToken]], dict[str, Any]] | None) -> list[dict[str, Any]]:
     """All choices of a generation, whole."""
-    generation = answer.generation
-    choices = [Whole() for _ in range(len(generation.prompts) * generation.params.n)]
+    choices = [Whole() for _ in range(answer.generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
             choices[delta.index].add(delta)
     return [
         {
             "index": i,
-            **({"message": choice.message()} if chat else {"text": "".join(choice.text)}),
-            "logprobs": None,
+            "message": choice.message(),
+            "logprobs": logprobs(choice.told) if logprobs else None,
             "finish_reason": choice.finish,
         }
         for i, choice in enumerate(choices)

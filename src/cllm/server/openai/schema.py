@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import pydantic
 from pydantic import Field
 
-from cllm.core.params import LARGEST, SamplingParams
+from cllm.core.params import LARGEST, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
+from cllm.text.dry_breakers import DryBreakers
 
 MAX_PROMPTS = 128
 
+MAX_STOP_TOKENS = 256
+MAX_BEST_OF = 20
+
 Count = Annotated[int, Field(ge=1)]
+ShortText = Annotated[str, Field(max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+# Of SamplingParams, under the names that llama-server and vLLM have for them.
+EXTENSIONS = (
+    "include_stop_str_in_output",
+    "min_tokens",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+)
 
 
 class StreamOptions(Body):
+    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are as long as their texts"}
     include_usage: bool = False
 
 
 class GenerationBody(TermsBody, ConstrainedBody):
     """What chat completions and completions have in common."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "use_beam_search": "there is no beam search",
+        "truncate_prompt_tokens": "a prompt that is too long is refused, and not shortened",
+    }
 
     model: str | None = None
     stream: bool = False
@@ -43,7 +76,21 @@ class GenerationBody(TermsBody, ConstrainedBody):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
 
     def num_new_tokens(self) -> int | None:
         return self.max_tokens
@@ -57,7 +104,10 @@ class GenerationBody(TermsBody, ConstrainedBody):
                 raise BadRequest(message, param="logit_bias", code="invalid_value")
             bias = {int(key): value for key, value in self.logit_bias.items()}
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
+        extensions = {name: getattr(self, name) for name in EXTENSIONS}
         return defaults.params(
+            **extensions,
+            **self.logprobs_wanted(),
             n=self.n,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             max_tokens=self.num_new_tokens(),
@@ -73,6 +123,17 @@ class GenerationBody(TermsBody, ConstrainedBody):
             ignore_eos=self.ignore_eos,
             stop_token_ids=tuple(self.stop_token_ids) if self.stop_token_ids else None,
         )
+
+    def logprobs_wanted(self) -> dict[str, int | None]:
+        """What of SamplingParams asks for logprobs."""
+        return {}
+
+    def with_breakers(self, params: SamplingParams, breakers: DryBreakers) -> SamplingParams:
+        """``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
+        texts = None if self.dry_sequence_breakers is None else tuple(self.dry_sequence_breakers)
+        if not params.uses_dry and texts is None:
+            return params
+        return msgspec.structs.replace(params, dry_breakers=breakers.ids(texts))
 
     def refuse(self, field: str, why: str) -> BadRequest:
         return BadRequest(f"'{field}' {why}.", param=field, code="unsupported_parameter")
@@ -171,17 +232,42 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class TemplateVariables(Body):
-    """What a client may tell the chat template."""
+    """What a client may tell the chat template: what those of the known models ask about, and nothing else."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     enable_thinking: bool | None = None
     thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    reasoning_effort: ShortText | None = None
+    preserve_thinking: bool | None = None
+    clear_thinking: bool | None = None
+    keep_past_thinking: bool | None = None
+    tools_in_user_message: bool | None = None
+    date_string: ShortText | None = None
+    model_identity: ShortText | None = None
 
 
 class ChatBody(GenerationBody):
     model_config = example(
         messages=[{"role": "user", "content": "What is 27 plus 45?"}], temperature=0, max_tokens=50, stream=False
     )
+    ignored: ClassVar[Mapping[str, str]] = {
+        "store": "answers are not kept",
+        "service_tier": "there is one tier; see priority",
+        "safety_identifier": "nothing is done with it; see user",
+        "prompt_cache_key": "prefixes are found by their tokens; see cache_salt",
+        "prompt_cache_retention": "prefixes are kept while there is room",
+        "prediction": "it changes no text; guesses are made from the prompt",
+        "verbosity": "the models have no such switch; say it in a message",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.refused,
+        "audio": "the answer is text",
+        "web_search_options": "nothing is searched",
+        "functions": "it is deprecated; use tools",
+        "function_call": "it is deprecated; use tool_choice",
+        "chat_template": "the model's own template is used",
+    }
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -191,7 +277,9 @@ class ChatBody(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: Metadata | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
     def num_new_tokens(self) -> int | None:
@@ -199,8 +287,11 @@ class ChatBody(GenerationBody):
 
     def check(self) -> None:
         """Raise BadRequest for what would change the answer and cannot be done yet."""
-        if self.logprobs or self.top_logprobs is not None:
-            raise self.refuse("logprobs", "are not supported yet")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
+
+    def logprobs_wanted(self) -> dict[str, int | None]:
+        return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def chat(self) -> Chat:
         mode, allowed = self._tool_choice()
@@ -227,21 +318,37 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     model_config = example(prompt="27 plus 45 is", temperature=0, max_tokens=16)
+    refused: ClassVar[Mapping[str, str]] = {**GenerationBody.refused, "prompt_logprobs": "use echo with logprobs"}
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Count | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """True if more are computed than are given out."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
 
     def check(self) -> None:
-        """Raise BadRequest for what would change the answer and cannot be done yet."""
-        for field in ("echo", "suffix", "logprobs"):
-            if getattr(self, field):
-                raise self.refuse(field, "is not supported yet")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise self.refuse("best_of", "other than n is not supported yet")
+        """Raise BadRequest for what cannot be had together."""
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            message = f"Invalid 'best_of': it must not be less than n, {self.n}."
+            raise BadRequest(message, param="best_of", code="invalid_value")
+        if self.chooses and self.stream:
+            raise self.refuse("best_of", "other than n cannot be streamed: the best is known at the end")
+        if self.suffix is not None and self.echo and self.logprobs is not None:
+            raise self.refuse("logprobs", "of an echoed prompt cannot be had with 'suffix'")
+
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+        params = super().params(defaults)
+        return msgspec.structs.replace(params, n=self.best_of) if self.best_of is not None else params
+
+    def logprobs_wanted(self) -> dict[str, int | None]:
+        ranked = 0 if self.chooses and self.logprobs is None else self.logprobs
+        return {"logprobs": ranked, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One or more prompts, as text or as token ids. Raises BadRequest if there are none or too many."""

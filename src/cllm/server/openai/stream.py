@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
 from cllm.server.errors import error_event
 from cllm.service import Delta, Generation, Usage
+from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
 DONE = b"data: [DONE]\n\n"
@@ -31,15 +33,25 @@ def call_id() -> str:
 class Chunks:
     """The chunks of one stream: see Events. Whatever happens, [DONE] comes last."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], *, chat: bool, include_usage: bool) -> None:
-        """``head``: id, object, created and model, which every chunk repeats."""
+    def __init__(
+        self,
+        generation: Generation,
+        head: dict[str, Any],
+        *,
+        chat: bool,
+        include_usage: bool,
+        logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
+    ) -> None:
+        """``head``: id, object, created and model, which every chunk repeats. ``logprobs``: the object of a delta's."""
         self._generation = generation
         self._chat = chat
         self._include_usage = include_usage
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
         self._end = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
         self._text = b'"delta":{"content":' if chat else b'"text":'
-        self._going = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}'
+        self._close = b"}" if chat else b""
+        self._going = self._close + b',"logprobs":null,"finish_reason":null}'
+        self._logprobs = logprobs
 
     def _choice(self, index: int, rest: bytes) -> bytes:
         return self._head + b'{"index":%d,' % index + rest + self._end
@@ -48,8 +60,11 @@ class Chunks:
         """The chunk that opens a choice of a chat."""
         return self._choice(index, b'"delta":{"role":"assistant","content":""' + self._going)
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._choice(index, self._text + to_json(text) + self._going)
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        end = self._going
+        if logprobs is not None:
+            end = self._close + b',"logprobs":' + to_json(logprobs) + b',"finish_reason":null}'
+        return self._choice(index, self._text + to_json(text) + end)
 
     def finish(self, index: int, reason: str) -> bytes:
         empty = b'"delta":{}' if self._chat else b'"text":""'
@@ -67,10 +82,12 @@ class Chunks:
         return self._choice(delta.index, b'"delta":{"reasoning_content":' + to_json(delta.text) + self._going)
 
     def of(self, delta: Delta) -> bytes:
-        if delta.channel == Channel.TEXT:
-            data = self.text(delta.index, delta.text) if delta.text else b""
-        else:
+        if delta.channel != Channel.TEXT:
             data = self._call(delta) if delta.channel == Channel.CALL else self._reasoning(delta)
+        elif delta.logprobs and self._logprobs is not None:
+            data = self.text(delta.index, delta.text, self._logprobs(delta.logprobs))
+        else:
+            data = self.text(delta.index, delta.text) if delta.text else b""
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
     def begin(self) -> bytes:
@@ -93,12 +110,14 @@ class Whole:
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.told: list[ToldToken] = []
         self.finish = ""
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []  # names, and the parts of the arguments
 
     def add(self, delta: Delta) -> None:
         self.finish = delta.finish
+        self.told += delta.logprobs
         match delta.channel:
             case Channel.TEXT:
                 self.text.append(delta.text)

@@ -17,7 +17,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import Message, Tool
+from cllm.server.openai.schema import Message, TemplateVariables, Tool
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat_template import FENCES
 
@@ -36,7 +36,7 @@ class TemplateBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class TokenizeBody(Body):
@@ -54,7 +54,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool = True
@@ -128,20 +128,15 @@ async def render(
     messages: list[Message],
     tools: list[Tool] | None,
     add_generation_prompt: bool,
-    variables: dict[str, Any] | None,
+    variables: TemplateVariables | None,
 ) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    allowed = {"enable_thinking"}
-    if unknown := set(variables or {}) - allowed:
-        message = f"Invalid 'chat_template_kwargs': only {', '.join(allowed)} can be set, not {min(unknown)[:40]!r}."
-        raise BadRequest(message, param="chat_template_kwargs", code="invalid_value")
-    dumped = [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)]
-    named = [tool.model_dump(exclude_none=True) for tool in tools or []]
-    return await in_thread(
-        len(str(dumped)) + len(str(named)),
-        lambda: service.chat_template.render(
-            dumped, named, add_generation_prompt=add_generation_prompt, **(variables or {})
-        ),
+    given = {} if variables is None else variables.model_dump(exclude_none=True)
+    return await service.renderer.render(
+        [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
+        [tool.model_dump(exclude_none=True) for tool in tools or []],
+        add_generation_prompt=add_generation_prompt,
+        **given,
     )
 
 

@@ -1,0 +1,144 @@
+"""The page docs/api.md, read off the code: every route, and whether a parameter is done, ignored or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from fastapi.routing import APIRoute
+
+from cllm.server.app import routes
+from cllm.server.body import Body
+from cllm.server.openapi import model_of
+
+INTRODUCTION = """\
+# API
+
+This page is made from the code by `cllm config api`.
+
+What a server takes, dialect by dialect, route by route. A parameter is
+
+* **done**: it does what its dialect says,
+* **ignored**: it is taken and changes nothing, for the reason that is given,
+* **refused**: the request is answered with 400 and the reason, unless the value asks for nothing (null, false, empty).
+
+Any other parameter is unknown: it is counted (`cllm:unknown_parameters`) and ignored, or refused with 400 if
+`server.strict` is set. Extensions of the dialects, such as `priority` or `top_k`, stand among the rest. With OpenAI's
+client they go into `extra_body`.
+
+Types are strict: a number in quotes is no number, and NaN is none. Errors come in the form of their dialect and name
+the field and the limit.
+"""
+HEAD = "| Parameter | | |\n|---|---|---|\n"
+
+
+def page() -> str:
+    return "\n".join(sections())
+
+
+def sections() -> Iterator[str]:
+    yield INTRODUCTION
+    found = [route for route in routes() if route.tags]  # all but the OpenAPI document and its page
+    shown: dict[type[Body], str] = {}
+    for dialect in dict.fromkeys(map(dialect_of, found)):
+        yield f"## {dialect}\n"
+        for route in found:
+            if dialect_of(route) == dialect:
+                yield route_section(route, shown)
+
+
+def dialect_of(route: APIRoute) -> str:
+    return str(route.tags[0])
+
+
+def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
+    """``shown``: the bodies above, and whose they are."""
+    name = f"{' '.join(sorted(route.methods or ()))} {route.path}"
+    text = f"### {name}\n"
+    if route.description:
+        text += f"\n{' '.join(route.description.split())}\n"
+    model = body_model(route)
+    if model in shown:
+        return f"{text}\nThe parameters are those of `{shown[model]}`.\n"
+    if model is not None:
+        shown[model] = name
+    rows = [*query_rows(route), *(body_rows(model) if model else ())]
+    if rows:
+        text += f"\n{HEAD}" + "".join(f"| `{name}` | {state} | {cell(what)} |\n" for name, state, what in rows)
+    return text
+
+
+def body_model(route: APIRoute) -> type[Body] | None:
+    name = (route.openapi_extra or {}).get("x-models", {}).get("body")
+    model = None if name is None else model_of(name)
+    assert model is None or issubclass(model, Body)
+    return model
+
+
+def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
+    """The parameters of the query."""
+    for field in route.dependant.query_params:
+        yield f"?{field.alias}", "done", ""
+
+
+def body_rows(model: type[Body], path: str = "", above: tuple[type[Body], ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """Name, state and meaning of every parameter of a body; those of an object follow it as a.b.
+
+    ``above``: the models around this one, which are not described in themselves again.
+    """
+    schema = model.model_json_schema()
+    definitions = schema.get("$defs", {})
+    properties = (definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema).get("properties", {})
+    for name, field in model.model_fields.items():
+        shown = field.alias or name
+        about = properties[shown]
+        parts = [described(about, definitions), about.get("description", "")]
+        yield path + shown, "done", ". ".join(part.removesuffix(".") for part in parts if part)
+        inner = inner_models(field.annotation)
+        if len(inner) == 1 and not {*inner} & {model, *above}:
+            ((model_of_field, place),) = inner.items()
+            yield from body_rows(model_of_field, f"{path}{shown}{place}.", (*above, model))
+    for state, names in (("ignored", model.ignored), ("refused", model.refused)):
+        for name, why in names.items():
+            yield path + name, state, why
+
+
+def inner_models(annotation: Any) -> dict[type[Body], str]:
+    """The models of objects that a parameter may be, each with "[]" if it may be a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return {annotation: ""}
+    found: dict[type[Body], str] = {}
+    for member in get_args(annotation):
+        found |= {
+            model: ("[]" if get_origin(annotation) is list else "") + place
+            for model, place in inner_models(member).items()
+        }
+    return found
+
+
+def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        return described(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "enum" in schema or "const" in schema:
+        return ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
+    members = [member for key in ("anyOf", "oneOf") for member in schema.get(key, ()) if member.get("type") != "null"]
+    if members:
+        return " or ".join(dict.fromkeys(described(member, definitions) for member in members))
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {described(schema.get('items', {}), definitions)}"
+    if kind in ("integer", "number"):
+        return f"{kind}{bounds(schema)}"
+    return {"string": "text", "boolean": "true or false", "object": "object"}.get(str(kind), "anything")
+
+
+def bounds(schema: dict[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    return f" from {low}" if low is not None else f" up to {high}" if high is not None else ""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

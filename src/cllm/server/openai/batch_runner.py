@@ -1,0 +1,345 @@
+"""Computes batches beside everything else, in the class batch, and goes on with them after a restart or a crash.
+
+A line is computed by the route that it names, in this process and without HTTP. Its answer is on the disk before it is
+counted. Lines in flight when the server ends have no answer yet, and are computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+from starlette.types import Message
+
+from cllm.errors import BadRequest, EngineError
+from cllm.process.backlog import QueueFull
+from cllm.server.errors import describe, openai_form
+from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord, check_lines, load_records, numbered_lines
+from cllm.server.openai.file_store import FileStore, StateFolder, new_file, new_id
+from cllm.server.queueing import BATCH_OWNER
+from cllm.server.request_id import request_id
+from cllm.service import RequestTimeout, Service
+
+T = TypeVar("T")
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+MAX_UNFINISHED = 100
+MAX_RECORDS = 1000  # the oldest that have ended leave
+TRIES = 3  # of a line, if the engine fails
+PAUSE = 0.1  # seconds between two looks at an engine that is not ready
+MISSING = {  # why a line has no answer, by what its batch has become
+    "expired": "The completion window has ended before this request could be computed.",
+    "cancelled": "The batch was cancelled before this request was computed.",
+}
+
+log = logging.getLogger("cllm.batches")
+
+
+class Batches:
+    """All batches, and the files that they read and write. Batches are computed side by side, in turns."""
+
+    def __init__(self, app: FastAPI, folder: Path, files: FileStore, max_lines_at_once: int) -> None:
+        self.files = files
+        self._app = app
+        self._folder = StateFolder(folder)
+        self._records: dict[str, BatchRecord] = {}
+        self._parts: dict[str, BatchFiles] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._working: dict[str, asyncio.Task[None]] = {}  # on the lines of a batch
+        self._slots = asyncio.Semaphore(max_lines_at_once)
+        self._disk = ThreadPoolExecutor(1, "cllm-batches")  # one thread, so that files are written in order
+        files.is_read = lambda file_id: self.reader_of(file_id) is not None
+
+    def open(self) -> None:
+        """Take the folder, and go on with what an earlier server has left. Raises BadRequest (503)."""
+        if self._folder.is_open:
+            return
+        self._folder.open()
+        try:
+            self.files.load()
+            self._load()
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _load(self) -> None:
+        service: Service = self._app.state.service
+        for record in load_records(self._folder.path / "batches"):
+            self._records[record.id] = record
+            self.files.take_room(self._files_of(record).num_bytes(), check=False)
+            if record.status not in FINAL:
+                if record.model == service.model_name:
+                    log.info("the batch %s goes on", record.id)
+                    self._start(record)
+                else:
+                    log.warning("the batch %s waits for a server with the model %s", record.id, record.model)
+
+    def start(self) -> None:
+        """Go on with what is there, if anything is; called when the event loop runs."""
+        if self._folder.path.exists():
+            with contextlib.suppress(BadRequest):  # which has been logged
+                self.open()
+
+    async def stop(self) -> None:
+        """Compute nothing any longer; what has no answer yet is left to the next server."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._disk.shutdown)
+        self._folder.close()
+
+    def create(self, record: BatchRecord) -> None:
+        """Begin with a batch; its record is on the disk when this returns. Raises BadRequest if there is no room."""
+        if sum(other.status not in FINAL for other in self._records.values()) >= MAX_UNFINISHED:
+            message = f"{MAX_UNFINISHED} batches are being computed or wait; please retry when one has ended."
+            raise BadRequest(message, code="too_many_batches", status=429)
+        self.files.check_room(2)
+        self._files_of(record).save(record)
+        self._records[record.id] = record
+        ended = [other for other in self._records.values() if other.status in FINAL]
+        for other in sorted(ended, key=lambda other: other.created_at)[: max(0, len(self._records) - MAX_RECORDS)]:
+            del self._records[other.id]
+            self._files_of(other).delete()
+            del self._parts[other.id]
+        self._start(record)
+
+    def get(self, batch_id: str, owner: str) -> BatchRecord:
+        """Raises BadRequest (404) for what is not there, or another's."""
+        record = self._records.get(batch_id)
+        if record is None or record.owner != owner:
+            message = f"There is no batch {batch_id[:100]!r}."
+            raise BadRequest(message, param="batch_id", code="batch_not_found", status=404)
+        return record
+
+    def owned_by(self, owner: str) -> list[BatchRecord]:
+        """The newest first."""
+        records = [record for record in self._records.values() if record.owner == owner]
+        return sorted(records, key=lambda record: record.created_at, reverse=True)
+
+    def reader_of(self, file_id: str) -> str | None:
+        """A batch that has not done with a file."""
+        readers = (r.id for r in self._records.values() if r.input_file_id == file_id and r.status not in FINAL)
+        return next(readers, None)
+
+    async def cancel(self, record: BatchRecord) -> None:
+        """Let a batch end with the answers that it has. Raises BadRequest if it is too late for that."""
+        if record.status not in ("validating", "in_progress", "cancelling"):
+            message = f"The batch is {record.status}; it cannot be cancelled any longer."
+            raise BadRequest(message, param="batch_id", code="invalid_status")
+        if record.status != "cancelling":
+            await self._turn(record, "cancelling")
+        if record.id in self._working:
+            self._working[record.id].cancel()
+        elif record.id not in self._running:  # it waits for a server with another model
+            self._start(record)
+
+    def _files_of(self, record: BatchRecord) -> BatchFiles:
+        files = self._parts.get(record.id)
+        if files is None:
+            files = self._parts[record.id] = BatchFiles(self._folder.path / "batches", record.id)
+        return files
+
+    def _start(self, record: BatchRecord) -> None:
+        task = asyncio.create_task(self._run(record))
+        self._running[record.id] = task
+        task.add_done_callback(lambda _: self._running.pop(record.id))
+
+    async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
+
+    async def _turn(self, record: BatchRecord, status: str) -> None:
+        """Give ``record`` another status, here and on the disk."""
+        record.status = status
+        record.times = {**record.times, status: int(time.time())}
+        await self._on_disk(self._files_of(record).save, record)
+
+    async def _run(self, record: BatchRecord) -> None:
+        """From the status that it has to its end."""
+        try:
+            if record.status == "validating":
+                await self._validate(record)
+            if record.status not in FINAL:
+                record.ending = record.ending or await self._work(record)
+                await self._finish(record)
+        except Exception:
+            log.exception("the batch %s failed", record.id)
+            record.errors = [{"code": "internal_error", "message": "Internal error.", "line": None, "param": None}]
+            await self._turn(record, "failed")
+
+    async def _validate(self, record: BatchRecord) -> None:
+        path = self.files.path(record.input_file_id)
+        record.total, record.errors = await asyncio.to_thread(check_lines, path, record.endpoint, self._max_line())
+        if record.errors:
+            await self._turn(record, "failed")
+        elif record.status == "validating":  # and not cancelled meanwhile
+            await self._turn(record, "in_progress")
+
+    def _max_line(self) -> int:
+        return int(self._app.state.settings.server.max_body_mb) * 1_000_000
+
+    async def _work(self, record: BatchRecord) -> str:
+        """Answer lines, up to the end or as long as may be; how the batch ends."""
+        if record.status == "cancelling":
+            return "cancelled"
+        self._working[record.id] = work = asyncio.create_task(self._answer_all(record))
+        try:
+            await asyncio.wait({work}, timeout=max(0.0, record.expires_at - time.time()))
+            if not work.done():
+                return "expired"
+            if work.cancelled():
+                return "cancelled"
+            work.result()
+            return "completed"
+        except ExceptionGroup as group:
+            full, others = group.split(BadRequest)
+            if full is None or others is not None:
+                raise
+            message = str(full.exceptions[0])
+            record.errors = [{"code": "storage_full", "message": message, "line": None, "param": None}]
+            return "failed"
+        finally:
+            del self._working[record.id]
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _answer_all(self, record: BatchRecord) -> None:
+        """Answer every line that has no answer yet."""
+        answered = await self._recount(record)
+        lines = numbered_lines(self.files.path(record.input_file_id), self._max_line())
+        with contextlib.closing(lines):
+            async with asyncio.TaskGroup() as group:
+                while (entry := await asyncio.to_thread(next, lines, None)) is not None:
+                    line = from_json(entry[1])
+                    if line["custom_id"] not in answered:
+                        await self._slots.acquire()
+                        try:
+                            task = group.create_task(self._answer(record, line))
+                        except BaseException:
+                            self._slots.release()
+                            raise
+                        task.add_done_callback(lambda _: self._slots.release())
+
+    async def _recount(self, record: BatchRecord) -> set[str]:
+        """The lines that have an answer; in the record, how many."""
+        completed, failed = await self._on_disk(self._files_of(record).answered)
+        record.completed, record.failed = len(completed), len(failed)
+        return completed | failed
+
+    async def _answer(self, record: BatchRecord, line: dict[str, Any]) -> None:
+        status, content, name = await self._compute(record, line["body"])
+        answer = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(name), content)
+        await self._add(record, line["custom_id"], answer, b"null", succeeded=status == 200)
+
+    async def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
+        head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
+        data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
+        self.files.take_room(len(data))
+        try:
+            files = self._files_of(record)
+            files.add(data, succeeded=succeeded)
+            await self._on_disk(files.flush)
+        except BaseException:
+            self.files.return_room(len(data))
+            raise
+        if succeeded:
+            record.completed += 1
+        else:
+            record.failed += 1
+
+    async def _compute(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, bytes, str]:
+        """Status, content and request id of the answer to one line."""
+        service: Service = self._app.state.service
+        tries = 0
+        while True:
+            while not service.ready:  # noqa: ASYNC110  # rarely, so that nobody has to say when it is
+                await asyncio.sleep(PAUSE)
+            request = request_of(self._app, record, to_json(body))
+            try:
+                response = await endpoint_of(self._app, record.endpoint).endpoint(request)
+                return (
+                    response.status_code,
+                    bytes(response.body),
+                    response.headers.get("x-request-id", request_id(request)),
+                )
+            except QueueFull as error:
+                await asyncio.sleep(error.retry_after)
+            except Exception as error:
+                tries += 1
+                again = isinstance(error, (EngineError, RequestTimeout))
+                if not again or tries == TRIES:
+                    if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
+                        log.exception("a line of the batch %s failed", record.id)
+                    status, content = openai_form(describe(error))
+                    return status, to_json(content), request_id(request)
+                await asyncio.sleep(getattr(error, "retry_after", PAUSE))
+
+    async def _finish(self, record: BatchRecord) -> None:
+        """Bring a batch whose lines are done to its end; may be begun again after a crash."""
+        answered = await self._recount(record)
+        if record.ending in MISSING:
+            await self._say_what_is_missing(record, answered)
+        elif record.status != "finalizing":
+            await self._turn(record, "finalizing")
+        parts = self._files_of(record)
+        if record.completed and record.output_file_id is None:
+            record.output_file_id = new_id()
+        if record.failed and record.error_file_id is None:
+            record.error_file_id = new_id()
+        await self._on_disk(parts.save, record)
+        for path, file_id in ((parts.output, record.output_file_id), (parts.errors, record.error_file_id)):
+            if file_id is not None and path.exists():
+                name, size = f"{record.id}{path.suffix}.jsonl", path.stat().st_size
+                file = new_file(record.owner, name, "batch_output", size, record.output_expires_after, file_id)
+                await self._on_disk(self.files.adopt, file, path)
+                self.files.keep(file)
+        await self._turn(record, record.ending)
+        log.info("the batch %s is %s: %d answers, %d errors", record.id, record.ending, record.completed, record.failed)
+
+    async def _say_what_is_missing(self, record: BatchRecord, answered: set[str]) -> None:
+        error = to_json({"code": f"batch_{record.ending}", "message": MISSING[record.ending]})
+        lines = numbered_lines(self.files.path(record.input_file_id), self._max_line())
+        with contextlib.closing(lines):
+            while (entry := await asyncio.to_thread(next, lines, None)) is not None:
+                custom_id = from_json(entry[1])["custom_id"]
+                if custom_id not in answered:
+                    await self._add(record, custom_id, b"null", error, succeeded=False)
+
+
+def endpoint_of(app: FastAPI, path: str) -> APIRoute:
+    """The route of an endpoint."""
+    routes: list[APIRoute] = app.state.routes
+    return next(route for route in routes if route.path == path)
+
+
+def request_of(app: FastAPI, record: BatchRecord, body: bytes) -> Request:
+    """The request of one line, as its route reads it; its client never goes away."""
+    scope = {
+        "type": "http",
+        "app": app,
+        "method": "POST",
+        "path": record.endpoint,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        BATCH_OWNER: record.owner,
+    }
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        gone: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await gone
+
+    return Request(scope, receive)

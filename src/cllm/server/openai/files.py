@@ -1,0 +1,194 @@
+"""/v1/files: what batches read and write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Annotated, Any, BinaryIO, Literal
+
+import pydantic
+from fastapi import APIRouter, Query
+from pydantic import Field
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from cllm.errors import BadRequest
+from cllm.server.body import Body, check_parameters, documented, example, explain
+from cllm.server.openai.batch_runner import Batches
+from cllm.server.openai.file_store import StoredFile, new_file
+from cllm.server.openai.paging import page
+from cllm.server.openai.stored_answers import Deleted, FileList, FileObject
+from cllm.server.queueing import account
+
+router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
+
+CHUNK = 1 << 20
+MAX_OTHER_BYTES = 65_536  # of an upload: its other fields, and what is between
+MAX_FIELDS = 10
+
+
+class ExpiresAfter(Body):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class UploadBody(Body):
+    """Sent as multipart/form-data; ``expires_after`` as expires_after[anchor] and expires_after[seconds]."""
+
+    model_config = example(
+        file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
+    )
+
+    file: Annotated[
+        str, Field(max_length=1024, description="JSON lines, one request each.", json_schema_extra={"format": "binary"})
+    ]
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+@router.post("", openapi_extra=documented(UploadBody, FileObject, takes="multipart/form-data"))
+async def upload(request: Request) -> dict[str, Any]:
+    """Keep a file: the requests of a batch."""
+    store = opened(request).files
+    form = await read_form(request)
+    try:
+        values = fields_of(form)
+        check_parameters(values, UploadBody, request)
+        try:
+            body = UploadBody.model_validate(values)
+        except pydantic.ValidationError as error:
+            raise explain(error) from None
+        content = form["file"]
+        assert isinstance(content, UploadFile)
+        size = content.size or 0
+        expires_after = body.expires_after.seconds if body.expires_after else None
+        file = new_file(account(request, None), body.file, body.purpose, size, expires_after)
+        store.take_room(size, 1)
+        try:
+            await asyncio.to_thread(store.write, file, content.file)
+        except BaseException:
+            store.return_room(size, 1)
+            raise
+        store.keep(file, num_pending=1)
+    finally:
+        await form.close()
+    return file_object(file)
+
+
+@router.get("", openapi_extra=documented(answer=FileList))
+async def list_files(
+    request: Request,
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """The files of this token, the newest first."""
+    files = opened(request).files.owned_by(account(request, None))
+    objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
+    return page(objects if order == "asc" else objects[::-1], after, limit)
+
+
+@router.get("/{file_id}", openapi_extra=documented(answer=FileObject))
+async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
+    """What is known of a file."""
+    return file_object(opened(request).files.get(file_id, account(request, None)))
+
+
+@router.get("/{file_id}/content", openapi_extra=documented(stream="application/octet-stream"))
+async def content(request: Request, file_id: str) -> Response:
+    """What a file holds, byte by byte."""
+    store = opened(request).files
+    file = store.get(file_id, account(request, None))
+    headers = {"content-length": str(file.bytes)}
+    return StreamingResponse(chunks(store.open(file)), headers=headers, media_type="application/octet-stream")
+
+
+@router.delete("/{file_id}", openapi_extra=documented(answer=Deleted))
+async def delete(request: Request, file_id: str) -> dict[str, Any]:
+    """Delete a file, unless a batch still reads it."""
+    batches = opened(request)
+    file = batches.files.get(file_id, account(request, None))
+    if (batch := batches.reader_of(file_id)) is not None:
+        message = f"The batch {batch} still reads this file; cancel it first, or wait."
+        raise BadRequest(message, param="file_id", code="file_in_use")
+    batches.files.delete(file)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def opened(request: Request) -> Batches:
+    """Raises BadRequest where there is no folder for files, or it is another server's."""
+    batches: Batches | None = request.app.state.batches
+    if batches is None:
+        raise BadRequest("Files and batches are turned off here (storage.folder).", code="storage_off", status=404)
+    batches.open()
+    return batches
+
+
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while data := file.read(CHUNK):
+            yield data
+
+
+def fields_of(form: FormData) -> dict[str, Any]:
+    """The fields of a form, a[b] as b within a."""
+    values: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        outer, _, inner = name.partition("[")
+        if isinstance(value, UploadFile):
+            values[name] = value.filename or "file"
+        elif inner and isinstance(within := values.setdefault(outer, {}), dict):
+            within[inner.removesuffix("]")] = int(value) if value.isdecimal() and len(value) < 12 else value
+        elif name == "file":
+            raise BadRequest("Invalid 'file': it must be a file with a name.", param="file", code="invalid_type")
+        else:
+            values[name] = value
+    return values
+
+
+async def read_form(request: Request) -> FormData:
+    """The form, its file in memory or, if it is large, on disk. Raises BadRequest: 415, 413 or 400."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        message = f"The Content-Type must be multipart/form-data, not {content_type[:80]!r}."
+        raise BadRequest(message, code="unsupported_media_type", status=415)
+    if "content-encoding" in request.headers:
+        raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
+    limit = request.app.state.settings.storage.max_file_mb * 1_000_000
+    too_large = BadRequest(
+        f"The file is larger than {limit} bytes (storage.max_file_mb).", param="file", code="file_too_large", status=413
+    )
+    if int(request.headers.get("content-length") or 0) > limit + MAX_OTHER_BYTES:
+        raise too_large
+
+    async def limited() -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit + MAX_OTHER_BYTES:
+                raise too_large
+            yield part
+
+    parser = MultiPartParser(
+        request.headers, limited(), max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES
+    )
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise BadRequest(f"The form cannot be read: {error.message[:200]}", code="invalid_form") from None
+
+
+def file_object(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        **({} if file.expires_at is None else {"expires_at": file.expires_at}),
+    }

@@ -1,0 +1,86 @@
+"""Logprobs in OpenAI's words: of chats one object a token, of completions lists side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cllm.backends.base import Vocabulary
+from cllm.core.output import Logprobs
+from cllm.text.alignment import ToldToken
+from cllm.text.detokenizer import Detokenizer
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str, Any]:
+    """The object ``logprobs`` of a chat's choice. ``bytes`` put together are the text; ``token`` is for reading, where
+    a part of a character is U+FFFD.
+    """
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = vocabulary.text_of(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
+
+    content = [
+        {**entry(one.token, one.logprobs.logprob), "top_logprobs": [entry(*other) for other in one.logprobs.top]}
+        for one in told
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken], offset: int) -> dict[str, Any]:
+    """The object ``logprobs`` of a completion's choice, whose text begins at the character ``offset``."""
+    return {
+        "tokens": [readable(vocabulary, one.token) for one in told],
+        "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in told],
+        "top_logprobs": [best(vocabulary, one.token, one.logprobs) for one in told],
+        "text_offset": [offset + one.at for one in told],
+    }
+
+
+def prompt_logprobs(vocabulary: Vocabulary, prompt: list[int], logprobs: list[Logprobs]) -> dict[str, Any]:
+    """The same of an echoed prompt; nothing can be said of its first token."""
+    others = list(zip(prompt[1:], logprobs, strict=True))
+    return {
+        "tokens": [readable(vocabulary, token) for token in prompt],
+        "token_logprobs": [None, *(max(one.logprob, LEAST) for _, one in others)],
+        "top_logprobs": [None, *(best(vocabulary, token, one) for token, one in others)],
+        "text_offset": offsets(vocabulary, prompt),
+    }
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The objects of two texts as that of both."""
+    return {key: first[key] + second[key] for key in first}
+
+
+def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, float]:
+    """By text, the most probable tokens and the one that came; of those that read the same the most probable."""
+    found: dict[str, float] = {}
+    for other, logprob in [*logprobs.top, (token, logprobs.logprob)]:
+        found.setdefault(readable(vocabulary, other), max(logprob, LEAST))
+    return found
+
+
+def readable(vocabulary: Vocabulary, token: int) -> str:
+    """The text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
+    data = vocabulary.text_of(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
+    """The character of the whole text at which each token begins."""
+    detokenizer, at, found = Detokenizer(vocabulary.pieces), 0, []
+    for token in tokens:
+        found.append(at)
+        at += len(detokenizer.feed(token))
+    return found
+
+
+def said(vocabulary: Vocabulary, tokens: list[int]) -> str:
+    """What tokens say; control tokens say nothing."""
+    return b"".join(vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")

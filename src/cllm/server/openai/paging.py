@@ -1,0 +1,28 @@
+"""Lists of objects, a page at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cllm.errors import BadRequest
+
+
+def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """Those of ``objects`` that come after the one with the id ``after``, up to ``limit``.
+
+    Raises BadRequest if that is not among them.
+    """
+    begin = 0
+    if after is not None:
+        ids = [entry["id"] for entry in objects]
+        if after not in ids:
+            raise BadRequest(f"There is no {after[:100]!r} in this list.", param="after", code="invalid_value")
+        begin = ids.index(after) + 1
+    data = objects[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else "",
+        "last_id": data[-1]["id"] if data else "",
+        "has_more": begin + limit < len(objects),
+    }

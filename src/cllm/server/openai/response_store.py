@@ -1,0 +1,81 @@
+"""Responses that are kept for those who go on from them: in memory, bounded, the ones not used for longest leave."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from cllm.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """``response`` and ``items`` (what was sent with it) are JSON, so that what they take is known."""
+
+    owner: str
+    response: bytes
+    items: bytes
+    previous_id: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """At most ``max_count`` responses in ``max_bytes``. Each is known to its owner alone."""
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Keep ``response``, unless it is too large alone; those not used for longest make room."""
+        stored = Stored(owner, to_json(response), to_json(items), response["previous_response_id"])
+        if stored.num_bytes > self._max_bytes:
+            return
+        self._stored[response["id"]] = stored
+        self._num_bytes += stored.num_bytes
+        while len(self._stored) > self._max_count or self._num_bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def get(self, response_id: str, owner: str, param: str = "response_id") -> Stored:
+        """Raises BadRequest (404) for what is not there, or another's."""
+        stored = self._stored.get(response_id)
+        if stored is None or stored.owner != owner:
+            raise BadRequest(
+                f"The response {response_id[:100]!r} is not known: it was not stored, or deleted, or forgotten because "
+                f"newer ones needed the room (at most {self._max_count} responses and {self._max_bytes} bytes are "
+                "kept, in memory).",
+                param=param,
+                code="response_not_found",
+                status=404,
+            )
+        return stored
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Raises BadRequest (404)."""
+        self._num_bytes -= self.get(response_id, owner).num_bytes
+        del self._stored[response_id]
+
+    def history(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[dict[str, Any]]:
+        """All items that were sent and given up to the end of a response, the first ones first.
+
+        Raises BadRequest (404) if a part of it is not there. All of it counts as used.
+        """
+        turns: list[tuple[str, Stored]] = []
+        while response_id is not None:
+            turns.append((response_id, self.get(response_id, owner, param)))
+            response_id = turns[-1][1].previous_id
+        items: list[dict[str, Any]] = []
+        for name, stored in reversed(turns):
+            self._stored.move_to_end(name)
+            items += from_json(stored.items)
+            items += from_json(stored.response)["output"]
+        return items

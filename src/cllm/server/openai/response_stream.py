@@ -1,0 +1,160 @@
+"""Deltas to the items and events of a response. What does not change within an item is encoded once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import to_json
+
+from cllm.server.errors import describe_in_stream
+from cllm.server.openai.response_schema import new_id
+from cllm.service import Delta, Generation, Usage
+from cllm.text.chat import Channel
+
+PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
+DELTAS = {
+    Channel.TEXT: "response.output_text",
+    Channel.REASONING: "response.reasoning_text",
+    Channel.CALL: "response.function_call_arguments",
+}
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class OutputItem:
+    """One item of the output as it grows: a message, a reasoning or a function call."""
+
+    def __init__(self, channel: Channel, index: int, call: int = 0, name: str = "") -> None:
+        """``index``: its place in the output. ``call`` and ``name`` are those of a function call."""
+        self.channel, self.index, self.call, self.name = channel, index, call, name
+        self.id, self.call_id = new_id(PREFIXES[channel]), new_id("call")
+        self._texts: list[str] = []
+        self.kind = DELTAS[channel]
+        self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
+        if channel != Channel.CALL:
+            self.place["content_index"] = 0
+        head = {"type": f"{self.kind}.delta", **self.place, **self.no_logprobs}
+        self.delta_head = b"event: %s.delta\ndata: " % self.kind.encode() + to_json(head)[:-1] + b',"sequence_number":'
+
+    @property
+    def no_logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.channel == Channel.TEXT else {}
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def part(self, text: str) -> dict[str, Any]:
+        if self.channel == Channel.REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def resource(self, status: str) -> dict[str, Any]:
+        """The item as it stands; while it is in progress, as it stood at its beginning."""
+        begun = status != "in_progress"
+        text = self.text if begun else ""
+        item: dict[str, Any]
+        if self.channel == Channel.CALL:
+            item = {"type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": text}
+        elif self.channel == Channel.REASONING:
+            item = {"type": "reasoning", "summary": [], "content": [self.part(text)] if begun else []}
+        else:
+            item = {"type": "message", "role": "assistant", "content": [self.part(text)] if begun else []}
+        return {"id": self.id, **item, "status": status}
+
+
+class ResponseEvents:
+    """The events of one response: see Events; and the response itself, which ``response`` is in the end."""
+
+    def __init__(self, generation: Generation, head: dict[str, Any], on_end: Callable[[dict[str, Any]], None]) -> None:
+        """``head``: the response before anything was computed. ``on_end`` gets it when all has been."""
+        self._generation = generation
+        self._on_end = on_end
+        self._sequence_number = 0
+        self._item: OutputItem | None = None
+        self._finish = ""
+        self._output: list[dict[str, Any]] = []
+        self.response = head
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        content = {"type": kind, **fields, "sequence_number": self._sequence_number}
+        self._sequence_number += 1
+        return b"event: %s\ndata: " % kind.encode() + to_json(content) + b"\n\n"
+
+    def begin(self) -> bytes:
+        created = self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        return b"".join(map(self._of, deltas))
+
+    def _of(self, delta: Delta) -> bytes:
+        self._finish = delta.finish
+        if not delta.text and not delta.name:
+            return b""
+        data, item = b"", self._item
+        if item is None or item.channel != delta.channel or item.call != delta.call:
+            data = self._close("completed") + self._open(delta.channel, delta.call, delta.name)
+            item = self._item
+            assert item is not None
+        if delta.text:
+            item.add(delta.text)
+            data += item.delta_head + b'%d,"delta":' % self._sequence_number + to_json(delta.text) + b"}\n\n"
+            self._sequence_number += 1
+        return data
+
+    def _open(self, channel: Channel, call: int = 0, name: str = "") -> bytes:
+        self._item = item = OutputItem(channel, len(self._output), call, name)
+        added = {"output_index": item.index, "item": item.resource("in_progress")}
+        data = self._event("response.output_item.added", **added)
+        if channel == Channel.CALL:
+            return data
+        return data + self._event("response.content_part.added", **item.place, part=item.part(""))
+
+    def _close(self, status: str) -> bytes:
+        """End the item that is open, if any."""
+        item, self._item = self._item, None
+        if item is None:
+            return b""
+        text, resource = item.text, item.resource(status)
+        self._output.append(resource)
+        if item.channel == Channel.CALL:
+            data = self._event(f"{item.kind}.done", **item.place, name=item.name, arguments=text)
+        else:
+            data = self._event(f"{item.kind}.done", **item.place, text=text, **item.no_logprobs)
+            data += self._event("response.content_part.done", **item.place, part=item.part(text))
+        return data + self._event("response.output_item.done", output_index=item.index, item=resource)
+
+    def end(self) -> bytes:
+        status = "incomplete" if self._finish == "length" else "completed"
+        data = b""
+        if self._item is None and not self._output:
+            data = self._open(Channel.TEXT)  # the model has said nothing, which is an answer too
+        data += self._close(status)
+        usage = usage_object(self._generation.usage)
+        self.response = {**self.response, "status": status, "output": self._output, "usage": usage}
+        if status == "incomplete":
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["completed_at"] = int(time.time())
+        self._on_end(self.response)
+        return data + self._event(f"response.{status}", response=self.response)
+
+    def fault(self, error: Exception) -> bytes:
+        data = self._close("incomplete")
+        fault = {"code": "server_error", "message": describe_in_stream(error).message}
+        failed = {**self.response, "status": "failed", "output": self._output, "error": fault}
+        return data + self._event("response.failed", response=failed)

@@ -1,0 +1,158 @@
+"""POST /v1/responses, and what can be done with the responses that are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm.errors import BadRequest
+from cllm.server.body import documented, read_body
+from cllm.server.openai.paging import page
+from cllm.server.openai.response_schema import ResponseBody, new_id, renamed
+from cllm.server.openai.response_store import ResponseStore
+from cllm.server.openai.response_stream import ResponseEvents
+from cllm.server.openai.routes import chat_generation, check_model
+from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
+from cllm.server.queueing import BATCH_OWNER, account, place_headers
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.service import Answer, Generation, Service
+
+router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
+
+
+@router.post("", openapi_extra=documented(ResponseBody, ResponseObject, stream="text/event-stream"))
+async def create(request: Request) -> Response:
+    """Answer, and keep the answer, so that the next request can go on from it by its id.
+
+    What is kept lies in memory, so many responses and so many bytes (storage.max_responses, storage.max_responses_mb);
+    the ones not used for longest make room, and a restart forgets all. They are seen with their own token alone.
+    """
+    service: Service = request.app.state.service
+    body = await read_body(request, ResponseBody)
+    generation, items = await generation_of(request, body)
+    events = ResponseEvents(generation, response_head(request, body, generation), keeper(request, items))
+    answer = service.submit(generation)
+    headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
+    if body.stream:
+        return EventStream(answer, events, headers)
+    with answer:
+        await until_disconnect(request, collect(answer, events))
+    return Response(to_json(events.response), headers=headers, media_type="application/json")
+
+
+@router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
+async def input_tokens(request: Request) -> dict[str, Any]:
+    """How many tokens the prompt of such a response has."""
+    generation, _ = await generation_of(request, await read_body(request, ResponseBody))
+    return {"object": "response.input_tokens", "input_tokens": len(generation.prompts[0])}
+
+
+@router.get("/{response_id}", openapi_extra=documented(answer=ResponseObject))
+async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
+    """A response that is kept."""
+    if stream:
+        message = "'stream' is for responses in the background, and there are none."
+        raise BadRequest(message, param="stream", code="unsupported_parameter")
+    stored = kept(request).get(response_id, account(request, None))
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/{response_id}", openapi_extra=documented(answer=Deleted))
+async def delete(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response; those that go on from it cannot be gone on from any longer."""
+    kept(request).delete(response_id, account(request, None))
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/{response_id}/cancel", openapi_extra=documented(answer=ResponseObject))
+async def cancel(request: Request, response_id: str) -> Response:
+    """Always refused: nothing is computed in the background."""
+    kept(request).get(response_id, account(request, None))
+    message = "Only responses in the background can be cancelled, and there are none; to end one, close its connection."
+    raise BadRequest(message, param="response_id", code="unsupported_operation")
+
+
+@router.get("/{response_id}/input_items", openapi_extra=documented(answer=ItemList))
+async def input_items(
+    request: Request,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """What the model has read: the items that were sent, and those of the responses before."""
+    owner = account(request, None)
+    stored = kept(request).get(response_id, owner)
+    items = kept(request).history(stored.previous_id, owner) + from_json(stored.items)
+    return page(items if order == "asc" else items[::-1], after, limit)
+
+
+def kept(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+async def generation_of(request: Request, body: ResponseBody) -> tuple[Generation, list[dict[str, Any]]]:
+    """What is to be computed, and the items that were sent. Raises BadRequest in the names of this dialect."""
+    check_model(body.model, request.app.state.service)
+    body.check()
+    items = body.items()
+    history = kept(request).history(body.previous_response_id, account(request, None))
+    try:
+        chat = body.chat(history + items)
+        return await chat_generation(request, chat, new_id("resp"), param="input"), items
+    except BadRequest as error:
+        raise renamed(error) from None
+
+
+def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+    """What is done with a response that has ended."""
+    owner, store = account(request, None), kept(request)
+    return lambda response: store.add(owner, response, items) if response["store"] else None
+
+
+async def collect(answer: Answer, events: ResponseEvents) -> None:
+    async for deltas in answer:
+        events.deltas(deltas)
+    events.end()
+
+
+def response_head(request: Request, body: ResponseBody, generation: Generation) -> dict[str, Any]:
+    """The response before anything was computed: what was asked for, defaults filled in."""
+    text_format = body.text.format.resource() if body.text else {"type": "text"}
+    choice = body.tool_choice or "auto"
+    head = {
+        "id": generation.request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": request.app.state.service.model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": BATCH_OWNER not in request.scope if body.store is None else body.store,
+        "temperature": generation.params.temperature,
+        "text": {"format": text_format},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.resource() for tool in body.tools or []],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": generation.params.top_p,
+        "truncation": "disabled",
+        "metadata": body.metadata or {},
+    }
+    return head if body.user is None else {**head, "user": body.user}

@@ -1,0 +1,51 @@
+"""Texts over which DRY follows no repetition, to the ids of the tokens that contain them."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.errors import BadRequest
+
+USUAL = ("\n", ":", '"', "*")  # those of llama.cpp
+MAX_BREAKERS = 16
+MAX_LENGTH = 16  # characters
+PARAM = "dry_sequence_breakers"
+BETWEEN = b"\xff"  # is in no text
+
+
+class DryBreakers:
+    """Looks texts up in a vocabulary; what was found is remembered for a few of them."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        """``pieces``: the bytes of each token id."""
+        self._pieces = pieces
+        self._tokens_with = lru_cache(32)(self._find)
+
+    def ids(self, texts: tuple[str, ...] | None) -> tuple[int, ...]:
+        """Ids of the tokens that contain one of ``texts``; None: the usual ones.
+
+        Raises BadRequest for too many or too long texts, and for one that no single token contains.
+        """
+        if len(texts or ()) > MAX_BREAKERS or not all(1 <= len(text) <= MAX_LENGTH for text in texts or ()):
+            message = f"Invalid '{PARAM}': at most {MAX_BREAKERS} texts of 1 to {MAX_LENGTH} characters are accepted."
+            raise BadRequest(message, param=PARAM, code="invalid_value")
+        found = {text: self._tokens_with(text) for text in (USUAL if texts is None else texts)}
+        for text, ids in found.items():
+            if texts is not None and not len(ids):
+                message = f"Invalid '{PARAM}': no token of this model contains {text!r}, and only tokens can break."
+                raise BadRequest(message, param=PARAM, code="invalid_value")
+        return tuple(np.unique(np.concatenate([*found.values()])).tolist()) if found else ()
+
+    def _find(self, text: str) -> npt.NDArray[np.int32]:
+        joined, ends = self._table
+        places = [match.start() for match in re.finditer(re.escape(text.encode()), joined)]
+        return np.unique(ends.searchsorted(places, side="right")).astype(np.int32)
+
+    @cached_property
+    def _table(self) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """The bytes of all tokens, and where each one ends with what lies between it and the next."""
+        return BETWEEN.join(self._pieces), np.cumsum([len(piece) + 1 for piece in self._pieces])

@@ -1,0 +1,49 @@
+"""docs/api.md is what the code says, and leaves out nothing that OpenAI's own client can send."""
+
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from openai.types import batch_create_params, completion_create_params, embedding_create_params, file_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from cllm.cli.api_page import body_model, body_rows, page
+from cllm.server.app import routes
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETERS = {
+    "/v1/chat/completions": chat_create_params.CompletionCreateParamsBase,
+    "/v1/completions": completion_create_params.CompletionCreateParamsBase,
+    "/v1/embeddings": embedding_create_params.EmbeddingCreateParams,
+    "/v1/responses": response_create_params.ResponseCreateParamsBase,
+    "/v1/files": file_create_params.FileCreateParams,
+    "/v1/batches": batch_create_params.BatchCreateParams,
+}
+WITHOUT_BODY = ("/cancel",)
+
+
+def test_the_page_is_what_the_code_says():
+    """If this fails, run: cllm config api > docs/api.md."""
+    assert (ROOT / "docs" / "api.md").read_text() == page()
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_no_parameter_of_openai_is_unknown(path):
+    """Each is done, ignored or refused, and what is not done says why."""
+    (model,) = (body_model(route) for route in routes() if route.path == path and "POST" in route.methods)
+    rows = {name: (state, what) for name, state, what in body_rows(model)}
+    assert set(get_type_hints(PARAMETERS[path])) - set(rows) == set()
+    assert [name for name, (state, what) in rows.items() if state != "done" and len(what) < 8] == []
+
+
+def test_every_route_that_reads_a_body_says_so():
+    """So that its parameters stand on the page, and in the OpenAPI document."""
+    posts = [route for route in routes() if "POST" in route.methods and route.include_in_schema]
+    silent = [route.path for route in posts if body_model(route) is None]
+    assert [path for path in silent if not path.endswith(WITHOUT_BODY)] == []
+
+
+def test_every_route_is_on_the_page():
+    text = page()
+    assert [route.path for route in routes() if route.tags and f" {route.path}\n" not in text] == []

@@ -1,0 +1,180 @@
+"""Logprobs of prompts and of what follows, through a whole engine."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.backends.fake import VOCABULARY_SIZE
+
+SURE = 20 - math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of what the fake backend wants to say
+ODD = -math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of anything else
+PROMPT = [5, 6, 7, 50, 51, 52, 53, 9]
+
+
+def scores(engine, name: str) -> list[float]:
+    return [one.logprob for o in engine.outputs if o.request_id == name for one in o.prompt_logprobs or ()]
+
+
+def right_scores(prompt: list[int]) -> list[float]:
+    return [SURE if after == (before + 1) % 256 else ODD for before, after in pairwise(prompt)]
+
+
+def test_a_prompt_is_scored_in_chunks(fake_engine):
+    """As many positions a step as there are rows of logits; then it goes on as any other."""
+    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=4)
+    engine.add("A", PROMPT, prompt_logprobs=2, max_tokens=3)
+    steps = engine.finish()
+    assert steps[:3] == ["A.0 0+4 score 4", "A.0 4+4 score 3 sample", "A.0 8+1 sample"]
+    assert scores(engine, "A") == pytest.approx(right_scores(PROMPT), abs=1e-4)
+    assert engine.tokens("A") == [10, 11, 12]
+    told = [one for o in engine.outputs for one in o.prompt_logprobs or ()]
+    assert all(len(one.top) == 2 for one in told)
+
+
+def test_rows_of_logits_are_shared_with_others(fake_engine):
+    """Each of the others may need one; prompts that are not scored do not slow down."""
+    engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=64)
+    engine.scheduler.params = engine.scheduler.params.__class__(max_num_batched_tokens=64, max_num_samples=4, tile=16)
+    engine.add("A", [1, 2, 3, 4], max_tokens=9)
+    engine.step()
+    engine.add("B", PROMPT, prompt_logprobs=0, max_tokens=1)
+    engine.add("C", [*range(100, 120)], max_tokens=1)
+    assert engine.step() == "A.0 4+1 sample | B.0 0+2 score 2 | C.0 0+20 sample"
+    assert engine.step() == "A.0 5+1 sample | B.0 2+3 score 3"
+    engine.finish()
+    assert scores(engine, "B") == pytest.approx(right_scores(PROMPT), abs=1e-4)
+
+
+def test_nothing_but_the_prompt(fake_engine):
+    """max_tokens 0 ends without a token, with the length as its reason, scored or not."""
+    engine = fake_engine()
+    engine.add("A", PROMPT, prompt_logprobs=0, max_tokens=0)
+    engine.add("B", PROMPT, max_tokens=0, n=2)
+    engine.finish()
+    assert engine.ends() == {"A.0": "length", "B.0": "length", "B.1": "length"}
+    assert engine.tokens("A") == engine.tokens("B") == []
+    assert len(scores(engine, "A")) == len(PROMPT) - 1
+
+
+LONG = [*range(40)]
+
+
+def test_what_is_scored_is_not_taken_from_the_cache(fake_engine):
+    """And its own tokens are there for those who come after it."""
+    engine = fake_engine()
+    for name, params in (("A", {}), ("B", {"prompt_logprobs": 0}), ("C", {})):
+        engine.add(name, [*LONG, 3], max_tokens=1, **params)
+        engine.finish()
+    cached = {o.request_id: o.num_cached_tokens for o in engine.outputs if o.token >= 0}
+    assert cached == {"A": 0, "B": 0, "C": 40}
+    assert scores(engine, "B") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+
+
+def test_a_short_prefix_in_place_is_not_taken_either(fake_engine):
+    """The few tokens that stay under a seq_id without being looked for would lack their logits too."""
+    engine = fake_engine(max_num_seqs=1)
+    for name, params in (("A", {}), ("B", {"prompt_logprobs": 0})):
+        engine.add(name, [*LONG[:6], 77], max_tokens=1, **params)
+        engine.finish()
+    assert len(scores(engine, "B")) == 6
+
+
+def test_only_the_first_of_several_is_scored(fake_engine):
+    """Their prompt is the same."""
+    engine = fake_engine()
+    engine.add("A", [*LONG, 3], prompt_logprobs=0, n=3, max_tokens=2, temperature=1.0, seed=1)
+    engine.finish()
+    assert scores(engine, "A") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+    assert all(len(engine.tokens("A", i)) == 2 for i in range(3))
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.integers(2, 30), st.integers(0, 4), st.booleans(), st.sampled_from([None, 5])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([{}, {"num_cells": 72}, {"can_trim": False}]),
+    st.integers(4, 20),
+)
+def test_scores_are_complete_whatever_happens(fake_engine, requests, limits, max_num_samples):
+    """In small pools, where sequences are parked in the middle of their prompts, each token is told once, in order."""
+    limits = {"context_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, **limits}
+    engine = fake_engine(**limits, engine_ram_cache_bytes=500)
+    engine.scheduler.params = engine.scheduler.params.__class__(
+        max_num_batched_tokens=24, max_num_samples=max_num_samples, tile=16
+    )
+    asked = {}
+    for i, (length, max_tokens, is_scored, wait) in enumerate(requests):
+        prompt = [(7 * j) % 50 for j in range(length)]
+        params = {"prompt_logprobs": 1} if is_scored else {}
+        asked[f"r{i}"] = engine.add(f"r{i}", prompt, max_tokens=max_tokens, **params), is_scored
+        for _ in range(wait or 0):
+            engine.step()
+    engine.finish()
+    assert max(batch.num_samples for batch in engine.backend.batches) <= max_num_samples
+    for name, (request, is_scored) in asked.items():
+        expected = right_scores(request.prompt) if is_scored else []
+        assert scores(engine, name) == pytest.approx(expected, abs=1e-4)
+        assert len(engine.tokens(name)) == request.params.max_tokens
+
+
+def test_scores_of_what_failed_are_told_once(fake_engine):
+    """A batch that fails is computed again, from where its scores were told last."""
+    from cllm.backends.fake import Faults
+
+    engine = fake_engine(max_num_batched_tokens=8, faults=Faults(raise_at_step=2))
+    engine.add("A", [*LONG, 3], prompt_logprobs=0, max_tokens=2)
+    engine.finish()
+    assert scores(engine, "A") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+
+
+def test_logprobs_of_guesses(fake_engine):
+    """With speculation each accepted token brings its own logprobs, and those of wrong guesses are not told."""
+
+    def told(speculation: str) -> list[tuple[int, float]]:
+        engine = fake_engine(length=60, engine_speculation=speculation)
+        engine.add("A", [*range(30), *range(30)][:45], logprobs=1, max_tokens=40, temperature=0)
+        engine.finish()
+        assert (engine.scheduler.num_accepted > 0) is (speculation != "off")
+        return [(o.token, o.logprobs.logprob) for o in engine.outputs if o.token >= 0]
+
+    assert told("prompt_lookup") == told("off")
+
+
+@pytest.mark.parametrize(
+    "params", [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}]
+)
+def test_speculation_changes_no_text(fake_engine, params):
+    """Stateful steps included."""
+
+    def text(speculation: str) -> list[int]:
+        engine = fake_engine(length=30, engine_speculation=speculation)
+        engine.add("A", [*range(30), *range(30)][:45], max_tokens=60, temperature=7.0, seed=3, **params)
+        engine.finish()
+        return engine.tokens("A")
+
+    assert text("prompt_lookup") == text("off")
+
+
+def test_salts_share_nothing(fake_engine):
+    """Neither idle cells, nor what is computed now, nor RAM; those with the same salt share as usual."""
+    engine = fake_engine()
+    cached = {}
+    for name, salt in (("A", "x"), ("B", "y"), ("C", ""), ("D", "x"), ("E", "y"), ("F", "")):
+        engine.add(name, [*LONG, 3], max_tokens=1, cache_salt=salt)
+        engine.finish()
+        cached[name] = next(o.num_cached_tokens for o in engine.outputs if o.request_id == name)
+    assert cached == {"A": 0, "B": 0, "C": 0, "D": 40, "E": 40, "F": 40}
+    together = fake_engine()
+    for name, salt in (("A", "x"), ("B", "y"), ("C", "x")):
+        together.add(name, [*LONG, 3], max_tokens=1, cache_salt=salt)
+    together.finish()
+    cached = {o.request_id: o.num_cached_tokens for o in together.outputs}
+    assert cached == {"A": 0, "B": 0, "C": 40}

@@ -1,0 +1,328 @@
+"""Files and batches, by OpenAI's own client: what is computed, what is kept, and what a crash leaves."""
+
+import io
+import json
+import os
+import signal
+import time
+from collections import Counter
+
+import openai
+import pydantic
+import pytest
+from openai.types import Batch, FileObject
+
+pytestmark = pytest.mark.slow
+
+FAKE = ("--backend.name", "fake", "--max-num-seqs", "4", "--context", "512")
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server(start_server_once):
+    return start_server_once(
+        *FAKE, "--server.max-body-mb", "1", "--storage.max-file-mb", "1", "--storage.max-files", "50"
+    )
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def line(custom_id, url=COMPLETIONS, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "ab", "temperature": 0, **body}}
+
+
+def upload(client, lines, **more):
+    data = "\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in lines).encode()
+    return client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch", **more)
+
+
+def begin(client, lines, endpoint=COMPLETIONS, **more):
+    file = upload(client, lines)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+
+
+def wait(client, batch, statuses=("completed", "failed", "expired", "cancelled"), timeout=60):
+    end = time.monotonic() + timeout
+    while (batch := client.batches.retrieve(batch.id)).status not in statuses:
+        assert time.monotonic() < end, batch
+        time.sleep(0.02)
+    return batch
+
+
+def answers(client, file_id):
+    """The lines of a file by custom_id, each of which is there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+    found = {entry["custom_id"]: entry for entry in lines}
+    assert len(found) == len(lines), Counter(entry["custom_id"] for entry in lines).most_common(3)
+    assert len({entry["id"] for entry in lines}) == len(lines)
+    return found
+
+
+def test_a_file_is_kept(client):
+    """Upload, list, retrieve, read, delete; the type is the client's own, every field checked."""
+    data = json.dumps(line("ä")).encode() + b"\r\n\r\n--boundary\r\n\x00\xff"
+    name = "../../etc/päss wd"
+    file = client.files.create(file=(name, data), purpose="batch")
+    pydantic.TypeAdapter(FileObject).validate_python(file.to_dict())
+    assert (file.bytes, file.filename, file.purpose) == (len(data), name, "batch")
+    assert client.files.content(file.id).read() == data
+    assert client.files.retrieve(file.id) == file
+    assert file.id in [entry.id for entry in client.files.list(purpose="batch")]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    assert file.id not in [entry.id for entry in client.files.list()]
+
+
+def test_files_are_listed_in_pages(client):
+    files = [upload(client, [line(str(i))]) for i in range(3)]
+    first = client.files.list(limit=2, order="asc")
+    assert first.has_more
+    assert len(first.data) == 2
+    assert {file.id for file in first} >= {file.id for file in files}, "the client asks for the other pages itself"
+    for file in files:
+        client.files.delete(file.id)
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "param"),
+    [
+        ({"data": {"purpose": "assistants"}, "files": {"file": ("a", b"x")}}, 400, "purpose"),
+        ({"data": {}, "files": {"file": ("a", b"x")}}, 400, "purpose"),
+        ({"data": {"purpose": "batch"}, "files": {"other": ("a", b"x")}}, 400, "file"),
+        ({"data": {"purpose": "batch"}, "files": {"file": ("a", b"x" * 1_100_000)}}, 413, "file"),
+        (
+            {
+                "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+                "files": {"file": ("a", b"x")},
+            },
+            400,
+            "expires_after.seconds",
+        ),
+        ({"data": {"purpose": "batch", "file[a]": "1"}, "files": {"file": ("a", b"x")}}, 200, None),
+        ({"json": {"purpose": "batch"}}, 415, None),
+        ({"content": b"--x\r\nbroken", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "file"),
+        ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, 400, None),
+    ],
+)
+def test_what_is_no_file_for_a_batch_is_refused(server, form, status, param):
+    """In OpenAI's form, naming the field."""
+    answer = server.client.post("/v1/files", **form)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["param"] == param
+
+
+def test_an_upload_without_a_length_is_bounded_too(server):
+    """It is refused while it comes."""
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    parts = (part for part in [head, *[b"y" * 100_000] * 50])
+    answer = server.client.post("/v1/files", content=parts, headers={"content-type": "multipart/form-data; boundary=x"})
+    assert answer.status_code == 413
+
+
+def test_a_batch_is_computed(client):
+    """As its route would; failures in a file of their own; the types are the client's own."""
+    lines = [line(f"r{i}", prompt=chr(65 + i)) for i in range(20)] + [line("bad", temperature=-1)]
+    batch = begin(client, lines, metadata={"a": "b"})
+    assert batch.status in ("validating", "in_progress")
+    batch = wait(client, batch)
+    pydantic.TypeAdapter(Batch).validate_python(batch.to_dict())
+    counts = batch.request_counts
+    assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 21, 20, 1)
+    assert batch.metadata == {"a": "b"}
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
+    found = answers(client, batch.output_file_id)
+    assert set(found) == {f"r{i}" for i in range(20)}
+    for i in range(20):
+        response = found[f"r{i}"]["response"]
+        direct = client.completions.create(model=None, prompt=chr(65 + i), temperature=0)
+        assert response["status_code"] == 200
+        assert response["request_id"]
+        assert response["body"]["choices"][0]["text"] == direct.choices[0].text
+    errors = answers(client, batch.error_file_id)
+    assert errors["bad"]["response"]["status_code"] == 400
+    assert errors["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+    assert batch.id in [entry.id for entry in client.batches.list()]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}, "chat.completion"),
+        ("/v1/responses", {"input": "a"}, "response"),
+        ("/v1/embeddings", {"input": "a"}, "list"),
+    ],
+)
+def test_batches_of_other_routes(client, endpoint, body, kind):
+    entry = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    batch = wait(client, begin(client, [entry], endpoint))
+    response = answers(client, batch.output_file_id or batch.error_file_id)["a"]["response"]
+    assert response["status_code"] == 200, response
+    assert response["body"]["object"] == kind
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([], "empty_file", None),
+        (["{"], "invalid_json_line", 1),
+        ([line("a"), {"custom_id": "b"}], "invalid_request", 2),
+        ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
+        ([line("a", url=CHAT)], "mismatched_endpoint", 1),
+        ([{**line("a"), "method": "GET"}], "invalid_method", 1),
+        ([line("a", stream=True)], "unsupported_parameter", 1),
+        ([line("a"), "", "[1]"], "invalid_request", 3),
+    ],
+)
+def test_a_file_with_faults_is_not_begun(client, lines, code, number):
+    """The batch says which line, and what is wrong with it."""
+    batch = wait(client, begin(client, lines))
+    assert batch.status == "failed"
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+    assert batch.output_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"endpoint": "/v1/batches"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"input_file_id": "../lock"}, "input_file_id"),
+    ],
+)
+def test_what_is_no_batch_is_refused(client, server, body, param):
+    file = upload(client, [line("a")])
+    content = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h", **body}
+    answer = server.client.post("/v1/batches", json=content, headers={"authorization": "Bearer none"})
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+
+
+def test_files_and_batches_are_their_owners(client, server):
+    """Another token sees none of them."""
+    file = upload(client, [line("a")])
+    batch = wait(client, begin(client, [line("a")]))
+    with client_of(server, "another") as other:
+        assert list(other.files.list()) == list(other.batches.list()) == []
+        for call in (
+            lambda: other.files.retrieve(file.id),
+            lambda: other.files.content(batch.output_file_id),
+            lambda: other.files.delete(file.id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def test_a_batch_that_is_cancelled_keeps_its_answers(client):
+    """What has none says why; each line once; the file cannot go while it is read."""
+    lines = [line(f"r{i}", prompt=f"{i:04}", **LONG) for i in range(400)]
+    batch = wait(client, begin(client, lines), ["in_progress"])
+    with pytest.raises(openai.BadRequestError, match="still reads"):
+        client.files.delete(batch.input_file_id)
+    while not (batch := client.batches.retrieve(batch.id)).request_counts.completed:
+        assert batch.status == "in_progress"
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = wait(client, batch)
+    assert batch.status == "cancelled"
+    done, missing = answers(client, batch.output_file_id), answers(client, batch.error_file_id)
+    assert set(done) | set(missing) == {entry["custom_id"] for entry in lines}
+    assert not set(done) & set(missing)
+    assert len(done) == batch.request_counts.completed > 0
+    assert {entry["error"]["code"] for entry in missing.values()} == {"batch_cancelled"}
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.batches.cancel(batch.id)
+    client.files.delete(batch.input_file_id)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_batch_outlives_its_server(start_server, tmp_path, how):
+    """Killed or ended in the middle, twice: every line has one answer in the end, and the answers are right."""
+    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state")}
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(160)]
+    server = start_server(*FAKE, **environment)
+    with client_of(server) as client:
+        batch = begin(client, lines)
+    for part in (20, 60):
+        with client_of(server) as client:
+            end = time.monotonic() + 60
+            while (counts := client.batches.retrieve(batch.id).request_counts).completed < part:
+                assert time.monotonic() < end, counts
+                time.sleep(0.01)
+            assert counts.completed < 160, "it was to be killed in the middle"
+        code = server.stop(how)
+        assert code == (0 if how == signal.SIGTERM else -how)
+        server = start_server(*FAKE, **environment)
+    with client_of(server) as client:
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 160, 0)
+        found = answers(client, batch.output_file_id)
+        assert set(found) == {entry["custom_id"] for entry in lines}
+        for entry in lines[::40]:
+            body = dict(entry["body"])
+            direct = client.completions.create(model=None, extra_body={"ignore_eos": body.pop("ignore_eos")}, **body)
+            answer = found[entry["custom_id"]]["response"]["body"]
+            assert answer["choices"][0]["text"] == direct.choices[0].text
+        assert client.files.retrieve(batch.input_file_id).bytes
+    assert not list((tmp_path / "state" / "batches").glob("*.output"))
+
+
+def test_a_batch_outlives_its_engine(start_server):
+    """Lines that were lost with it are computed again."""
+    server = start_server(*FAKE)
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(60)]
+    with client_of(server) as client:
+        batch = begin(client, lines)
+        while client.batches.retrieve(batch.id).request_counts.completed < 8:
+            time.sleep(0.01)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert len(answers(client, batch.output_file_id)) == 60
+
+
+def test_a_batch_yields_to_everybody_else(start_server):
+    """Its lines are of the class batch, whatever they say: a request that comes later is computed before them."""
+    server = start_server("--backend.name", "fake", "--max-num-seqs", "1")
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive") for i in range(30)]
+    with client_of(server) as client:
+        batch = wait(client, begin(client, lines), ["in_progress"])
+        client.completions.create(model=None, prompt="a", max_tokens=4)
+        assert client.batches.retrieve(batch.id).request_counts.completed < 15
+        client.batches.cancel(batch.id)
+
+
+def test_without_a_folder_there_are_no_files(start_server):
+    server = start_server(*FAKE, CLLM_STORAGE_FOLDER="null")
+    for path in ("/v1/files", "/v1/batches"):
+        answer = server.client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "storage_off")
+
+
+def test_two_servers_do_not_share_a_folder(start_server, tmp_path):
+    """The second one says so, and serves everything else."""
+    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path)}
+    first, second = start_server(*FAKE, **environment), start_server(*FAKE, **environment)
+    assert first.client.get("/v1/files").status_code == 200
+    answer = second.client.get("/v1/files")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert second.client.get("/v1/models").status_code == 200

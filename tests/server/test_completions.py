@@ -1,0 +1,231 @@
+"""OpenAI's completions with all that evaluation harnesses and editors ask for, through the real client."""
+
+import math
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.llama
+
+TEXT = "Once there was a clever fox"
+
+
+@pytest.fixture(scope="module")
+def client(builtin_server):
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ask(client):
+    model = client.models.list().data[0].id
+
+    def ask(prompt=TEXT, *, extra=None, **params):
+        return client.completions.create(
+            model=model, prompt=prompt, **{"temperature": 0, "max_tokens": 8, **params}, extra_body=extra
+        )
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def encode(builtin_server):
+    return lambda text: builtin_server.client.post("/encode", json={"text": text}).json()["tokens"]
+
+
+def check_aligned(text, logprobs, start=0):
+    """Tokens spell the text from the character ``start`` on, and say where they begin."""
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert token.startswith("<|") or text[offset:].startswith(token)
+    assert "".join(token for token in logprobs.tokens if not token.startswith("<|")) == text[start:]
+
+
+def test_logprobs_of_what_is_written(ask):
+    """Greedy: each token is the most probable one; lists of one length; offsets into the text."""
+    choice = ask(logprobs=3).choices[0]
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) > 2
+    check_aligned(choice.text, logprobs)
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) == 3
+        assert top[token] == max(top.values()) == logprob <= 0
+        assert sum(map(math.exp, top.values())) <= 1.0001
+
+
+def test_the_token_that_came_is_told_even_if_it_is_not_among_the_best(ask):
+    """At a high temperature most are not; none but itself with logprobs 0."""
+    logprobs = ask(logprobs=2, temperature=50, seed=1, extra={"top_k": 0, "min_p": 0}, top_p=1).choices[0].logprobs
+    assert {2, 3} >= {len(top) for top in logprobs.top_logprobs}
+    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+    assert all(len(top) == 1 for top in ask(logprobs=0).choices[0].logprobs.top_logprobs)
+
+
+def test_a_stream_tells_the_same(ask):
+    """Chunk by chunk, offsets going on."""
+    whole = ask(logprobs=2, echo=True, n=2).choices
+    for i in range(2):
+        text, tokens, values, offsets = "", [], [], []
+        for chunk in ask(logprobs=2, echo=True, n=2, stream=True):
+            choice = chunk.choices[0]
+            if choice.index == i:
+                text += choice.text
+                if choice.logprobs:
+                    tokens += choice.logprobs.tokens
+                    values += choice.logprobs.token_logprobs
+                    offsets += choice.logprobs.text_offset
+        assert text == whole[i].text
+        assert tokens == whole[i].logprobs.tokens
+        assert offsets == whole[i].logprobs.text_offset
+        assert values[0] is None
+        assert values[1:] == pytest.approx(whole[i].logprobs.token_logprobs[1:], abs=1e-3)
+
+
+def test_an_echoed_prompt_is_scored(ask, encode):
+    """max_tokens 0 gives the prompt alone; a continuation is as probable there as when it was written."""
+    written = ask(logprobs=0).choices[0]
+    whole = TEXT + written.text
+    scored = ask(encode(whole), echo=True, logprobs=1, max_tokens=0)
+    choice = scored.choices[0]
+    assert choice.text == whole
+    assert choice.finish_reason == "length"
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, len(encode(whole)))
+    check_aligned(whole, choice.logprobs)
+    assert choice.logprobs.token_logprobs[0] is None
+    count = len(written.logprobs.tokens)
+    assert choice.logprobs.tokens[-count:] == written.logprobs.tokens
+    assert choice.logprobs.token_logprobs[-count:] == pytest.approx(written.logprobs.token_logprobs, abs=0.02)
+    for value, top in zip(choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True):
+        assert value in top.values()
+
+
+def test_what_is_cached_is_scored_all_the_same(ask):
+    """The second time the prompt lies in the cache, and every logprob is there again."""
+    prompts = [f"{TEXT} and a wise owl", f"{TEXT} and a grey wolf"]
+    first = ask(prompts, echo=True, logprobs=2, max_tokens=1)
+    again = ask(prompts, echo=True, logprobs=2, max_tokens=1)
+    for one, other in zip(first.choices, again.choices, strict=True):
+        assert one.logprobs.tokens == other.logprobs.tokens
+        assert one.logprobs.token_logprobs[1:] == pytest.approx(other.logprobs.token_logprobs[1:], abs=0.02)
+
+
+def test_a_likelier_continuation_has_a_higher_score(ask, encode):
+    """What evaluation harnesses do: which of two endings does the model expect?"""
+
+    def score(prompt, ending):
+        logprobs = ask(prompt + ending, echo=True, logprobs=1, max_tokens=1).choices[0].logprobs.token_logprobs
+        return sum(logprobs[len(encode(prompt)) : len(encode(prompt + ending))])
+
+    for prompt in (TEXT, "Once there was a wise owl"):
+        right = ask(prompt, max_tokens=5).choices[0].text
+        assert score(prompt, right) > score(prompt, " 7+ zebra =")
+
+
+def test_echo_without_logprobs(ask, encode):
+    """The prompt's text comes first, streamed or not, also of token ids and of several prompts."""
+    alone = ask().choices[0].text
+    assert ask(echo=True).choices[0].text == TEXT + alone
+    assert ask(encode(TEXT), echo=True).choices[0].text == TEXT + alone
+    assert "".join(chunk.choices[0].text for chunk in ask(echo=True, stream=True)) == TEXT + alone
+    assert [c.text for c in ask([TEXT, "Two"], echo=True, max_tokens=0).choices] == [TEXT, "Two"]
+
+
+def test_best_of(ask):
+    """The most probable of several, by the mean of its logprobs; all of them are paid for."""
+    params = {"temperature": 3.0, "seed": 5, "top_p": 1, "max_tokens": 6, "extra": {"top_k": 0, "min_p": 0}}
+    every = ask(n=6, logprobs=0, **params)
+    means = {c.text: sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in every.choices}
+    found = ask(n=2, best_of=6, **params)
+    assert [choice.text for choice in found.choices] == sorted(means, key=means.get, reverse=True)[:2]
+    assert [choice.index for choice in found.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in found.choices)
+    assert found.usage.completion_tokens == every.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 1000}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"suffix": " end"}, "suffix"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"extra": {"mirostat": 1}}, "mirostat"),
+        ({"extra": {"min_tokens": 9}}, "min_tokens"),
+        ({"extra": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra": {"cache_salt": ""}}, "cache_salt"),
+        ({"extra": {"dry_multiplier": 1.0, "dry_sequence_breakers": ["zq\u00e9j9x"]}}, "dry_sequence_breakers"),
+        ({"extra": {"dry_sequence_breakers": ["a"] * 17}}, "dry_sequence_breakers"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(ask, params, param):
+    """With the field that is at fault."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(**params)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"typical_p": 0.4},
+        {"top_n_sigma": 0.7},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+        {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.3},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": [" "]},
+    ],
+)
+def test_extensions_change_the_text_and_a_seed_repeats_it(ask, extra):
+    """Each does something, and the same again."""
+
+    def text(seed, extra):
+        params = {"temperature": 1.5, "top_p": 1, "max_tokens": 40, "logprobs": 0}
+        extra = {"top_k": 0, "min_p": 0, "ignore_eos": True, **extra}
+        return ask("Count from 3 to 30.", seed=seed, extra=extra, **params).choices[0].text
+
+    assert text(1, extra) == text(1, extra)
+    assert any(text(seed, extra) != text(seed, {}) for seed in range(3))
+
+
+def test_min_tokens_and_a_stop_string_that_stays(ask):
+    """Nothing ends before so many tokens; the stop string can be kept."""
+    stop = ask(max_tokens=3).choices[0].text[-1]
+    early = ask(stop=[stop], max_tokens=20)
+    late = ask(stop=[stop], max_tokens=20, extra={"min_tokens": 10})
+    assert late.usage.completion_tokens > 10 > early.usage.completion_tokens
+    kept = ask(stop=[stop], max_tokens=20, extra={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == early.choices[0].text + stop
+
+
+def test_a_salt_has_a_cache_of_its_own(ask):
+    """Another salt, or none, finds nothing of it; the same one does."""
+    text = "Repeat: apple bird bread bridge brown cake chair child cloud cow " * 3
+    found = [
+        ask(text, extra={"cache_salt": salt} if salt else {}).usage.prompt_tokens_details.cached_tokens
+        for salt in ("one", "two", "", "one", "two", "")
+    ]
+    assert found[:3] == [0, 0, 0]
+    assert min(found[3:]) > 10
+
+
+def test_what_is_missing_is_filled_in(start_server, tiny_model):
+    """The prompt is the prefix's mark, the prefix, the suffix's, the suffix, the middle's; special texts are plain."""
+    server = start_server(str(tiny_model("gemma3")))
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+
+    def num_tokens(prompt, suffix):
+        usage = client.completions.create(model=model, prompt=prompt, suffix=suffix, max_tokens=1).usage
+        return usage.prompt_tokens
+
+    def encode(text):
+        return server.client.post("/encode", json={"text": text}).json()["tokens"]
+
+    assert num_tokens("hello", " there") == len(encode("hello")) + len(encode(" there")) + 3
+    assert num_tokens(encode("hello"), "") == len(encode("hello")) + 3
+    assert num_tokens("<|im_end|>", "") > len(encode("<|im_end|>")) + 3
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=model, prompt="a", suffix="b", echo=True, logprobs=1)
+    assert refused.value.param == "logprobs"

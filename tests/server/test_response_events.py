@@ -1,0 +1,162 @@
+"""Deltas of all channels to the events of a response, without a server."""
+
+import json
+
+import pydantic
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from openai.types.responses.response import Response
+
+from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest, EngineError
+from cllm.server.openai.response_schema import MessageItem, messages_of
+from cllm.server.openai.response_store import ResponseStore
+from cllm.server.openai.response_stream import ResponseEvents
+from cllm.service import Delta, Generation
+from cllm.text.chat import Channel
+
+HEAD = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "status": "in_progress",
+    "model": "m",
+    "output": [],
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "tool_choice": "auto",
+    "tools": [],
+}
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+def events_of(deltas, end="end", on_end=lambda response: None):
+    """The events that ``deltas`` give, one at a time, as dicts; and the response."""
+    events = ResponseEvents(Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end)
+    data = events.begin() + b"".join(events.deltas([delta]) for delta in deltas)
+    data += events.end() if end == "end" else events.fault(EngineError("The engine went away."))
+    blocks = data.decode().strip().split("\n\n")
+    found = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    for event in found:
+        EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found, events.response
+
+
+def short(kind):
+    return kind.removeprefix("response.")
+
+
+THOUGHT = [Delta(0, "Let me", 2, channel=Channel.REASONING), Delta(0, " see.", 2, channel=Channel.REASONING)]
+CALLS = [
+    Delta(0, "", 1, channel=Channel.CALL, call=0, name="f"),
+    Delta(0, '{"a":', 2, channel=Channel.CALL, call=0),
+    Delta(0, "1}", 2, channel=Channel.CALL, call=0),
+    Delta(0, "{}", 2, channel=Channel.CALL, call=1, name="g"),
+    Delta(0, "", 1, "tool_calls"),
+]
+
+
+def test_reasoning_text_and_calls_are_items():
+    """Each opened, filled, closed, before the next is opened."""
+    events, response = events_of([*THOUGHT, Delta(0, "Hm.", 1), *CALLS])
+    assert [short(event["type"]) for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [1] * 6 + [2] * 5 + [
+        3
+    ] * 4
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert [item.get("arguments") for item in response["output"][2:]] == ['{"a":1}', "{}"]
+    assert response["output"] == [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert pydantic.TypeAdapter(Response).validate_python(response).output[0].content[0].text == "Let me see."
+
+
+def test_the_items_of_a_response_are_one_message_of_the_next_chat():
+    """What was thought, said and called in a row; then what the tools gave."""
+    _, response = events_of([*THOUGHT, Delta(0, "Hm.", 1), *CALLS])
+    user = MessageItem(role="user", content="Q").resource()
+    gave = {"type": "function_call_output", "call_id": response["output"][2]["call_id"], "output": "3"}
+    messages = messages_of([user, *response["output"], gave], "Be kind.")
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["reasoning_content"] == "Let me see."
+    assert messages[2]["content"] == "Hm."
+    assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["f", "g"]
+    assert messages[2]["tool_calls"][0]["id"] == messages[3]["tool_call_id"]
+
+
+def test_an_empty_answer_is_an_answer():
+    events, response = events_of([Delta(0, "", 1, "stop")])
+    assert [short(event["type"]) for event in events][2:] == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert response["output"][0]["content"][0]["text"] == ""
+
+
+def test_a_fault_ends_the_stream_in_its_own_form_and_is_not_kept():
+    """What had come is in the response that failed."""
+    kept = []
+    events, _ = events_of([Delta(0, "Hm.", 1)], end="fault", on_end=kept.append)
+    last = events[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "The engine went away."}
+    assert last["response"]["output"][0]["content"][0]["text"] == "Hm."
+    assert kept == []
+
+
+def add(store, name, previous=None, text="x", owner="o"):
+    store.add(owner, {"id": name, "previous_response_id": previous, "output": [{"n": name}]}, [{"t": text}])
+
+
+def test_the_store_is_bounded_in_bytes_too():
+    store = ResponseStore(100, 1000)
+    for i in range(20):
+        add(store, str(i), text="x" * 100)
+    with pytest.raises(BadRequest, match="1000 bytes"):
+        store.get("0", "o")
+    kept = [str(i) for i in range(20) if str(i) in store._stored]
+    assert kept == [str(i) for i in range(20 - len(kept), 20)]
+    assert 0 < sum(stored.num_bytes for stored in store._stored.values()) == store._num_bytes <= 1000
+    add(store, "huge", text="x" * 2000)
+    assert [*store._stored] == kept, "what cannot be kept drives nothing out"
+
+
+def test_a_history_is_whole_or_an_error():
+    store = ResponseStore(3, 10_000)
+    add(store, "a")
+    add(store, "b", "a")
+    assert store.history("b", "o") == [{"t": "x"}, {"n": "a"}, {"t": "x"}, {"n": "b"}]
+    store.delete("a", "o")
+    with pytest.raises(BadRequest, match="'a' is not known"):
+        store.history("b", "o")
+    with pytest.raises(BadRequest):
+        store.history("b", "another")

@@ -1,0 +1,122 @@
+"""Tools, reasoning and schemas through the Responses API, by OpenAI's own client against the built-in model."""
+
+import json
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+from openai.types.responses import ResponseStreamEvent
+
+from cllm.models.builtin.questions import TOOLS
+
+pytestmark = [pytest.mark.llama, pytest.mark.slow]
+
+DECLARED = [
+    {"type": "function", "strict": False, **TOOLS[name].declare(name)["function"]}
+    for name in ("get_weather", "multiply", "get_time")
+]
+ASK = "How is the weather in Paris?"
+SUM = "What is 27 plus 45?"
+THOUGHTS = "20 + 40 = 60\n7 + 5 = 12\n60 + 12 = 72"
+RESULT = '{"weather": "sunny", "degrees": 21}'
+ANSWER = "It is sunny in Paris, 21 degrees."
+
+
+@pytest.fixture(scope="module")
+def client(builtin_server):
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def create(client):
+    def create(question, **options):
+        return client.responses.create(model="cllm-builtin", input=question, temperature=0, **options)
+
+    return create
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "get_weather"}])
+def test_a_round_trip(choice, create):
+    """The model calls a declared tool and uses its result: by the id of the response, and with all items sent again."""
+    first = create(ASK, tools=DECLARED, tool_choice=choice)
+    (call,) = first.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Paris"})
+    assert first.status == "completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    assert create([result], tools=DECLARED, previous_response_id=first.id).output_text == ANSWER
+    items = [{"role": "user", "content": ASK}, call.to_dict(), result]
+    assert create(items, tools=DECLARED).output_text == ANSWER
+
+
+def test_a_call_is_streamed(create):
+    """The pieces of the arguments are together one JSON object; the events are of the client's own types."""
+    events = list(create(ASK, tools=DECLARED, stream=True))
+    for event in events:
+        pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert len(deltas) > 2
+    assert json.loads("".join(deltas)) == {"city": "Paris"}
+    assert (done.name, done.arguments) == ("get_weather", "".join(deltas))
+    assert events[-1].response.output[0].arguments == done.arguments
+
+
+def test_the_streaming_helper_puts_a_call_together(client):
+    with client.responses.stream(model="cllm-builtin", input=ASK, tools=DECLARED, temperature=0) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        (call,) = stream.get_final_response().output
+    assert snapshots[-1] == call.arguments
+    assert json.loads(call.arguments) == {"city": "Paris"}
+
+
+def test_a_choice_among_tools(create):
+    """None, or some of them."""
+    assert [item.type for item in create(ASK, tools=DECLARED, tool_choice="none").output] == ["message"]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "multiply"}]}
+    (call, *_) = create(ASK, tools=DECLARED, tool_choice=allowed, parallel_tool_calls=False).output
+    assert call.name == "multiply"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_an_item_of_its_own(create, stream):
+    """Before the message, and counted."""
+    response = create(SUM, reasoning={"effort": "low"}, stream=stream)
+    if stream:
+        events = list(response)
+        response = events[-1].response
+        deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(deltas) == THOUGHTS
+        assert len(deltas) > 3
+    thought, message = response.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", THOUGHTS)
+    assert message.content[0].text == response.output_text == "72"
+    assert 5 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    again = [{"role": "user", "content": SUM}, *[item.to_dict() for item in response.output]]
+    assert create([*again, {"role": "user", "content": SUM}]).output_text == "72"
+
+
+class Sum(pydantic.BaseModel):
+    sum: Literal[70, 71, 72]
+
+
+def test_an_answer_is_parsed(client):
+    """By the client, into its user's own type."""
+    response = client.responses.parse(model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50)
+    assert response.output_parsed.sum in (70, 71, 72)
+    assert response.text.format.type == "json_schema"
+    with client.responses.stream(model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50) as stream:
+        (done,) = [event for event in stream if event.type == "response.output_text.done"]
+    assert isinstance(done.parsed, Sum)
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(create):
+    """Under its name here."""
+    schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(SUM, text={"format": {"type": "json_schema", "name": "a", "schema": schema}})
+    assert refused.value.param.startswith("text.format")
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(ASK, tools=DECLARED, tool_choice={"type": "function", "name": "nobody"})
+    assert refused.value.param == "tool_choice"

@@ -1,0 +1,68 @@
+"""Tokens and the text they are shown with."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.core.output import Logprobs, TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.text.choice import Choice
+
+PIECES = [b"a", b"b", b"ab", b"ba ", b"", b"\xe2", b"\x82\xac", b"\xe2\x82\xac", b"\xff", "ä b".encode()]
+tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
+stops = st.lists(st.sampled_from(["a", "bb", "aba", "€", "ä", " a", "\ufffd"]), max_size=2).map(tuple)
+
+
+def run(outputs: list[int], finish: str, is_text: bool, params: SamplingParams) -> tuple[str, list, str]:
+    """The shown text, what was told of tokens, and the reason; after each token the two must agree."""
+    choice, shown, told = Choice(0, PIECES, params), "", []
+    for i, token in enumerate(outputs):
+        last = i == len(outputs) - 1
+        text, ended = choice.feed(
+            TokenOutput("A", 0, token, finish if last else "", is_text or not last, 0, Logprobs(-float(i), []))
+        )
+        shown += text
+        told += choice.told
+        assert all(one.at < len(shown) or ended for one in told), "told before it is shown"
+        if ended:
+            break
+    return shown, told, choice.finish
+
+
+@given(tokens, stops, st.sampled_from(["", "length"]), st.booleans(), st.integers(0, 3), st.booleans())
+def test_tokens_spell_the_text_that_is_shown(outputs, stop, finish, is_text, min_tokens, include):
+    """In order, each once; only a stop string may cut the last one, and what lies behind is not told."""
+    params = SamplingParams(logprobs=0, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include)
+    shown, told, reason = run(outputs, finish, is_text, params)
+    assert [one.token for one in told] == outputs[: len(told)]
+    assert [one.logprobs.logprob for one in told] == [-float(i) for i in range(len(told))]
+    spelled = b"".join(PIECES[one.token] for one in told).decode("utf-8", "replace")
+    if reason == "length" or not stop:
+        expected = outputs if is_text or reason != "length" else outputs[:-1]
+        text = b"".join(PIECES[token] for token in expected).decode("utf-8", "replace")
+        if reason == "length":
+            assert shown == spelled == text
+            assert len(told) == len(expected)
+        else:
+            assert spelled.startswith(shown) or shown.startswith(spelled)
+    elif reason == "stop":
+        assert spelled.replace("\ufffd", "").startswith(shown.replace("\ufffd", "")) or spelled.startswith(shown)
+        assert all(one.at < len(shown) for one in told)
+
+
+def test_a_part_of_a_character_comes_with_the_whole():
+    """Two tokens of one character begin where it does, and are told when it is shown."""
+    choice = Choice(0, PIECES, SamplingParams(logprobs=0))
+    told = []
+    for token in (0, 5, 6, 1):
+        choice.feed(TokenOutput("A", 0, token, logprobs=Logprobs(0.0, [])))
+        told.append([(one.token, one.at) for one in choice.told])
+    assert told == [[(0, 0)], [], [(5, 1), (6, 1)], [(1, 2)]]
+
+
+def test_nothing_is_told_to_those_who_did_not_ask():
+    """And nothing is kept for them."""
+    choice = Choice(0, PIECES, SamplingParams())
+    choice.feed(TokenOutput("A", 0, 0))
+    assert choice.told == []

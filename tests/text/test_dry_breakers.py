@@ -1,0 +1,37 @@
+"""Texts that break repetitions, to tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.errors import BadRequest
+from cllm.text.dry_breakers import MAX_BREAKERS, MAX_LENGTH, DryBreakers
+
+PIECES = [b"\n", b"a\n\nb", b"", b":", b"**", b"a:", b"\xff", b"\xe2\x82", "€".encode(), b"ab", b"b"]
+
+
+def test_the_usual_ones():
+    """Tokens that contain one of them, whether or not all of them occur."""
+    assert DryBreakers(PIECES).ids(None) == (0, 1, 3, 4, 5)
+    assert DryBreakers(PIECES).ids(()) == ()
+
+
+@given(st.lists(st.binary(max_size=4), max_size=20), st.text("ab\n€", min_size=1, max_size=3))
+def test_exactly_those_that_contain_it(pieces, text):
+    """Never one that two tokens side by side would make together; none is the client's fault."""
+    expected = tuple(i for i, piece in enumerate(pieces) if text.encode() in piece)
+    if expected:
+        assert DryBreakers(pieces).ids((text,)) == expected
+    else:
+        with pytest.raises(BadRequest, match="no token"):
+            DryBreakers(pieces).ids((text,))
+
+
+@pytest.mark.parametrize("texts", [("",), ("a" * (MAX_LENGTH + 1),), ("a",) * (MAX_BREAKERS + 1)])
+def test_limits(texts):
+    """Of their number and length."""
+    with pytest.raises(BadRequest) as refused:
+        DryBreakers(PIECES).ids(texts)
+    assert refused.value.param == "dry_sequence_breakers"

@@ -1,0 +1,150 @@
+"""Templates in processes that can be killed: right texts, limits that hold, and nobody else who notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from cllm.backends.fake import FakeVocabulary
+from cllm.errors import BadRequest
+from cllm.text import rendering
+from cllm.text.chat_template import MAX_LENGTH, ChatTemplate
+from cllm.text.rendering import Renderer
+
+MESSAGES = [{"role": "user", "content": "gr\u00fcn <|im_start|> \U0001f600"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": [1, 2.5, None, True]}}}]
+
+
+def vocabulary(source: str | None = None) -> FakeVocabulary:
+    made = FakeVocabulary()
+    if source is not None:
+        made.chat_template = source
+    return made
+
+
+async def render(renderer: Renderer, content: str = "hi", **variables) -> str:
+    return await renderer.render([{"role": "user", "content": content}], [], **variables)
+
+
+def with_renderer(source, use):
+    """What ``use(renderer)`` gives; no process is left."""
+
+    async def run():
+        renderer = Renderer(vocabulary(source))
+        try:
+            return await use(renderer)
+        finally:
+            renderer.close()
+
+    return asyncio.run(run())
+
+
+def test_it_says_what_the_template_says():
+    """The same text as in place, with fences, tools and variables; and refusals in the template's words."""
+    source = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ enable_thinking }}"
+    here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, enable_thinking=True)
+    there = with_renderer(source, lambda renderer: renderer.render(MESSAGES, TOOLS, enable_thinking=True))
+    assert there == here
+    with pytest.raises(BadRequest, match="no such roles") as refused:
+        with_renderer("{{ raise_exception('no such roles') }}", render)
+    assert refused.value.param == "messages"
+
+
+def test_a_process_is_kept():
+    """Many texts, at the same time too, come from few processes, each to whom it belongs."""
+
+    async def use(renderer):
+        texts = await asyncio.gather(*(render(renderer, f"<{i}>") for i in range(40)))
+        return texts, len(renderer._idle)
+
+    texts, num_processes = with_renderer("{{ messages[0].content }}", use)
+    assert texts == [f"<{i}>" for i in range(40)]
+    assert 1 <= num_processes <= rendering.MAX_PROCESSES
+
+
+BOMBS = [
+    "{{ '%999999999d' % 1 }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 'a'.center(10 ** 10) }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "{% for i in range(99999) %}{{ '%99999d' % 1 }}{% endfor %}",
+    "{% macro m(n) %}{% for i in range(n) %}{{ m(n - 1) }}{% endfor %}{% endmacro %}{{ m(15) }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the clock of the parent is slower")
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_bomb_ends_itself_alone(source):
+    """Its request is refused, the event loop goes on meanwhile, and the next request is served."""
+    guarded = "{% if messages[0].content == 'bomb' %}" + source + "{% endif %}fine"
+
+    async def use(renderer):
+        ChatTemplate(vocabulary(guarded))  # which computes nothing yet
+        longest, last = 0.0, time.monotonic()
+        bomb = asyncio.create_task(render(renderer, "bomb"))
+        while not bomb.done():
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert await render(renderer) == "fine"
+        return bomb.exception(), longest
+
+    error, longest = with_renderer(guarded, use)
+    assert isinstance(error, BadRequest)
+    assert error.param == "messages"
+    assert longest < 1.0
+
+
+def test_a_text_has_a_limit(monkeypatch):
+    """A template that makes far more of its messages than they are is stopped, wherever it runs."""
+    with pytest.raises(BadRequest, match=str(MAX_LENGTH)):
+        ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render([], [])
+
+
+def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
+    """The parent kills what does not answer."""
+    monkeypatch.setattr(rendering, "WALL_LIMIT", 0.7)
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    begun = time.monotonic()
+    with pytest.raises(BadRequest, match="seconds") as refused:
+        with_renderer(source, render)
+    assert refused.value.code == "template_limit"
+    assert time.monotonic() - begun < 1.9, "its own limit would have come later"
+
+
+@pytest.mark.skipif(not hasattr(os, "kill") or sys.platform == "win32", reason="signals")
+def test_a_process_that_was_killed_is_replaced():
+    """Whoever asked it is refused; whoever comes next is not."""
+
+    async def use(renderer):
+        await render(renderer)
+        os.kill(renderer._idle[0]._process.pid, signal.SIGKILL)
+        with pytest.raises(BadRequest):
+            await render(renderer)
+        return await render(renderer)
+
+    assert with_renderer("x", use) == "x"
+
+
+def test_one_who_does_not_wait_leaves_nothing_behind():
+    """Cancelled in the middle: the process is gone, and its place is free."""
+
+    async def use(renderer):
+        source_takes_long = [asyncio.create_task(render(renderer, "bomb")) for _ in range(5)]
+        await asyncio.sleep(0.5)
+        for task in source_takes_long:
+            task.cancel()
+        await asyncio.gather(*source_takes_long, return_exceptions=True)
+        assert not renderer._busy
+        return await render(renderer)
+
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    assert with_renderer("{% if messages[0].content == 'bomb' %}" + loop + "{% endif %}x", use) == "x"
