@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from cllm.core.params import SamplingParams
+from cllm.core.params import MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
@@ -26,6 +26,7 @@ NAMES = {  # of sampling parameters, where Ollama has others
         name: f"options.{name}"
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
     },
+    **{name: f"options.{name}" for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
 }
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
 AT_START = "the model has been loaded by the server's settings"
@@ -56,6 +57,10 @@ class Options(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    mirostat: int | None = Field(default=None, description="0 or 2.")
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: int | None = Field(default=None, description="-1: a new one for every request.")
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
@@ -65,7 +70,7 @@ class Options(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults, logprobs: int | None) -> SamplingParams:
         """Raises BadRequest for values out of range."""
         limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
         if self.num_predict is not None and limit is None:  # what the operator has as default does not hold
@@ -77,11 +82,16 @@ class Options(Body):
                 top_k=max(0, self.top_k) if self.top_k is not None else None,
                 top_p=self.top_p,
                 min_p=self.min_p,
+                typical_p=self.typical_p,
+                mirostat=self.mirostat,
+                mirostat_tau=self.mirostat_tau,
+                mirostat_eta=self.mirostat_eta,
                 seed=None if self.seed == -1 else self.seed,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
                 repetition_penalty=1.0 if self.repeat_last_n == 0 else self.repeat_penalty,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
+                logprobs=logprobs,
             )
 
 
@@ -101,8 +111,15 @@ class GenerationBody(TermsBody):
     options: Options | None = None
     think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
 
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        return (self.options or Options()).params(defaults)
+        """Raises BadRequest for values out of range."""
+        if self.top_logprobs and not self.logprobs:
+            message = "Invalid 'top_logprobs': it needs 'logprobs' to be true."
+            raise BadRequest(message, param="top_logprobs", code="invalid_value")
+        return (self.options or Options()).params(defaults, (self.top_logprobs or 0) if self.logprobs else None)
 
     def constraint(self) -> Constraint | None:
         """What the answer must be. Raises BadRequest for a format that does not exist."""
@@ -135,12 +152,10 @@ class GenerateBody(GenerationBody):
         "template": "the model's own template is used; with raw the prompt is taken as it is",
         "images": NO_IMAGES,
         **dict.fromkeys(("width", "height", "steps"), "this model writes text"),
-        "suffix": "text cannot be filled in yet",
-        "logprobs": "they are not supported yet",
-        "top_logprobs": "they are not supported yet",
     }
 
     prompt: str | None = None
+    suffix: str | None = Field(default=None, description="What comes behind the text that is to be filled in.")
     system: str | None = None
     raw: bool = False
 
@@ -188,12 +203,6 @@ class ChatBody(GenerationBody):
     model_config = example(
         model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}], options={"temperature": 0}
     )
-
-    refused: ClassVar = {
-        **GenerationBody.refused,
-        "logprobs": "they are not supported yet",
-        "top_logprobs": "they are not supported yet",
-    }
 
     messages: list[Message] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
