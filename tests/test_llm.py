@@ -38,6 +38,15 @@ def test_one_prompt_as_text_or_as_tokens(fake):
     assert [done.text for done in fake.generate([[97], "b"], GREEDY)] == ["bcdef", "cdefg"]
 
 
+def test_grammars(fake):
+    """Beside prompts that follow none; one that cannot be compiled is the caller's mistake."""
+    bound = SamplingParams(temperature=0, n=2, grammar='start: "b" /[0-9]/')
+    assert [output.text for output in fake.generate("a", bound)[0].outputs] == ["b0", "b0"]
+    with pytest.raises(BadRequest):
+        fake.generate(["a", "b"], SamplingParams(grammar="start: nothing"))
+    assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
 def test_several_outputs_and_stop_strings(fake):
     """n outputs each, ended before the stop string."""
     (done,) = fake.generate("a", SamplingParams(temperature=0, n=2, stop=("ef",)))
@@ -206,3 +215,18 @@ def test_the_example_of_the_readme(builtin_path, capsys):
     (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block)
     exec(example, {})
     assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"
+
+
+def test_embed():
+    """A vector for each text; alike as far as the texts are."""
+    llm = LLM(backend_name="fake")
+    vectors = llm.embed(["hello", "hello there", "zzzz"])
+    assert vectors.shape == (3, llm.info.embedding_size)
+    assert vectors[0] @ vectors[0] == pytest.approx(1, abs=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+    assert llm.embed("hello").shape == (1, llm.info.embedding_size)
+    assert llm.embed([]).shape == (0, llm.info.embedding_size)
+    for wrong in (["a", ""], ["a" * 100_000]):
+        with pytest.raises(BadRequest):
+            llm.embed(wrong)
+    assert llm.generate("a")[0].text

@@ -102,17 +102,21 @@ async def rank(service: Service, query: str, documents: list[str], terms: Terms)
 async def encode_pairs(service: Service, query: str, documents: list[str], params: list[str]) -> list[list[int]]:
     """What the model reads of each document with the query, in the form that it was made for."""
     vocabulary, chat_template = service.vocabulary, service.chat_template
+    [asked] = await encode_texts(service, [query], ["query"])
+    check(service, [asked], ["query"])
+    if len(asked) * len(documents) > MAX_TOKENS:  # it is read with each of them
+        raise too_many("documents", len(asked) * len(documents))
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for document, param in zip(documents, params, strict=True):
-        if (length := len(query) + len(document)) > limit * longest:
-            raise too_long(param, length // longest, limit, at_least=True)
+        if len(document) > limit * longest:
+            raise too_long(param, len(document) // longest, limit, at_least=True)
 
     def with_template(template: str) -> list[list[int]]:
         parts: list[str] = re.split(r"(\{query\}|\{document\})", template)
-        asked, read = chat_template.fenced(query), map(chat_template.fenced, documents)
+        fenced, read = chat_template.fenced(query), map(chat_template.fenced, documents)
         return [
             chat_template.tokenize(
-                "".join({"{query}": asked, "{document}": text}.get(part, part) for part in parts), add_special=False
+                "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts), add_special=False
             )
             for text in read
         ]
@@ -121,9 +125,9 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
         if vocabulary.rerank_template is not None:
             return with_template(vocabulary.rerank_template)
         before, between, behind = vocabulary.pair_tokens
-        asked = vocabulary.tokenize(query, add_special=False, parse_special=False)
+        first = vocabulary.tokenize(query, add_special=False, parse_special=False)
         read = (vocabulary.tokenize(document, add_special=False, parse_special=False) for document in documents)
-        return [[*before, *asked, *between, *tokens, *behind] for tokens in read]
+        return [[*before, *first, *between, *tokens, *behind] for tokens in read]
 
     return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
 
@@ -132,7 +136,9 @@ async def compute(service: Service, texts: list[list[int]], params: Iterable[str
     """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
     check(service, texts, list(params))
     service.check_ready()
-    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.priority)
+    if not texts:
+        return np.zeros((0, service.info.embedding_size), np.float32), 0
+    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.key, terms.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"
     try:
@@ -158,6 +164,8 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
     info = service.info
     if not info.embedding_size:
         raise unfit("does not give embeddings")
+    if (num_tokens := sum(map(len, texts))) > MAX_TOKENS:
+        raise too_many(params[0].partition("[")[0], num_tokens)
     for tokens, param in zip(texts, params, strict=True):
         if not tokens:
             raise BadRequest(f"Invalid '{param}': the text is empty.", param=param, code="invalid_value")
@@ -166,10 +174,6 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
             raise BadRequest(message, param=param, code="invalid_value")
         if len(tokens) > info.max_embedding_tokens:
             raise too_long(param, len(tokens), info.max_embedding_tokens)
-    if (num_tokens := sum(map(len, texts))) > MAX_TOKENS:
-        param = params[0].partition("[")[0]
-        message = f"Invalid '{param}': the texts have {num_tokens} tokens together, {MAX_TOKENS} are allowed."
-        raise BadRequest(message, param=param, code="max_tokens_per_request")
 
 
 async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
@@ -199,6 +203,11 @@ def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False)
         param=param,
         code="context_length_exceeded",
     )
+
+
+def too_many(param: str, num_tokens: int) -> BadRequest:
+    message = f"Invalid '{param}': the texts have {num_tokens} tokens together, {MAX_TOKENS} are allowed."
+    return BadRequest(message, param=param, code="max_tokens_per_request")
 
 
 def unfit(what: str) -> BadRequest:

@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Self, TypeVar, cast
 
+import numpy as np
+
+from cllm.backends.base import Vectors
 from cllm.config import OPTIONS, Settings, load_settings
 from cllm.core.output import NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
-from cllm.core.request import Request, check_prompt
+from cllm.core.request import EmbeddingRequest, Request, check_prompt
 from cllm.core.sequence import FinishReason
 from cllm.engine.build import build_backend, build_engine, build_vocabulary
-from cllm.engine.engine import Abort, Add
+from cllm.engine.engine import Abort, Add, Embed
 from cllm.engine.settings import engine_params
 from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
@@ -144,6 +147,35 @@ class LLM:
         """
         return self._stream(self._encode(prompts), params or self._default)
 
+    def embed(self, texts: str | Sequence[str]) -> Vectors:
+        """A vector of length 1 for each text, shape (number of texts, info.embedding_size).
+
+        Raises BadRequest for a text that is empty or too long, or if the model gives no vectors, and EngineError.
+        """
+        if self.info.pooling == "rank" or not self.info.embedding_size:
+            raise BadRequest("The model does not give embeddings.", param="model")
+        some = [texts] if isinstance(texts, str) else texts
+        encoded = [self.vocabulary.tokenize(text, add_special=True, parse_special=False) for text in some]
+        for i, tokens in enumerate(encoded):
+            if not 0 < len(tokens) <= self.info.max_embedding_tokens:
+                message = f"texts[{i}] has {len(tokens)} tokens; 1 to {self.info.max_embedding_tokens} are possible."
+                raise BadRequest(message, param=f"texts[{i}]")
+        if self._streaming:
+            raise RuntimeError("a stream of this LLM is open; finish or close it first")
+        request = EmbeddingRequest(f"e{next(self._ids)}", encoded)
+        vectors: list[bytes] = []
+        try:
+            self._engine.handle(Embed(request))
+            while len(vectors) < len(encoded):
+                self._engine.step()
+                for embedded in self._engine.embeddings.take():
+                    if embedded.error:
+                        raise EngineError(f"the texts could not be embedded: {embedded.error}")
+                    vectors += embedded.vectors
+        finally:
+            self._engine.handle(Abort(request.request_id))
+        return np.frombuffer(b"".join(vectors), "<f4").reshape(len(encoded), self.info.embedding_size)
+
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -167,6 +199,8 @@ class LLM:
     ) -> Iterator[Piece]:
         if self._streaming:
             raise RuntimeError("another stream of this LLM is open; finish or close it first")
+        if not self.info.generates:
+            raise BadRequest("The model gives embeddings; it does not generate text.", param="model")
         params.check_vocabulary(self.info.vocabulary_size)
         for prompt in prompts:
             check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")

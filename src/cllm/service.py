@@ -201,15 +201,15 @@ class Service:
         self._check_generates()
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        length = sum(len(str(message.get("content") or "")) for message in chat.messages)
+        messages = self._chat_form.messages(chat, tools)
+        length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, param)
-        if len(str(chat.messages)) + len(str(tools)) >= LONG_TEXT:
+        if len(str(messages)) + len(str(tools)) >= LONG_TEXT:
             self._check_room(terms, length)
-        text = await self.renderer.render(chat.messages, tools, **self._chat_form.variables(chat))
+        text = await self.renderer.render(messages, tools, **self._chat_form.variables(chat))
         self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
-        if len(text) < LONG_TEXT:
-            return self.chat_template.tokenize(text)
-        return await asyncio.to_thread(self.chat_template.tokenize, text)
+        tokenize = self.chat_template.tokenize
+        return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
@@ -246,9 +246,8 @@ class Service:
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
         if len(generation.prompts) * generation.params.n > MAX_CHOICES:
-            raise BadRequest(
-                f"At most {MAX_CHOICES} choices can be asked for at once.", param="n", code="invalid_value"
-            )
+            message = f"At most {MAX_CHOICES} choices can be asked for at once."
+            raise BadRequest(message, param="n", code="invalid_value")
         self.check_ready()
 
     def _check_generates(self) -> None:

@@ -18,6 +18,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
+from cllm.sampling.grammar import Grammar
 
 NUM_SEQS = 4
 BATCH = 32
@@ -170,6 +171,26 @@ def test_info(kind, backend):
     assert not (recurrent and info.can_change_layout)
     assert info.end_tokens
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
+
+
+def test_the_vocabulary(backend):
+    """That of the logits; a grammar allows its end tokens, and its special ones where they are named."""
+    vocabulary, ends = backend.vocabulary, backend.info.end_tokens
+    assert vocabulary.size == len(vocabulary.pieces) == backend.info.vocabulary_size
+    tokenizer = vocabulary.grammar_tokenizer(ends)
+
+    def allowed(text: str, written: str = "") -> set[int]:
+        matcher = Grammar(text, tokenizer).matcher()
+        for token in vocabulary.tokenize(written, add_special=False, parse_special=False):
+            matcher.consume(token)
+        return set(np.unpackbits(matcher.allowed(), bitorder="little").nonzero()[0].tolist())
+
+    token, text = max(vocabulary.special_tokens.items(), key=lambda entry: entry[1])
+    assert allowed(f"start: <[{token}]>") == allowed(f"start: {text}") == {token}
+    anything = allowed("start: /(?s:.*)/", "a")
+    assert anything >= set(ends)
+    assert not anything & (vocabulary.special_tokens.keys() - set(ends))
+    assert all(vocabulary.pieces[token] == b"ab"[: len(vocabulary.pieces[token])] for token in allowed('start: "ab"'))
 
 
 def test_shape_of_logits(backend, caller):

@@ -12,8 +12,8 @@ from cllm.engine.engine import Abort, Embed
 COSTS = Costs(step=0.01, row=0.001, token=0.001)
 
 
-def embed(fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL) -> None:
-    fake.engine.handle(Embed(EmbeddingRequest(name, texts, priority)))
+def embed(fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL, key: str = "") -> None:
+    fake.engine.handle(Embed(EmbeddingRequest(name, texts, key, priority)))
 
 
 def right(text: list[int]) -> np.ndarray:
@@ -56,6 +56,19 @@ def test_a_small_request_does_not_wait_for_a_large_one(fake_engine) -> None:
         fake.step()
         order += [e.request_id for e in fake.engine.embeddings.take() if e.vectors]
     assert order.index("small") <= 2
+
+
+def test_a_key_does_not_wait_for_all_requests_of_another(fake_engine) -> None:
+    fake = fake_engine()
+    for i in range(50):
+        embed(fake, f"many{i}", [[1] * 60] * 2, key="greedy")
+    embed(fake, "one", [[2] * 60] * 4, key="modest")
+    order = []
+    while fake.engine.has_work():
+        fake.step()
+        order += [e.request_id for e in fake.engine.embeddings.take() if e.vectors]
+    assert [i for i, name in enumerate(order) if name == "one"] == [1, 3, 5, 7]
+    assert len(order) == 104
 
 
 def test_a_higher_class_goes_first(fake_engine) -> None:
@@ -141,3 +154,20 @@ def test_begun_is_told_once(fake_engine) -> None:
     assert [(e.request_id, e.vectors) for e in fake.engine.embeddings.take()] == [("a", [])]
     fake.step()
     assert fake.engine.embeddings.take() == []
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 0.0])
+def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None:
+    """JSON has no NaN, and nothing can be compared with a vector of zeros."""
+    fake = fake_engine()
+    vectors = TOKEN_VECTORS.copy()
+    vectors[7] = number
+    monkeypatch.setattr("cllm.backends.fake.TOKEN_VECTORS", vectors)
+    embed(fake, "bad", [[7, 7]])
+    embed(fake, "good", [[1, 2]])
+    told = []
+    while fake.engine.has_work():
+        fake.step()
+        told += fake.engine.embeddings.take()
+    assert [e.request_id for e in told if e.error] == ["bad"]
+    assert [e.request_id for e in told if e.vectors] == ["good"]

@@ -161,3 +161,28 @@ def test_no_way_on(text):
 @pytest.mark.parametrize("text", ["", "start: b", "start: /(/", "start: %json {"])
 def test_what_is_no_grammar(text):
     assert Grammar(text, TOKENIZER).error
+
+
+def test_a_grammar_that_takes_too_long_ends(monkeypatch):
+    """For its neighbours' sake; a slow token now and then is forgiven."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    matcher = follow("start: /a*/")
+    compute, cost = matcher._at().compute_bitmask, 0.0
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def compute_bitmask(self):
+            nonlocal now
+            now += cost
+            return compute()
+
+    real, matcher._own = matcher._own, Slow()
+    cost = module.PATIENCE / 2
+    assert matcher.allowed() is not None
+    cost = module.SLOW / 2
+    assert all(matcher.allowed() is not None for _ in range(1000))
+    cost = 2 * module.SLOW
+    assert [matcher.allowed() is None for _ in range(2000)].index(True) < 1 + (1000 + 2 * module.PATIENCE / module.SLOW)

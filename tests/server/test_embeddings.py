@@ -72,6 +72,7 @@ FAULTS = [
     ({"input": [[1] * 513]}, "input[0]", "512 tokens, but this one has 513"),
     ({"input": [[1], [260]]}, "input[1]", "between 0 and 259"),
     ({"input": [[1], []]}, "input[1]", "empty"),
+    ({"input": [[1] * 500] * 601}, "input", "300500 tokens together, 300000"),
     ({"input": {"a": 1}}, "input", ""),
     ({"input": ["a", 5]}, "input[1]", ""),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),

@@ -95,7 +95,7 @@ def check(case, document) -> None:
 def try_out(cases, document) -> None:
     @hypothesis.given(cases)
     @hypothesis.settings(
-        max_examples=20,
+        max_examples=15,
         derandomize=True,
         deadline=None,
         database=None,

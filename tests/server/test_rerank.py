@@ -66,6 +66,14 @@ def test_a_reranker(start_server, tiny_model) -> None:
         alone = server.client.post("/v1/rerank", json={"query": "hello", "documents": [document]}).json()
         together = next(result for result in answer["results"] if result["index"] == i)
         assert alone["results"][0]["relevance_score"] == pytest.approx(together["relevance_score"], abs=0.01)
+    for query, documents, param in (
+        ("x" * 5000, ["a"], "query"),
+        ("x " * 200, ["a"] * 2000, "documents"),
+        ("a", ["a", "x " * 1500], "documents[1]"),
+        ("x " * 200, ["a", "x " * 450], "documents[1]"),
+    ):
+        wrong = server.client.post("/v1/rerank", json={"query": query, "documents": documents})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
     for route, body in (
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/completions", {"prompt": "a"}),

@@ -120,3 +120,18 @@ def test_a_schema_that_cannot_be_enforced_is_refused(create):
     with pytest.raises(openai.BadRequestError) as refused:
         create(ASK, tools=DECLARED, tool_choice={"type": "function", "name": "nobody"})
     assert refused.value.param == "tool_choice"
+
+
+def test_logprobs_are_told(create):
+    """Of each token of the text, streamed or not; together their bytes are the text."""
+    response = create(SUM, top_logprobs=3)
+    told = response.output[0].content[0].logprobs
+    assert [len(token.top_logprobs) for token in told] == [3] * len(told)
+    assert bytes(byte for token in told for byte in token.bytes).decode() == "72"
+    assert all(token.logprob <= 0 for token in told)
+    events = list(create(SUM, include=["message.output_text.logprobs"], stream=True))
+    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in deltas] == [token.token for token in told]
+    for event in events:
+        pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    assert create(SUM).output[0].content[0].logprobs == []

@@ -15,7 +15,7 @@ def post(server, route: str, **body):
 @pytest.mark.parametrize("field", ["content", "prompt"])
 def test_there_and_back(fake_server, field) -> None:
     answer = post(fake_server, "/tokenize", **{field: "Hé<|im_end|>"}).json()
-    assert answer == {"tokens": [*"Hé".encode(), 258], "count": 4, "max_model_len": 512}
+    assert answer == {"tokens": [*"Hé".encode(), 258], "count": 4, "max_model_len": 512, "token_strs": None}
     back = post(fake_server, "/detokenize", tokens=answer["tokens"]).json()
     assert back == {"content": "Hé<|im_end|>", "prompt": "Hé<|im_end|>"}
 
@@ -59,7 +59,8 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
-        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ("/apply-template", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     ],
 )
 def test_faults(fake_server, route, body, param) -> None:

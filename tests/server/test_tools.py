@@ -3,6 +3,7 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 from cllm.models.builtin.questions import TOOLS
@@ -195,7 +196,12 @@ def test_a_forced_call_after_reasoning(create) -> None:
 
 
 def test_structured_output_after_reasoning(create) -> None:
-    schema = {"type": "object", "properties": {"sum": {"enum": [70, 71, 72]}}, "additionalProperties": False, "required": ["sum"]}
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"enum": [70, 71, 72]}},
+        "additionalProperties": False,
+        "required": ["sum"],
+    }
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     answer = create(SUM, response_format=form, extra_body=THINK, max_tokens=200).choices[0]
     assert json.loads(answer.message.content) == {"sum": 72}
@@ -209,3 +215,35 @@ def test_stop_strings_are_looked_for_in_the_text(create) -> None:
     assert "=" in answer.choices[0].message.reasoning_content
     answer = create(ASK, tools=DECLARED, stop=["Paris"]).choices[0]
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+class Multiply(pydantic.BaseModel):
+    """Multiply two numbers"""
+
+    a: int
+    b: int
+
+
+def test_typed_calls(client) -> None:
+    """The client's own parsing, of a whole answer and of a stream."""
+    options = {
+        "model": "cllm-builtin",
+        "messages": [{"role": "user", "content": "Multiply 6 by 7."}],
+        "tools": [openai.pydantic_function_tool(Multiply, name="multiply")],
+        "temperature": 0,
+    }
+    answer = client.chat.completions.parse(**options, tool_choice="required")
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Multiply(a=6, b=7)
+    with client.chat.completions.stream(**options) as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert call.function.parsed_arguments == Multiply(a=6, b=7)
+
+
+def test_a_result_must_belong_to_a_call(create) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        create([*ASK, message, {"role": "tool", "tool_call_id": "b", "content": "1"}], tools=DECLARED)
+    assert caught.value.param == "messages[2].tool_call_id"

@@ -42,6 +42,14 @@ WEATHER = {
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
 }
+DSML = """<｜DSML｜{0}>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜{0}>"""
+WEATHER |= {"deepseek_v32": DSML.format("function_calls"), "deepseek_v4": DSML.format("tool_calls")}
+WEATHER["spoken"] = WEATHER["hermes"]
 
 
 class Bytes:

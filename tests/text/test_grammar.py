@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
-from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, after, bytes_tokenizer
+from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
 
 BYTES = bytes_tokenizer({}, 257)
 CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}))
@@ -125,18 +125,16 @@ def test_special_tokens_are_ours():
             lark("lark", text)
 
 
-def test_one_after_another():
-    """A term, and then what a grammar allows; and so on."""
-    inner = lark("grammar", 'start: "x" | "y"')
-    both = lark("lark", after("/[0-9]+/", inner))
-    assert accepts(both, "12y")
-    assert not accepts(both, "y")
-    assert accepts(lark("lark", after('"!"', both)), "!1x")
-
-
 def test_texts_of_regular_expressions_are_found_in_linear_time():
     """What makes backtracking engines hang."""
     matcher = Grammar(lark("regex", "^(a+)+$"), BYTES).matcher()
     for _ in range(5000):
         matcher.consume(ord("a"))
     assert matcher.allowed() is not None
+
+
+def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    with pytest.raises(BadRequest) as caught:
+        lark("json_schema", {"type": "object", "properties": properties})
+    assert "items" in str(caught.value)

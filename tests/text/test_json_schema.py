@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
@@ -276,3 +278,39 @@ def test_a_ladder_of_references():
     """Each step twice as wide as the last would be, were references written out."""
     definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     check({"$ref": "#/$defs/d0", "$defs": definitions | {"d60": {"const": 1}}}, 2)
+
+
+@pytest.fixture(scope="module")
+def builtin(builtin_path):
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=8) as llm:
+        yield llm
+
+
+def follow(llm: LLM, schemas: list[dict], **params) -> int:
+    """How many answers came to their end; they are valid."""
+    num_ended = 0
+    for i, schema in enumerate(schemas):
+        grammar = CHECKER.check(Constraint("json_schema", schema), "schema")
+        messages = [{"role": "user", "content": "Write Anna, who is 30, as JSON."}]
+        done = llm.chat(messages, SamplingParams(grammar=grammar, n=2, max_tokens=80, seed=i, **params))
+        for output in done.outputs:
+            if output.finish_reason == "stop":
+                jsonschema.validate(json.loads(output.text), schema, jsonschema.Draft202012Validator)
+                num_ended += 1
+    return num_ended
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+def test_features_with_the_built_in_model(builtin):
+    """A vocabulary of more than bytes, whose tokens go beyond the borders of JSON's."""
+    assert follow(builtin, [*FEATURES.values()], temperature=1.5) > len(FEATURES)
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+@settings(max_examples=5)
+@given(schema=objects(schemas))
+def test_any_schema_with_the_built_in_model(builtin, schema):
+    with contextlib.suppress(BadRequest):
+        follow(builtin, [{**schema, "$defs": DEFINITIONS}], temperature=2.0)

@@ -58,7 +58,9 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
 
     def one(ordinal: int, name: str, arguments: dict) -> str:
         pairs = "".join(
-            how.pair.replace("$key", key).replace("$value", value if isinstance(value, str) else json.dumps(value))
+            how.pair.replace("$key", key)
+            .replace("$string", json.dumps(isinstance(value, str)))
+            .replace("$value", value if isinstance(value, str) else json.dumps(value))
             for key, value in arguments.items()
         )
         words = {
@@ -193,7 +195,7 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
         ("qwen3_coder", "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", '{"any": true}'),
         ("mistral", '[TOOL_CALLS]x[ARGS]{"a": 1}', '{"a": 1}'),
         ("mistral_args", '[TOOL_CALLS]x[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
-        ("llama3", '<|python_tag|>{"name": "x", "parameters": {}}', "{}"),
+        ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {}}', "{}"),
     ],
 )
 def test_calls_in_other_words(name: str, message: str, expected: str) -> None:

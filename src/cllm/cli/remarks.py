@@ -27,3 +27,25 @@ def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
             f"{CONTEXT} is {context}, but the model was trained with {info.trained_context_length} tokens:"
             " what it says beyond them may be nonsense"
         )
+
+
+def capacity(info: ModelInfo) -> str:
+    """How much it serves at once."""
+    if not info.generates:
+        what = "scores" if info.pooling == "rank" else "embeddings"
+        return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
+    size = info.num_cells * info.kv_bytes_per_token / 1e6
+    return (
+        f"{info.max_num_seqs} at a time with up to {info.context_length} tokens each"
+        f" ({info.layout} KV cache, {size:.0f} MB)"
+    )
+
+
+def hint(url: str, info: ModelInfo) -> str:
+    """A command to begin with."""
+    route, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'
+    if info.pooling == "rank":
+        route, body = "rerank", '{"query": "Where is Paris?", "documents": ["In France.", "Berlin is large."]}'
+    elif not info.generates:
+        route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
+    return f"Try: curl {url}/v1/{route} -H \"Content-Type: application/json\" \\\n  -d '{body}'"

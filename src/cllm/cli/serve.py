@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cllm.cli.progress import loading_bar
-from cllm.cli.remarks import remarks
+from cllm.cli.remarks import capacity, hint, remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
@@ -50,18 +50,10 @@ def serve(
     def on_ready(service: Service) -> None:
         bar.close()
         info = service.info
-        size = info.num_cells * info.kv_bytes_per_token / 1e6
-        print(
-            f"cLLM serves {service.model_name} at {url}: {info.max_num_seqs} at a time with up to"
-            f" {info.context_length} tokens each ({info.layout} KV cache, {size:.0f} MB)",
-            file=sys.stderr,
-        )
+        print(f"cLLM serves {service.model_name} at {url}: {capacity(info)}", file=sys.stderr)
         for line in remarks(loaded, info):
             print("cllm:", line, file=sys.stderr)
-        print(f'Try: curl {url}/v1/chat/completions -H "Content-Type: application/json" \\', file=sys.stderr)
-        print(
-            """  -d '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'""", file=sys.stderr, flush=True
-        )
+        print(hint(url, info), file=sys.stderr, flush=True)
 
     try:
         run_forever(tree, params, name, listener, bar.update, on_ready, launched)

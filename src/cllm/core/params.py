@@ -14,20 +14,19 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_DRY_BREAKERS = 1 << 16
-MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
-MAX_LEXER_STATES = 20_000  # of a grammar; one or two kB each
+MAX_LEXER_STATES = 50_000  # of a grammar; one or two kB each
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
 
-    open: the tokens that the output begins with if it begins with reasoning; () if it always does. close: those that
-    end it.
+    open: the token, one of the first that are written, that begins it; None if it begins at once. close: the token that
+    ends it.
     """
 
     num_tokens: int
-    open: tuple[int, ...]
-    close: tuple[int, ...]
+    open: int | None
+    close: int
     force: tuple[int, ...]
 
 

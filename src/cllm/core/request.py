@@ -37,10 +37,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """Texts, as token ids that have been checked, of each of which a vector is wanted."""
+    """Texts, as token ids that have been checked, of each of which a vector is wanted; key as in Request."""
 
     request_id: str
     texts: list[list[int]]
+    key: str = ""
     priority: Priority = Priority.NORMAL
 
 

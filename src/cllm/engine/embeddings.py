@@ -51,13 +51,14 @@ class Text:
 class Embeddings:
     """What waits to be embedded, and in which order.
 
-    Higher classes first; the requests of one class in turns, text by text. At most one text is begun and not complete:
-    the next bite goes on with it. A bite that fails is tried again text by text, so that one text fails alone.
+    Higher classes first; in one class the keys take turns, text by text, and so do the requests of a key. At most one
+    text is begun and not complete: the next bite goes on with it. A bite that fails is tried again text by text, so
+    that one text fails alone.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._jobs: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}  # by key, in turn
         self._going: Text | None = None
         self._again: deque[Text] = deque()  # whose bite has failed
         self._longest = 0
@@ -66,13 +67,16 @@ class Embeddings:
         self.num_tokens = 0  # computed so far
 
     def add(self, request: EmbeddingRequest) -> None:
-        self._jobs[request.priority].append(Job(request))
+        if request.texts:
+            self._jobs[request.priority].setdefault(request.key, deque()).append(Job(request))
 
     def abort(self, request_id: str) -> None:
         """Forget a request; an unknown one is ignored."""
-        for jobs in self._jobs.values():
-            for job in [job for job in jobs if job.request.request_id == request_id]:
-                jobs.remove(job)
+        for keys in self._jobs.values():
+            for key, jobs in [*keys.items()]:
+                keys[key] = deque(job for job in jobs if job.request.request_id != request_id)
+                if not keys[key]:
+                    del keys[key]
         if self._going is not None and self._going.job.request.request_id == request_id:
             self._going = None
         self._again = deque(text for text in self._again if text.job.request.request_id != request_id)
@@ -99,6 +103,8 @@ class Embeddings:
         More than asked for only if the model needs a text as a whole.
         """
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
+        if not parts:  # all of them were aborted
+            return 0
         try:
             rows = self._backend.embed([chunk for _, chunk in parts])
         except Exception as error:
@@ -143,7 +149,7 @@ class Embeddings:
         """The text that is to be begun next."""
         if self._again:
             return self._again[0]
-        job = next((jobs[0] for jobs in self._jobs.values() if jobs), None)
+        job = next((jobs[0] for keys in self._jobs.values() for jobs in keys.values()), None)
         return Text(job, job.request.texts[job.num_begun]) if job is not None else None
 
     def _begin(self, text: Text) -> None:
@@ -152,13 +158,16 @@ class Embeddings:
             self._again.popleft()
             return
         job = text.job
-        jobs = self._jobs[job.request.priority]
+        keys = self._jobs[job.request.priority]
+        jobs = keys.pop(job.request.key)  # its next turn is the last
         jobs.popleft()
         if not job.num_begun:
             self._done.append(Embedded(job.request.request_id, []))
         job.num_begun += 1
         if job.num_begun < len(job.request.texts):
             jobs.append(job)
+        if jobs:
+            keys[job.request.key] = jobs
 
     def _chunk(self, text: Text, room: int) -> Chunk:
         return Chunk(text.tokens[text.start : text.start + room], text.start, len(text.tokens))
@@ -176,11 +185,11 @@ class Embeddings:
             self._going = text
             return
         vector = np.asarray(text.total, np.float32)
-        norm = float(np.linalg.norm(vector))
-        if not 0 < norm < np.inf and pooling != "rank":
-            self._fail(text.job, "the model gave a vector that has no direction")
+        norm = 1.0 if pooling == "rank" else float(np.linalg.norm(vector))
+        if not norm or not np.isfinite(vector).all():
+            self._fail(text.job, "the model gave what is no vector")
             return
-        vector = vector if pooling == "rank" else vector / norm
+        vector = vector / norm
         self._done.append(Embedded(text.job.request.request_id, [vector.astype("<f4").tobytes()]))
 
     def _failed(self, texts: list[Text], error: Exception) -> None:

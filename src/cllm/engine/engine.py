@@ -128,6 +128,7 @@ class Engine:
         self._grammars = grammars
         self._held: dict[str, list[tuple[float, Sequence]]] = {}  # until their grammar is compiled, and since when
         self.embeddings = Embeddings(backend)
+        self._embeds = False  # has texts to embed, as far as is known
         self._disk = disk
         self._chooser = chooser
         self._check = check
@@ -152,13 +153,15 @@ class Engine:
                         outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
                     case Add() | Abort() | Embed():
                         outputs += self.handle(command)
+            embeds = self._embeds
             outputs += self.step()
-            for embedded in self.embeddings.take():
-                outbox.embedded(embedded)
+            if embeds:
+                for embedded in self.embeddings.take():
+                    outbox.embedded(embedded)
             outbox.send(outputs, self.stats())
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self.embeddings.has_work() or bool(self._held)
+        return self._embeds or self.scheduler.has_work() or bool(self._held)
 
     def stats(self) -> Stats:
         stats = self.scheduler.stats()
@@ -169,6 +172,7 @@ class Engine:
     def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
         if isinstance(command, Embed):
             self.embeddings.add(command.request)
+            self._embeds = True
             return []
         if isinstance(command, Abort):
             self.embeddings.abort(command.request_id)
@@ -221,8 +225,8 @@ class Engine:
         Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
         """
         ended = self._take_compiled() if self._held else []
-        embeds = self.embeddings.has_work()
-        self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2 if embeds else 0.0
+        if self._embeds:
+            self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2
         batch = self.scheduler.schedule(self.clock())
         if self._disk is not None:
             self._begin_reads(self._disk)
@@ -234,7 +238,7 @@ class Engine:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
                 self._choose_layout(self._chooser)
-        if embeds:
+        if self._embeds:
             self._embed()
         if self._check:
             self.scheduler.check()
@@ -248,6 +252,9 @@ class Engine:
             left = target - (begun - self.scheduler.begun)
         num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
         self.embeddings.observe(num_tokens, self.clock() - begun)
+        self._embeds = self.embeddings.has_work()
+        if not self._embeds:
+            self.scheduler.reserved = 0.0
 
     def _compute(self, batch: Batch) -> list[TokenOutput]:
         try:

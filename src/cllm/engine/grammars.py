@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.engine")
 
-MAX_GRAMMARS = 64
+MAX_GRAMMARS = 16  # to compile one again takes milliseconds; what a hostile one has learnt, some ten MB
 
 
 class Grammars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from cllm.core.output import Embedded
@@ -54,22 +55,38 @@ class Embeddings:
     def begin(self, request: EmbeddingRequest) -> Waiter:
         """Raises QueueFull; what can begin at once is never refused."""
         waiter = Waiter(request)
-        num_tokens = sum(waiter.num_tokens_left for waiter in self._waiters.values())
         if self._waiters:
-            self._check(len(self._waiters), num_tokens, num_tokens + waiter.num_tokens_left)
+            self._check(waiter)
         else:
             self._last = time.monotonic()
         self._waiters[request.request_id] = waiter
         return waiter
 
-    def _check(self, num_requests: int, num_ahead: int, num_tokens: int) -> None:
-        limits, seconds = self._limits, num_ahead * self._seconds_per_token
-        max_tokens = MAX_TOKENS if limits.tokens is None else min(limits.tokens, MAX_TOKENS)
+    def _ahead(self, key: str) -> tuple[float, float]:
+        """Requests and tokens ahead of a new one: those of its key, and of each other key as many as it takes turns."""
+        loads: dict[str, tuple[int, int]] = {}
+        for waiter in self._waiters.values():
+            count, tokens = loads.get(waiter.request.key, (0, 0))
+            loads[waiter.request.key] = count + 1, tokens + waiter.num_tokens_left
+        turns = loads.get(key, (0, 0))[0] + 1
+        shares = {other: min(1.0, turns / count) for other, (count, _) in loads.items()}
+        num_requests = sum(shares[other] * count for other, (count, _) in loads.items())
+        return round(num_requests, 6), sum(shares[other] * tokens for other, (_, tokens) in loads.items())
+
+    def _check(self, waiter: Waiter) -> None:
+        limits = self._limits
+        num_requests, num_tokens = self._ahead(waiter.request.key)
+        seconds = num_tokens * self._seconds_per_token
+        num_tokens += waiter.num_tokens_left
+        max_tokens = math.inf if limits.tokens is None else limits.tokens
+        all_tokens = sum(waiter.num_tokens_left for waiter in [*self._waiters.values(), waiter])
+        if all_tokens > MAX_TOKENS:
+            num_tokens, max_tokens = all_tokens, MAX_TOKENS
         if limits.requests is not None and num_requests > limits.requests:
-            what = f"{num_requests} requests for embeddings would wait, {limits.requests} may"
+            what = f"{num_requests:.0f} requests for embeddings would wait, {limits.requests} may"
             raise QueueFull(what, "requests", seconds / num_requests)
         if num_tokens > max_tokens:
-            what = f"{num_tokens} tokens would wait to be embedded, {max_tokens} may"
+            what = f"{num_tokens:.0f} tokens would wait to be embedded, {max_tokens} may"
             raise QueueFull(what, "tokens", min(seconds, (num_tokens - max_tokens) * self._seconds_per_token))
         if limits.seconds is not None and seconds > limits.seconds:
             what = f"the first vector would take {seconds:.1f} seconds, {limits.seconds:g} it may"

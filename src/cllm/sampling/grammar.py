@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from cllm.sampling.top_k import Ids, Row
 if TYPE_CHECKING:  # its import takes a tenth of a second
     from llguidance import LLMatcher, LLTokenizer
 
+SLOW, PATIENCE = 0.005, 0.5  # seconds a token that a mask may take on average, and in all before that counts
 FEW = 512  # allowed tokens that are looked at one by one; with more of them the others are forbidden in the row
 FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0, -np.inf, 0)
 PENALTIES = FORBIDDEN.astype(np.float32)  # of the eight tokens that a byte of a mask stands for, shape (256, 8)
@@ -39,6 +41,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self._grammar = grammar
+        self._seconds = -PATIENCE  # that masks have taken more than they may
         self._shared = matcher
         self._own: LLMatcher | None = None  # made when the sequence begins; those who wait need none
 
@@ -50,10 +53,14 @@ class Matcher:
         return self._own is not None and self._own.is_stopped() and not self._own.is_error()
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
+        begun = time.perf_counter()
         matcher = self._at()
         mask = matcher.compute_bitmask()
         if matcher.is_error():  # a limit, and what is shared is at it too; or no token goes on
             self._grammar.error = matcher.get_error()
+            return None
+        self._seconds += time.perf_counter() - begun - SLOW
+        if self._seconds > 0:
             return None
         return np.frombuffer(mask, np.uint8)
 

@@ -151,8 +151,9 @@ class Pairs:
             self._step = self._end
             return False
         self._buffer = rest[len(tags.value_open) :]
-        written.append(f"{self._lead}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        self._types = types_of(self._properties.get(key.strip()))
+        name, _, attribute = key.strip().partition('"')
+        written.append(f"{self._lead}{json.dumps(name, ensure_ascii=False)}: ")
+        self._types = types_of(self._properties.get(name)) or ({"string"} if 'string="true' in attribute else set())
         self._is_first, self._step = True, self._text if self._types == {"string"} else self._whole
         if self._step == self._text:
             written.append('"')

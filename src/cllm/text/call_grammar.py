@@ -138,7 +138,9 @@ class CallGrammar:
                 if "string" in types or not types:
                     raise not_enforceable(f"the type of '{key}' must be one, and stated")
                 value = f"{json_term(inner, 'tools')} {self._text(end)}"
-            pair = f"{self._text(before.replace('$key', key))} {value} {self._text(rest)}"
+            is_string = "true" if types == {"string"} else "false"
+            opening = before.replace("$key", key).replace("$string", is_string)
+            pair = f"{self._text(opening)} {value} {self._text(rest)}"
             terms.append(pair if is_required else f"({pair})?")
         return terms
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,9 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import CallGrammar
 from cllm.text.chat import Chat, Effort
-from cllm.text.form import form_of
+from cllm.text.form import form_of, forms
 from cllm.text.parser import Parser
+from cllm.text.spoken_tools import spoken
 
 TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; others have none
@@ -37,6 +39,8 @@ class ChatForm:
         self._vocabulary = vocabulary
         self._template = vocabulary.chat_template or ""
         self.form = form_of(self._template)
+        if not (self.form.calls or re.search(r"\btools\b", self._template)):
+            self.form = msgspec.structs.replace(self.form, calls=forms()["spoken"].calls)
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -59,6 +63,10 @@ class ChatForm:
             if text in self.form.marks:
                 pieces[token] = text.encode()
         return pieces
+
+    def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of ``chat``, with what the template does not tell of ``tools`` and calls."""
+        return spoken(chat.messages, tools, self.form.calls, self._template) if self.form.calls else chat.messages
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """What the template is told of thinking; what ``chat`` says itself comes first."""
@@ -116,6 +124,7 @@ class ChatForm:
         return inside, not inside and not tail.endswith(reasoning.close) and reasoning.close in self._template
 
     def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
+        """Raises BadRequest for a budget that cannot be enforced, because the mark that ends reasoning is no token."""
         limit = chat.thinking_budget
         if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
             limit = 0
@@ -123,15 +132,25 @@ class ChatForm:
             limit = BUDGETS.get(chat.effort)
         if limit is None:
             return None
+        opening, closing, force = self._ends_of_reasoning(chat, limit)
+        begin = None if inside or self.form.header else self._tokens(opening)[0]
+        close = self._tokens(closing)
+        if len(close) == 1:
+            return ThinkingBudget(limit, begin, close[0], self._tokens(force)) if force else None
+        if chat.thinking_budget is None:
+            return None
+        why = f"cannot be enforced: this model has no token for {closing}"
+        raise BadRequest(f"A budget of reasoning {why}.", param="thinking_token_budget", code="unsupported_parameter")
+
+    def _ends_of_reasoning(self, chat: Chat, limit: int) -> tuple[str, str, str]:
+        """The marks that begin and end it, and what has to be written to end it."""
         header, reasoning = self.form.header, self.form.reasoning
-        if header:
-            # without reasoning there is no message to be ended yet
-            end = header.end[0] + header.open[0] + "assistant" if limit else ""
-            force = end + ("" if schemas_of(chat) else header.final)
-            return ThinkingBudget(limit, (), self._tokens(header.end[0]), self._tokens(force)) if force else None
-        assert reasoning
-        begin = () if inside else self._tokens(reasoning.open)
-        return ThinkingBudget(limit, begin, self._tokens(reasoning.close), self._tokens(reasoning.close))
+        if header is None:
+            assert reasoning
+            return reasoning.open, reasoning.close, reasoning.close
+        # without any reasoning there is no message yet that could be ended
+        end = header.end[0] + header.open[0] + "assistant" if limit else ""
+        return header.open[1], header.end[0], end + ("" if schemas_of(chat) else header.final)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))

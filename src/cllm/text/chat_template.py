@@ -51,7 +51,7 @@ class ChatTemplate:
         if "arguments is string" in self._source:
             return False
         shown = self._probe({"probe_key": 1})
-        return "'probe_key'" not in shown if shown else self._probe("{}") is None
+        return "'probe_key'" not in shown if shown is not None else self._probe("{}") is None
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""

@@ -55,7 +55,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quote: arguments are written without quotes around keys and with this mark around strings. tags: they are keys and
     values. skip: other marks, which are dropped. separator: stands before a further call in place of ``open``.
     begin, write, between, end: how calls are to be written, with $name and $arguments (tags: $pairs, each as ``pair``
-    with $key and $value).
+    with $key, $value, and $string, whether it is one).
     """
 
     write: str
@@ -75,7 +75,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A family; ``signs`` are texts that its chat templates have in common."""
+    """A family; ``signs`` are texts that its chat templates have in common, () if it is not chosen by them."""
 
     signs: tuple[str, ...]
     calls: Calls | None = None
@@ -137,7 +137,7 @@ def form_of(template: str) -> Form:
         fits = [
             form
             for form in forms().values()
-            if getattr(form, part) is not None and all(sign in template for sign in form.signs)
+            if form.signs and getattr(form, part) is not None and all(sign in template for sign in form.signs)
         ]
         return max(fits, key=lambda form: len(form.signs), default=Form(()))
 

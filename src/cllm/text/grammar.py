@@ -7,6 +7,7 @@ but llguidance, whose own never backtrack.
 from __future__ import annotations
 
 import json
+import random
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +19,11 @@ from cllm.errors import BadRequest
 from cllm.text.json_schema import enforceable
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
+NUM_TRIED = 32  # tokens
 # At most one space where JSON allows any number: a model must not be able to write blanks for ever.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
@@ -59,16 +61,6 @@ def regex_term(pattern: str) -> str:
 def text_term(text: str) -> str:
     """A term of Lark for ``text``."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
-def after(before: str, grammar: str) -> str:
-    """A grammar for what ``before``, a term of Lark, allows, and then what ``grammar`` allows."""
-    parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
-    if grammar.lstrip().startswith("{"):
-        parts = json.loads(grammar)["grammars"]
-    name = f"after{len(parts)}"
-    first = {"lark_grammar": f"start: before @{name}\nbefore: {before}"}
-    return json.dumps({"grammars": [first, parts[0] | {"name": name}, *parts[1:]]})
 
 
 def to_lark(constraint: Constraint, param: str) -> str:
@@ -143,11 +135,20 @@ class Checker:
                 raise invalid(param, "it names special tokens, which only text may stand for")
         tokenizer = self._ours if constraint.kind == "lark" else self._clients
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        self._try(matcher)
         if matcher.is_error():
             raise invalid(param, reason(matcher.get_error()))
         return text
+
+    def _try(self, matcher: LLMatcher) -> None:
+        """Follow it for a while, at random: some grammars are too large only there."""
+        rng = random.Random(0)
+        for _ in range(NUM_TRIED):
+            mask = matcher.compute_bitmask()
+            if matcher.is_error() or matcher.is_stopped():
+                return
+            byte = rng.choice([at for at, bits in enumerate(mask) if bits])
+            matcher.consume_token(rng.choice([8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1]))
 
 
 def reason(error: str) -> str:

@@ -210,8 +210,8 @@ class Parser:
         return True
 
     def _may_call(self, name: str) -> bool:
-        """An object without a mark is a call only if it names a tool."""
-        return bool(self._opener) or name in self._tools
+        """Where an object without a mark may be a call, it must name a tool."""
+        return not self._calls.bare or name in self._tools
 
     def _is_no_call(self) -> bool:
         """Go on with what was held as text; True."""

@@ -19,7 +19,7 @@ from cllm.server.openai.batch_runner import Batches, Endpoint
 from cllm.server.openai.file_store import FileStore
 from cllm.server.openai.files import ExpiresAfter, opened
 from cllm.server.openai.paging import page
-from cllm.server.openai.response_schema import Metadata
+from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
 from cllm.server.queueing import account
 from cllm.service import Service

@@ -22,7 +22,7 @@ from cllm.server.queueing import TermsBody
 from cllm.server.sse import until_disconnect
 from cllm.service import Service
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"])
 
 MAX_INPUTS = 2048
 AT_ONCE = 16  # vectors that are written before others may have the event loop
@@ -55,7 +55,8 @@ class EmbeddingsBody(TermsBody):
         return names("input", count) if is_list else ["input"]
 
 
-@router.post("/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
+@router.post("/embeddings", include_in_schema=False)
+@router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
     """Vectors of texts: of length 1, so that the product of two is how much alike their texts are."""
     service: Service = request.app.state.service

@@ -11,13 +11,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, explain
-from cllm.server.openai.schema import ChatBody, Count, Function, GenerationBody
+from cllm.server.openai.schema import ChatBody, Count, Function, GenerationBody, Metadata
 
 MAX_ITEMS = 10_000
 Identifier = Annotated[str, Field(max_length=200)]
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
 # The names of a chat's parameters in this dialect, for errors.
 NAMES = {
@@ -207,6 +204,7 @@ class ResponseBody(GenerationBody):
         "access_programs": "there are none",
     }
     refused: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.refused,
         "background": "a response is computed while its client waits; use /v1/batches for what may take long",
         "conversation": "conversations are not kept; use previous_response_id",
         "prompt": "prompt templates are not kept; send instructions and input",

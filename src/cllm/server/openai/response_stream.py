@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_schema import new_id
 from cllm.service import Delta, Generation, Usage
+from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
 PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
@@ -39,19 +40,27 @@ class OutputItem:
         self.channel, self.index, self.call, self.name = channel, index, call, name
         self.id, self.call_id = new_id(PREFIXES[channel]), new_id("call")
         self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
         self.kind = DELTAS[channel]
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if channel != Channel.CALL:
             self.place["content_index"] = 0
-        head = {"type": f"{self.kind}.delta", **self.place, **self.no_logprobs}
-        self.delta_head = b"event: %s.delta\ndata: " % self.kind.encode() + to_json(head)[:-1] + b',"sequence_number":'
+        head = to_json({"type": f"{self.kind}.delta", **self.place})[:-1]
+        self._head = b"event: %s.delta\ndata: " % self.kind.encode() + head
+        self._plain = self._head + (b',"logprobs":[]' if channel == Channel.TEXT else b"")
+
+    def add(self, text: str, logprobs: list[dict[str, Any]], sequence_number: int) -> bytes:
+        """The event that says what has come."""
+        self._texts.append(text)
+        head = self._plain
+        if logprobs:
+            self._logprobs += logprobs
+            head = self._head + b',"logprobs":' + to_json(logprobs)
+        return head + b',"sequence_number":%d,"delta":' % sequence_number + to_json(text) + b"}\n\n"
 
     @property
-    def no_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self.channel == Channel.TEXT else {}
-
-    def add(self, text: str) -> None:
-        self._texts.append(text)
+    def logprobs(self) -> dict[str, Any]:
+        return {"logprobs": self._logprobs} if self.channel == Channel.TEXT else {}
 
     @property
     def text(self) -> str:
@@ -60,7 +69,7 @@ class OutputItem:
     def part(self, text: str) -> dict[str, Any]:
         if self.channel == Channel.REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
 
     def resource(self, status: str) -> dict[str, Any]:
         """The item as it stands; while it is in progress, as it stood at its beginning."""
@@ -79,9 +88,19 @@ class OutputItem:
 class ResponseEvents:
     """The events of one response: see Events; and the response itself, which ``response`` is in the end."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], on_end: Callable[[dict[str, Any]], None]) -> None:
-        """``head``: the response before anything was computed. ``on_end`` gets it when all has been."""
+    def __init__(
+        self,
+        generation: Generation,
+        head: dict[str, Any],
+        on_end: Callable[[dict[str, Any]], None],
+        logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
+    ) -> None:
+        """``head``: the response before anything was computed. ``on_end`` gets it when all has been.
+
+        ``logprobs``: those of some tokens as a chat has them, if they are wanted.
+        """
         self._generation = generation
+        self._logprobs = logprobs
         self._on_end = on_end
         self._sequence_number = 0
         self._item: OutputItem | None = None
@@ -103,16 +122,18 @@ class ResponseEvents:
 
     def _of(self, delta: Delta) -> bytes:
         self._finish = delta.finish
-        if not delta.text and not delta.name:
+        told: list[dict[str, Any]] = []
+        if self._logprobs is not None and delta.logprobs and delta.channel == Channel.TEXT:
+            told = self._logprobs(delta.logprobs)["content"]
+        if not delta.text and not delta.name and not told:
             return b""
         data, item = b"", self._item
         if item is None or item.channel != delta.channel or item.call != delta.call:
             data = self._close("completed") + self._open(delta.channel, delta.call, delta.name)
             item = self._item
             assert item is not None
-        if delta.text:
-            item.add(delta.text)
-            data += item.delta_head + b'%d,"delta":' % self._sequence_number + to_json(delta.text) + b"}\n\n"
+        if delta.text or told:
+            data += item.add(delta.text, told, self._sequence_number)
             self._sequence_number += 1
         return data
 
@@ -134,7 +155,7 @@ class ResponseEvents:
         if item.channel == Channel.CALL:
             data = self._event(f"{item.kind}.done", **item.place, name=item.name, arguments=text)
         else:
-            data = self._event(f"{item.kind}.done", **item.place, text=text, **item.no_logprobs)
+            data = self._event(f"{item.kind}.done", **item.place, text=text, **item.logprobs)
             data += self._event("response.content_part.done", **item.place, part=item.part(text))
         return data + self._event("response.output_item.done", output_index=item.index, item=resource)
 

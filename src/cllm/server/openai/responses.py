@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_schema import ResponseBody, new_id, renamed
 from cllm.server.openai.response_store import ResponseStore
@@ -36,7 +38,9 @@ async def create(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
     generation, items = await generation_of(request, body)
-    events = ResponseEvents(generation, response_head(request, body, generation), keeper(request, items))
+    head = response_head(request, body, generation)
+    logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
+    events = ResponseEvents(generation, head, keeper(request, items), logprobs)
     answer = service.submit(generation)
     headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
     if body.stream:

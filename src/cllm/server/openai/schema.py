@@ -257,12 +257,14 @@ class ChatBody(GenerationBody):
         "safety_identifier": "nothing is done with it; see user",
         "prompt_cache_key": "prefixes are found by their tokens; see cache_salt",
         "prompt_cache_retention": "prefixes are kept while there is room",
+        "prompt_cache_options": "prefixes are kept while there is room",
         "prediction": "it changes no text; guesses are made from the prompt",
         "verbosity": "the models have no such switch; say it in a message",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **GenerationBody.refused,
         "audio": "the answer is text",
+        "moderation": "there is no moderation model",
         "web_search_options": "nothing is searched",
         "functions": "it is deprecated; use tools",
         "function_call": "it is deprecated; use tool_choice",
@@ -294,7 +296,9 @@ class ChatBody(GenerationBody):
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def chat(self) -> Chat:
+        """Raises BadRequest for messages that no template can take."""
         mode, allowed = self._tool_choice()
+        self._check_results()
         return Chat(
             [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
             [tool.model_dump(exclude_none=True) for tool in self.tools or []],
@@ -305,6 +309,16 @@ class ChatBody(GenerationBody):
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
             variables=self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {},
         )
+
+    def _check_results(self) -> None:
+        """Raise BadRequest for the result of a call that nobody made."""
+        made: set[str] = set()
+        for i, message in enumerate(self.messages):
+            made |= {call.id for call in message.tool_calls or []}
+            if message.role == "tool" and message.tool_call_id not in made:
+                param = f"messages[{i}].tool_call_id"
+                why = "no message before it has a call with that id"
+                raise BadRequest(f"Invalid '{param}': {why}.", param=param, code="invalid_value")
 
     def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
         match self.tool_choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -28,18 +28,29 @@ T = TypeVar("T")
 MAX_TOKENS = 1_000_000  # of one body
 
 
-class TemplateBody(Body):
-    """A conversation, as in chat completions."""
+class ConversationBody(Body):
+    """What a template is given beside the messages."""
 
-    model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+    refused: ClassVar = {
+        "chat_template": "the model's own is used",
+        "continue_final_message": "a prompt asks for a new message",
+    }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    model: str | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
 
 
-class TokenizeBody(Body):
+class TemplateBody(ConversationBody):
+    """A conversation, as in chat completions."""
+
+    model_config = example(messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+
+class TokenizeBody(ConversationBody):
     """One of ``content``, ``prompt`` and ``messages``.
 
     Tokens that the model wants before and behind a text are added to a prompt (vLLM), and to content if asked for
@@ -48,13 +59,9 @@ class TokenizeBody(Body):
 
     model_config = example(content="What is 27 plus 45?", with_pieces=True)
 
-    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateVariables | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool = True
@@ -80,7 +87,7 @@ async def tokenize(request: Request) -> Response:
         message = f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
-        text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+        text = await render(service, body.messages, body)
         tokens = await in_thread(len(text), lambda: service.chat_template.tokenize(text))
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
@@ -91,7 +98,12 @@ async def tokenize(request: Request) -> Response:
             lambda: service.vocabulary.tokenize(text, add_special=add_special, parse_special=body.parse_special),
         )
     info = service.info
-    content: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": info.context_length}
+    content: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": info.context_length,
+        "token_strs": None,
+    }
     if body.with_pieces:
         content["tokens"] = [{"id": token, "piece": piece(service.vocabulary, token)} for token in tokens]
     if body.return_token_strs:
@@ -114,7 +126,8 @@ async def apply_template(request: Request) -> Response:
     """The prompt that the model's chat template makes of messages; nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
-    text = await render(service, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+    check_model(body.model, service)
+    text = await render(service, body.messages, body)
     return Response(to_json({"prompt": FENCES.sub("", text)}), media_type="application/json")
 
 
@@ -123,20 +136,14 @@ async def in_thread(size: int, work: Callable[[], T]) -> T:
     return work() if size < LONG_TEXT else await asyncio.to_thread(work)
 
 
-async def render(
-    service: Service,
-    messages: list[Message],
-    tools: list[Tool] | None,
-    add_generation_prompt: bool,
-    variables: TemplateVariables | None,
-) -> str:
+async def render(service: Service, messages: list[Message], body: ConversationBody) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    given = {} if variables is None else variables.model_dump(exclude_none=True)
+    variables = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
     return await service.renderer.render(
         [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
-        [tool.model_dump(exclude_none=True) for tool in tools or []],
-        add_generation_prompt=add_generation_prompt,
-        **given,
+        [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+        add_generation_prompt=body.add_generation_prompt,
+        **variables,
     )
 
 

@@ -1,0 +1,113 @@
+"""Who waits for vectors: what comes, what is refused, what is told when nothing will come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cllm.core.output import Embedded
+from cllm.core.request import EmbeddingRequest
+from cllm.errors import EngineError
+from cllm.process.backlog import QueueFull, QueueLimits
+from cllm.process.embeddings import MAX_TOKENS, Embeddings
+
+
+def request(name: str, num_tokens: int = 10, num_texts: int = 1, key: str = "") -> EmbeddingRequest:
+    return EmbeddingRequest(name, [[1] * num_tokens] * num_texts, key)
+
+
+def run(work) -> None:
+    async def go() -> None:
+        await work()
+
+    asyncio.run(go())
+
+
+def test_vectors_are_gathered_in_order() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits())
+        waiter = embeddings.begin(request("a", num_texts=3))
+        embeddings.put(Embedded("a", []))
+        assert waiter.begun.done()
+        assert not waiter.done.done()
+        embeddings.put(Embedded("a", [b"1"]))
+        embeddings.put(Embedded("stranger", [b"x"]))
+        embeddings.put(Embedded("a", [b"2", b"3"]))
+        assert await waiter.done == [b"1", b"2", b"3"]
+        assert not embeddings.forget(waiter), "the engine has finished it"
+
+    run(work)
+
+
+def test_faults_reach_who_waits() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits())
+        failed, orphan = embeddings.begin(request("a")), embeddings.begin(request("b"))
+        embeddings.put(Embedded("a", [], "no reason"))
+        with pytest.raises(EngineError, match="no reason"):
+            await failed.done
+        embeddings.fail(EngineError("gone"))
+        with pytest.raises(EngineError, match="gone"):
+            await orphan.done
+
+    run(work)
+
+
+def test_who_leaves_early_is_told_to_the_engine_once() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits())
+        waiter = embeddings.begin(request("a"))
+        assert embeddings.forget(waiter)
+        assert not embeddings.forget(waiter)
+        embeddings.put(Embedded("a", [b"1"]))
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("limits", "bound"),
+    [(QueueLimits(requests=2), "requests"), (QueueLimits(tokens=250), "tokens"), (QueueLimits(seconds=0.0), "seconds")],
+)
+def test_limits(limits, bound) -> None:
+    """The first is let in whatever its size; and who is refused leaves nothing behind."""
+
+    async def work() -> None:
+        embeddings = Embeddings(limits)
+        first = embeddings.begin(request("first", 100, 10))
+        embeddings.put(Embedded("first", [b""] * 9))  # 100 tokens are left, and what one costs is known
+        admitted = [first]
+        admitted += [
+            embeddings.begin(request(str(i), 100)) for i in range({"requests": 2, "tokens": 1, "seconds": 0}[bound])
+        ]
+        with pytest.raises(QueueFull) as refused:
+            embeddings.begin(request("too many", 100))
+        assert refused.value.bound == bound
+        for waiter in admitted:
+            embeddings.forget(waiter)
+        embeddings.begin(request("again", 1000))
+
+    run(work)
+
+
+def test_nobody_is_refused_because_another_key_has_filled_the_queue() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits(requests=3, tokens=500))
+        for i in range(4):
+            embeddings.begin(request(str(i), 100, key="greedy"))
+        with pytest.raises(QueueFull):
+            embeddings.begin(request("greedy again", 100, key="greedy"))
+        embeddings.begin(request("modest", 100, key="modest"))
+        embeddings.begin(request("modest again", 100, key="modest"))
+
+    run(work)
+
+
+def test_memory_is_bounded_without_limits() -> None:
+    async def work() -> None:
+        embeddings = Embeddings(QueueLimits())
+        embeddings.begin(request("0", 1000, MAX_TOKENS // 1000))
+        with pytest.raises(QueueFull, match="tokens"):
+            embeddings.begin(request("1", 1))
+
+    run(work)

@@ -1,0 +1,59 @@
+"""A limit of reasoning, as a function of the tokens alone."""
+
+import pytest
+
+from cllm.core.params import SamplingParams, ThinkingBudget
+from cllm.core.request import Request
+from cllm.core.sequence import Sequence
+from cllm.sampling.thinking import forced_token
+
+OPEN, CLOSE = 7, 9
+
+
+def forced(output, guesses=(), begin=None, num_tokens=3, ahead=0) -> int | None:
+    """What must come after ``output`` and the first ``ahead`` of ``guesses``."""
+    seq = Sequence(Request("r", [1, 2], SamplingParams()), 0, 0, 100)
+    for token in output:
+        seq.append(token)
+    budget = ThinkingBudget(num_tokens, begin, CLOSE, (CLOSE, 11))
+    return forced_token(seq, budget, seq.num_tokens + ahead, guesses)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([], None),
+        ([5, 5], None),
+        ([5, 5, 5], 9),
+        ([5, 5, 5, 9], 11),
+        ([5, 5, 5, 9, 11], None),
+        ([9, 5, 5], None),  # it has ended by itself
+        ([5, 5, 9], None),
+        ([5, 5, 5, 5], None),  # whoever wrote that was not asked
+        ([5, 5, 5, 5, 9], None),
+    ],
+)
+def test_the_end_is_written_when_the_budget_is_used_up(output, expected) -> None:
+    assert forced(output) == expected
+
+
+def test_it_counts_from_where_reasoning_begins() -> None:
+    """And only if it does, with one of the first tokens."""
+    assert forced([7, 5, 5], begin=OPEN) is None
+    assert forced([7, 5, 5, 5], begin=OPEN) == 9
+    assert forced([5, 5, 7, 5, 5], begin=OPEN) is None
+    assert forced([5, 5, 7, 5, 5, 5], begin=OPEN) == 9
+    assert forced([5, 5, 5, 5, 7, 5, 5, 5], begin=OPEN) is None
+    assert forced([5, 5, 5, 5, 5], begin=OPEN) is None
+    assert forced([7], begin=OPEN, num_tokens=0) == 9
+    assert forced([7, 9], begin=OPEN, num_tokens=0) == 11
+    assert forced([], num_tokens=0) == 9
+
+
+def test_guesses_count_as_far_as_they_stand_before() -> None:
+    assert forced([5], guesses=(5, 5, 9), ahead=2) == 9
+    assert forced([5], guesses=(5, 5, 9), ahead=3) == 11
+    assert forced([5], guesses=(5, 9, 5), ahead=2) is None
+    assert forced([5, 5, 5], guesses=(9, 4), ahead=0) == 9
+    assert forced([], guesses=(7, 5, 5, 5), begin=OPEN, ahead=4) == 9
+    assert forced([], guesses=(5, 7, 5, 5, 5), begin=OPEN, num_tokens=1, ahead=1) is None

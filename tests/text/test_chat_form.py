@@ -1,0 +1,122 @@
+"""What a prompt and its wishes make of the next message: how it is read, and what binds it."""
+
+import pytest
+
+from cllm.backends.fake import FakeVocabulary
+from cllm.core.params import SamplingParams, ThinkingBudget
+from cllm.errors import BadRequest
+from cllm.text.chat import Channel, Chat, Effort
+from cllm.text.chat_form import ChatForm
+
+THINKING = "{{ tools }}<tool_call><think></think>"
+HARMONY = "{{ tools }}<|start|><|channel|><|message|>reasoning_effort"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+MARKS = ["<think>", "</think>", "<tool_call>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+SPECIAL = {300 + i: mark for i, mark in enumerate(MARKS)}
+THINK, END_THINK, CALL, START, CHANNEL, MESSAGE, END = SPECIAL
+
+
+class Vocabulary(FakeVocabulary):
+    """A token a byte, and the marks as control tokens, whose pieces are empty."""
+
+    def __init__(self, template: str, special: dict[int, str]) -> None:
+        super().__init__()
+        self.chat_template = template
+        self.special_tokens = special
+        self.pieces += [b""] * (300 + len(SPECIAL) - len(self.pieces))
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        for token, mark in self.special_tokens.items():
+            head, found, tail = text.partition(mark)
+            if found:
+                options = {"add_special": False, "parse_special": True}
+                return [*self.tokenize(head, **options), token, *self.tokenize(tail, **options)]
+        return list(text.encode())
+
+
+def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
+    vocabulary = Vocabulary(template, special)
+    tokens = vocabulary.tokenize(prompt, add_special=False, parse_special=True)
+    return ChatForm(vocabulary).read(tokens, chat, SamplingParams(**params))
+
+
+def test_plain_text_is_not_parsed() -> None:
+    """No tools, and no reasoning or one that the prompt has closed."""
+    assert read("{{ messages }}", "a", Chat([]))[0] is None
+    assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0] is None
+    assert read("<tool_call>{% if enable_thinking %}<think>{% endif %}", "a", Chat([], TOOLS, "none"))[0] is None
+    assert read(THINKING, "<think>\n\n</think>\n\n", Chat([], TOOLS))[0] is not None
+
+
+@pytest.mark.parametrize(("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)])
+def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
+    reading, _ = read(THINKING, prompt, Chat([]))
+    assert reading.parser().channel == channel
+    pieces = reading.pieces
+    assert (pieces[THINK], pieces[END_THINK], pieces[65]) == (b"<think>", b"</think>", b"A")
+
+
+@pytest.mark.parametrize(
+    ("chat", "inside", "num_tokens"),
+    [
+        (Chat([]), True, None),
+        (Chat([], thinking_budget=7), True, 7),
+        (Chat([], thinking_budget=7), False, 7),
+        (Chat([], effort=Effort.LOW), True, 1024),
+        (Chat([], effort=Effort.LOW, thinking_budget=7), True, 7),
+        (Chat([], effort=Effort.HIGH), True, None),
+        (Chat([], effort=Effort.NONE), True, 0),
+        (Chat([], thinking=False), False, 0),
+    ],
+)
+def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
+    _, params = read(THINKING, "<think>\n" if inside else "a", chat)
+    budget = ThinkingBudget(num_tokens or 0, None if inside else THINK, END_THINK, (END_THINK,))
+    assert params.thinking == (None if num_tokens is None else budget)
+    if inside is False:
+        assert read(THINKING, "<think></think>", chat)[1].thinking is None
+
+
+def test_budgets_of_messages_with_headers() -> None:
+    """They end the message and begin the next one; a message of its own if there must be no reasoning at all."""
+    final = [CHANNEL, *b"final", MESSAGE]
+    force = (END, START, *b"assistant", *final)
+    assert read(HARMONY, "<|start|>assistant", Chat([], thinking_budget=5))[1].thinking.force == force
+    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.NONE))[1].thinking.force == tuple(final)
+    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.LOW))[1].thinking is None  # the template's own
+    force = (END, START, *b"assistant")
+    assert read(HARMONY, "<|start|>assistant", Chat([], TOOLS, thinking_budget=5))[1].thinking.force == force
+
+
+def test_a_budget_that_cannot_be_enforced_is_refused() -> None:
+    """If it was asked for; an effort is a wish."""
+    with pytest.raises(BadRequest) as caught:
+        read(THINKING, "<think>", Chat([], thinking_budget=7), special={})
+    assert caught.value.param == "thinking_token_budget"
+    assert read(THINKING, "<think>", Chat([], effort=Effort.LOW), special={})[1].thinking is None
+
+
+def test_variables_of_the_template() -> None:
+    """What a client says itself comes first."""
+    form = ChatForm(Vocabulary(THINKING, SPECIAL))
+    assert form.variables(Chat([])) == {}
+    on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
+    assert form.variables(Chat([], thinking=False)) == off
+    assert form.variables(Chat([], effort=Effort.NONE)) == off
+    assert form.variables(Chat([], effort=Effort.MINIMAL)) == {"reasoning_effort": "low", **on}
+    assert form.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"] is False
+
+
+def test_forced_calls_need_tools_and_a_known_form() -> None:
+    for template, chat in ((THINKING, Chat([], [], "required")), ("{{ tools }}", Chat([], TOOLS, "required"))):
+        with pytest.raises(BadRequest) as caught:
+            read(template, "a", chat)
+        assert caught.value.param == "tool_choice"
+    assert read(THINKING, "a", Chat([], TOOLS, "required"))[1].grammar.startswith("start: ")
+    assert read(THINKING, "a", Chat([], TOOLS))[1].grammar == ""
+
+
+def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
+    assert read("{{ messages }}", "a", Chat([]), grammar='start: "a"')[1].grammar == 'start: "a"'
+    assert "@answer" in read(THINKING, "a", Chat([]), grammar='start: "a"')[1].grammar
+    assert "<[302]>" in read(THINKING, "<think></think>", Chat([], TOOLS), grammar='start: "a"')[1].grammar
