@@ -110,7 +110,6 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("mirostat", 1, "mirostat"),
         ("typical_p", 1.5, "typical_p"),
         ("dry_sequence_breakers", ["x" * 17], "dry_sequence_breakers"),
-        ("response_format", {"type": "json_object"}, "response_format"),
         ("response_format", "json", "response_format"),
         ("chat_template_kwargs", {"messages": True}, "chat_template_kwargs.messages"),
     ],
