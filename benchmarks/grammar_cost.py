@@ -18,13 +18,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from cllm.backends.base import Backend, Logits
 from cllm.backends.fake import FakeBackend, FakeVocabulary
 from cllm.bench.make_model import vocabulary
-from cllm.core.batch import Batch
+from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
@@ -81,7 +82,7 @@ class PacedBackend(FakeBackend):
     def __init__(self, num_seqs: int, seconds: float) -> None:
         super().__init__(max_num_seqs=num_seqs, context_length=4096)
         self.vocabulary = MadeVocabulary()
-        self.info = type(self.info)(**{**structs(self.info), "vocabulary_size": SIZE, "end_tokens": [SIZE - 1]})
+        self.info = msgspec.structs.replace(self.info, vocabulary_size=SIZE, end_tokens=[SIZE - 1])
         self._seconds = seconds
         self._weights = np.ones(50_000_000, np.float32)
         self._random = np.random.default_rng(0)
@@ -96,17 +97,14 @@ class PacedBackend(FakeBackend):
         return logits
 
 
-def structs(info: object) -> dict[str, object]:
-    return {field: getattr(info, field) for field in info.__struct_fields__}  # type: ignore[attr-defined]
-
-
 def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tuple[list[float], list[float]]:
     """Milliseconds of CPU: to sample a constrained row and consume its token; to sample one that is free."""
     grammar = Grammar(params.grammar, backend.vocabulary.grammar_tokenizer(backend.info.end_tokens))
     assert not grammar.error, grammar.error
     random = np.random.default_rng(1)
     caches = np.ones(50_000_000, np.float32)
-    sampler, free = Sampler(), Sequence(Request("free", [1], params), 0, 1, 10**6)
+    nothing = msgspec.structs.replace(params, grammar="")
+    sampler, free = Sampler(), Sequence(Request("free", [1], nothing), 0, 1, 10**6)
     with_grammar, without = [], []
     bound = None
     while len(with_grammar) < num_tokens:
@@ -118,17 +116,11 @@ def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tupl
             logits = row.copy()[None]
             caches.sum()
             begun = time.thread_time()
-            token = sampler.sample(one(seq), logits)[0]
+            token = sampler.sample(Batch([Row(seq, 0, 1, 1)], []), logits)[0]
             if seq is bound:
                 seq.append(token)
             costs.append((time.thread_time() - begun) * 1e3)
     return with_grammar, without
-
-
-def one(seq: Sequence) -> Batch:
-    from cllm.core.batch import Row
-
-    return Batch([Row(seq, 0, 1, 1)], [])
 
 
 def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_bound: int, num_steps: int) -> float:

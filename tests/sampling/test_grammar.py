@@ -89,10 +89,10 @@ def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, see
     mask = np.zeros(1000, bool)
     mask[list(allowed)] = True
     logits = np.random.default_rng(seed).normal(0, 3, 1000).astype(np.float32)
-    params = SamplingParams(**params)
 
     def shares(matcher, row: np.ndarray, few: int = 0) -> Counter:
-        seq = Sequence(Request("A", [1], params), 0, seed, 100)
+        bound = SamplingParams(**params, grammar="some" if matcher else "")
+        seq = Sequence(Request("A", [1], bound), 0, seed, 100)
         seq.matcher = matcher
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "FEW", few)
@@ -112,7 +112,7 @@ def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, see
 
 
 def test_the_only_legal_token_wins_against_any_bias():
-    seq = Sequence(Request("A", [1], SamplingParams(logit_bias={ord("x"): -100})), 0, 0, 100)
+    seq = Sequence(Request("A", [1], SamplingParams(logit_bias={ord("x"): -100}, grammar="some")), 0, 0, 100)
     seq.matcher = follow('start: "x"')
     assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [ord("x")]
 
@@ -153,7 +153,7 @@ def test_no_way_on(text):
     matcher = follow(text)
     assert matcher.allowed() is None
     assert not matcher.stopped
-    seq = Sequence(Request("A", [1], SamplingParams()), 0, 0, 100)
+    seq = Sequence(Request("A", [1], SamplingParams(grammar=text)), 0, 0, 100)
     seq.matcher = matcher
     assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [NO_TOKEN]
 

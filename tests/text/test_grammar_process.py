@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -117,6 +120,13 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
         assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
 
     Checks().run(use)
+
+
+def test_a_process_that_computes_too_long_is_ended_by_the_system():
+    """In whatever code it is."""
+    code = "from cllm.text.grammar_process import limit_time; limit_time(0.05)\nwhile True: pass"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -signal.SIGPROF
 
 
 def test_a_process_that_dies_is_started_again():

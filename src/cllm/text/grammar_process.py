@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +26,8 @@ from cllm.text.grammar import Checker, Constraint, Special, invalid
 
 log = logging.getLogger("cllm.text")
 
-TIMEOUT = 1.0  # seconds for one grammar
+CPU_LIMIT = 1.0  # seconds of the processor for one grammar
+TIMEOUT = 10.0  # seconds, on a machine that is busy with something else
 MAX_MEMORY = 1 << 30  # bytes of the process
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once
@@ -108,8 +111,7 @@ class GrammarProcess:
             await self.close()
             if not isinstance(error, (TimeoutError, asyncio.IncompleteReadError, ConnectionError)):
                 raise
-            why = f"takes longer than {TIMEOUT:g} s" if isinstance(error, TimeoutError) else "took the checker's life"
-            log.warning("a grammar was refused: to compile it %s", why)
+            log.warning("a grammar was refused: it takes too much time or memory to compile")
             return verdict_of(invalid(param, "it is too complex"))
         self._observe(time.monotonic() - begun)
         return msgspec.msgpack.decode(body, type=Verdict)
@@ -118,12 +120,15 @@ class GrammarProcess:
         if self._process is None or self._process.returncode is not None:
             if self._special is None:
                 self._special = await asyncio.to_thread(self._describe)
+            from cllm.text.rendering import INHERITED  # which the process itself has no use for
+
             command = (sys.executable, "-P", "-m", "cllm.text.grammar_process")
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
+                env={name: os.environ[name] for name in INHERITED if name in os.environ},
             )
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -155,6 +160,12 @@ def frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
+def limit_time(seconds: float) -> None:
+    """Have the system end this process after so many seconds of the processor, whatever code it is in; 0: never."""
+    with contextlib.suppress(AttributeError):  # not on Windows, where only the parent's patience ends
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 def main() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
@@ -174,6 +185,7 @@ def main() -> None:
     while True:
         kind, value, param = json.loads(read())
         try:
+            limit_time(CPU_LIMIT)
             verdict = Verdict(checker.check(Constraint(kind, value), param))
         except BadRequest as error:
             verdict = verdict_of(error)
@@ -181,6 +193,7 @@ def main() -> None:
             verdict = verdict_of(invalid(param, "it is too complex"))
         except UnicodeError:
             verdict = verdict_of(invalid(param, "it has a lone surrogate"))
+        limit_time(0)
         stdout.write(frame(msgspec.msgpack.encode(verdict)))
         stdout.flush()
 
