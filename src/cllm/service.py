@@ -440,8 +440,7 @@ class Answer:
                 finish = self._parse(choice, output, parsed)
             else:
                 text, finish = choice.feed(output)
-                delta = deltas.get(choice.index)
-                if delta is None:
+                if (delta := deltas.get(choice.index)) is None:
                     delta = deltas[choice.index] = Delta(choice.index, text, count, finish)
                 else:
                     delta.text += text

@@ -153,7 +153,12 @@ def test_what_anthropic_refuses(fake_server, patch, named):
         ("chat", {"options": {"stop": ["x"] * 1000}}, "options.stop"),
         ("chat", {"options": {"stop": [""]}}, "options.stop"),
         ("chat", {"options": {"stop": [5]}}, "options.stop"),
+        ("chat", {"options": {"mirostat": 1}}, "options.mirostat"),
+        ("chat", {"options": {"typical_p": 2}}, "options.typical_p"),
+        ("chat", {"top_logprobs": 3}, "top_logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ("chat", {"deadline_ms": 0}, "deadline_ms"),
+        ("generate", {"prompt": "a", "suffix": "b"}, "fill in"),
         ("generate", {"prompt": 5}, "prompt"),
         ("generate", {"prompt": ["a"]}, "prompt"),
         ("generate", {"prompt": "a", "images": ["aGk="]}, "images"),
@@ -242,6 +247,20 @@ def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
     assert "512" in check_ollama(
         fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}), 400
     )
+
+
+def test_very_many_messages_take_no_long_time(fake_server):
+    """Turns of one role, calls and their results: what is too long is refused, in time that grows with the length."""
+    calls = [{"function": {"name": "f"}}] * 10_000
+    results = [{"role": "tool", "content": ""}] * 10_000
+    bodies = {
+        "/v1/messages": {**ANTHROPIC, "messages": [{"role": "user", "content": "a"}] * 25_000},
+        "/api/chat": {**OLLAMA, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results]},
+    }
+    for path, body in bodies.items():
+        begun = time.monotonic()
+        assert fake_server.client.post(path, json=body).status_code == 400
+        assert time.monotonic() - begun < 5
 
 
 def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):

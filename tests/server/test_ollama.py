@@ -89,7 +89,23 @@ def test_options(client):
     warm = {"temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_predict": 20}
     texts = [client.chat(MODEL, COUNT, options={**warm, "seed": seed}).message.content for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+    for more in ({"mirostat": 2, "mirostat_tau": 3.0}, {"typical_p": 0.5}):
+        assert client.chat(MODEL, COUNT, options={**warm, **more, "seed": 1}).message.content != texts[0]
     assert NUMBERS.startswith(client.chat(MODEL, COUNT, options={**warm, "top_k": 1}).message.content)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logprobs(client, streamed):
+    """Of each token of the answer, with the most probable ones beside it."""
+    asked = {"options": GREEDY, "logprobs": True, "top_logprobs": 3}
+    chat = client.chat(MODEL, SUM, stream=streamed, **asked)
+    generate = client.generate(MODEL, SUM[0]["content"], stream=streamed, **asked)
+    for answer in (chat, generate):
+        told = [one for line in (answer if streamed else [answer]) for one in line.logprobs or []]
+        assert "".join(one.token for one in told) == "72"
+        assert all(-1 < one.logprob <= 0 for one in told)
+        assert all(one.top_logprobs[0].token == one.token for one in told)
+        assert {len(one.top_logprobs) for one in told} == {3}
 
 
 def test_repeat_penalty_and_its_window(client):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.backends.fake import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.ollama.stream import Clock, Lines, collect
@@ -32,14 +33,16 @@ def generation():
 
 
 def lines_of(steps, *, chat=True):
-    lines = Lines(generation(), "m", Clock(), chat=chat)
+    lines = Lines(generation(), "m", Clock(), FakeVocabulary(), chat=chat)
     data = lines.begin() + b"".join(map(lines.deltas, steps)) + lines.end()
     kind = ollama.ChatResponse if chat else ollama.GenerateResponse
     return [kind(**json.loads(line)) for line in data.splitlines()]
 
 
 def whole(steps, *, chat=True):
-    answer = asyncio.run(collect(Replayed(generation=generation(), steps=steps), "m", Clock(), chat=chat))
+    answer = asyncio.run(
+        collect(Replayed(generation=generation(), steps=steps), "m", Clock(), FakeVocabulary(), chat=chat)
+    )
     return (ollama.ChatResponse if chat else ollama.GenerateResponse)(**json.loads(json.dumps(answer)))
 
 
@@ -86,7 +89,7 @@ def test_a_call_that_was_cut_off_keeps_what_is_there():
 
 
 def test_a_fault_in_a_stream_is_a_line_with_an_error():
-    lines = Lines(generation(), "m", Clock(), chat=True)
+    lines = Lines(generation(), "m", Clock(), FakeVocabulary(), chat=True)
     assert json.loads(lines.fault(EngineError("it broke"))) == {"error": "it broke"}
 
 

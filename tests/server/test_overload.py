@@ -357,7 +357,7 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
         busy = service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True)))
         with busy:
             service.vocabulary = None
-            service._longest_piece = 1000
+            service.longest_piece = 1000
             with pytest.raises(QueueFull):
                 await service.encode("a" * 20_000, terms=Terms())
             with pytest.raises(QueueFull):

@@ -120,3 +120,13 @@ def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
     assert read("{{ messages }}", "a", Chat([]), grammar='start: "a"')[1].grammar == 'start: "a"'
     assert "@answer" in read(THINKING, "a", Chat([]), grammar='start: "a"')[1].grammar
     assert "<[302]>" in read(THINKING, "<think></think>", Chat([], TOOLS), grammar='start: "a"')[1].grammar
+
+
+def test_a_mark_may_be_a_token_and_more() -> None:
+    """Gemma 4 opens its reasoning with a special token and a word."""
+    template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
+    reading, params = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
+    assert '<[300]> "thought"' in params.grammar
+    assert params.thinking == ThinkingBudget(3, 300, 301, (301,))
+    assert reading.pieces[300] == b"<|channel>"
+    assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING

@@ -7,6 +7,7 @@ a text is the mean of its tokens' vectors, so texts are alike as far as they hav
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 END = 256
 CONTROL = {257: "<|im_start|>", 258: "<|im_end|>"}
+CONTROL_IDS = {name: token for token, name in CONTROL.items()}
+CONTROL_TEXTS = re.compile(f"({'|'.join(map(re.escape, CONTROL_IDS))})")
 VOCABULARY_SIZE = 260
 TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).astype(np.float32)
 
@@ -265,13 +268,10 @@ class FakeVocabulary:
         return CONTROL[token].encode() if token in CONTROL else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        if parse_special:
-            for token, name in CONTROL.items():
-                head, found, tail = text.partition(name)
-                if found:
-                    before = self.tokenize(head, add_special=False, parse_special=True)
-                    return [*before, token, *self.tokenize(tail, add_special=False, parse_special=True)]
-        return list(text.encode())
+        if not parse_special:
+            return list(text.encode())
+        parts = CONTROL_TEXTS.split(text)  # every second one is a control token
+        return [token for i, part in enumerate(parts) for token in ([CONTROL_IDS[part]] if i % 2 else part.encode())]
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper

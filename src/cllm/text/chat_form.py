@@ -50,18 +50,20 @@ class ChatForm:
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """The control tokens that marks of the form are, and their ids."""
+        """The special tokens that stand in marks of the form and in how it writes calls, and their ids."""
         calls = self.form.calls
-        written = "".join(calls.begin + calls.write + calls.end + calls.pair) if calls else ""
+        written = [calls.begin, calls.write, calls.end, calls.pair] if calls else []
+        return self._special_tokens_in([*self.form.marks, *written])
+
+    def _special_tokens_in(self, texts: list[str]) -> dict[str, int]:
         special = self._vocabulary.special_tokens
-        return {text: token for token, text in special.items() if text in self.form.marks or (text and text in written)}
+        return {text: token for token, text in special.items() if text and any(text in other for other in texts)}
 
     @cached_property
     def _pieces(self) -> list[bytes]:
         pieces = list(self._vocabulary.pieces)
-        for text, token in self._control.items():
-            if text in self.form.marks:
-                pieces[token] = text.encode()
+        for text, token in self._special_tokens_in([*self.form.marks]).items():
+            pieces[token] = text.encode()
         return pieces
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -192,8 +192,8 @@ class CountBody(Body):
     def _messages(self) -> list[dict[str, Any]]:
         """Turns of the same role are one, results of tools are messages of their own before the user's text."""
         system = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
-        text = "\n".join(text_of(block, f"system[{i}]") for i, block in enumerate(system))
-        messages: list[dict[str, Any]] = [{"role": "system", "content": text}] if text else []
+        texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": texts}] if any(texts) else []
         called: dict[str, str] = {}  # names by the ids of calls
         for i, message in enumerate(self.messages):
             path = f"messages[{i}].content"
@@ -203,12 +203,13 @@ class CountBody(Body):
             called |= {call["id"]: call["function"]["name"] for turn in new for call in turn.get("tool_calls", ())}
             for turn in new:
                 if messages and messages[-1]["role"] == turn["role"] != "tool":
-                    join(messages[-1], turn)
+                    for key in turn.keys() - {"role"}:
+                        messages[-1][key] += turn[key]
                 else:
                     messages.append(turn)
         if messages[-1]["role"] == "assistant":
             raise invalid("messages", "the last one must be the user's; an answer cannot be begun for the model")
-        return messages
+        return [finished(turn) for turn in messages]
 
 
 class MessagesBody(CountBody, TermsBody):
@@ -260,30 +261,22 @@ class MessagesBody(CountBody, TermsBody):
 
 
 def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
-    turn: dict[str, Any] = {"role": "assistant", "content": ""}
-    texts, thoughts, calls = [], [], []
+    turn: dict[str, Any] = {"role": "assistant", "content": [], "reasoning_content": [], "tool_calls": []}
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
         if block.type == "thinking":
-            thoughts.append(needed(block.thinking, at, "thinking"))
+            turn["reasoning_content"].append(needed(block.thinking, at, "thinking"))
         elif block.type == "tool_use":
-            function = {
-                "name": needed(block.name, at, "name"),
-                "arguments": needed(block.input, at, "input"),
-            }
-            calls.append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
+            function = {"name": needed(block.name, at, "name"), "arguments": needed(block.input, at, "input")}
+            turn["tool_calls"].append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # which nobody but its author can read
-            texts.append(text_of(block, at))
-    turn["content"] = "\n".join(texts)
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        turn["tool_calls"] = calls
+            turn["content"].append(text_of(block, at))
     return [turn]
 
 
 def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[str, Any]]:
-    results, texts = [], []
+    results: list[dict[str, Any]] = []
+    texts = []
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
         if block.type == "tool_result":
@@ -291,20 +284,17 @@ def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[
             if key not in called:
                 raise invalid(f"{at}.tool_use_id", f"no tool_use block before it has the id {key[:100]!r}")
             parts = [Block(type="text", text=block.content)] if isinstance(block.content, str) else block.content or []
-            content = "\n".join(text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts))
+            content = [text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts)]
             results.append({"role": "tool", "tool_call_id": key, "name": called[key], "content": content})
         else:
             texts.append(text_of(block, at))
-    return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
+    return [*results, {"role": "user", "content": texts}] if texts else results
 
 
-def join(turn: dict[str, Any], other: dict[str, Any]) -> None:
-    """Make one turn of two by the same role."""
-    for key in ("content", "reasoning_content"):
-        if parts := [part for part in (turn.get(key), other.get(key)) if part]:
-            turn[key] = "\n".join(parts)
-    if calls := [*turn.get("tool_calls", ()), *other.get("tool_calls", ())]:
-        turn["tool_calls"] = calls
+def finished(turn: dict[str, Any]) -> dict[str, Any]:
+    """``turn`` with texts for lists of texts, and without what it does not have."""
+    whole = {key: "\n".join(turn[key]) if key in ("content", "reasoning_content") else turn[key] for key in turn}
+    return {key: value for key, value in whole.items() if value or key == "content"}
 
 
 def text_of(block: Block, path: str) -> str:

@@ -24,6 +24,7 @@ class Figures(Shape):
     prompt_eval_duration: int = 0
     eval_count: int = 0
     eval_duration: int = 0
+    logprobs: list[dict[str, Any]] | None = None
 
 
 class Generated(Figures):

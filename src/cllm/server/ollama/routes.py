@@ -17,6 +17,7 @@ from cllm.embedding import embed, encode_texts, names
 from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.infill import infill
 from cllm.server.ollama import pull
 from cllm.server.ollama.answers import (
     Chatted,
@@ -80,7 +81,10 @@ async def generate(request: Request) -> Response:
     if not body.prompt:
         return json_answer(loaded(body.model, chat=False))
     name = secrets.token_hex(12)
-    if body.raw or not service.vocabulary.chat_template:
+    if body.suffix:
+        prefix = await service.encode(body.prompt, terms=terms, plain=True)
+        generation = Generation(name, [await infill(service, prefix, body.suffix, terms)], params, terms)
+    elif body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
         generation = Generation(name, [await service.encode(prompt, terms=terms)], params, terms)
     else:
@@ -123,10 +127,10 @@ async def respond(
     answer = service.submit(generation)
     headers = place_headers(answer.place)
     if body.stream is not False:
-        lines = Lines(generation, body.model, clock, chat=chat)
+        lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
         return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b"")
     with answer:
-        content = await until_disconnect(request, collect(answer, body.model, clock, chat=chat))
+        content = await until_disconnect(request, collect(answer, body.model, clock, service.vocabulary, chat=chat))
     return json_answer(content, headers)
 
 
@@ -203,6 +207,7 @@ async def show(request: Request) -> Response:
     defaults = {**msgspec.structs.asdict(request.app.state.sampling), "num_ctx": info.context_length}
     defaults["num_predict"] = defaults.pop("max_tokens")
     capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
+    capabilities += ["insert"] if service.vocabulary.infill_tokens else []
     return json_answer(
         {
             "license": card.license,

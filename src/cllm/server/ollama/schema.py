@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
-from cllm.core.params import SamplingParams
+from cllm.core.params import MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
@@ -25,6 +26,7 @@ NAMES = {  # of sampling parameters, where Ollama has others
         name: f"options.{name}"
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
     },
+    **{name: f"options.{name}" for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
 }
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
 AT_START = "the model has been loaded by the server's settings"
@@ -55,6 +57,10 @@ class Options(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    mirostat: int | None = Field(default=None, description="0 or 2.")
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: int | None = Field(default=None, description="-1: a new one for every request.")
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
@@ -64,7 +70,7 @@ class Options(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults, logprobs: int | None) -> SamplingParams:
         """Raises BadRequest for values out of range."""
         limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
         if self.num_predict is not None and limit is None:  # what the operator has as default does not hold
@@ -76,11 +82,16 @@ class Options(Body):
                 top_k=max(0, self.top_k) if self.top_k is not None else None,
                 top_p=self.top_p,
                 min_p=self.min_p,
+                typical_p=self.typical_p,
+                mirostat=self.mirostat,
+                mirostat_tau=self.mirostat_tau,
+                mirostat_eta=self.mirostat_eta,
                 seed=None if self.seed == -1 else self.seed,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
                 repetition_penalty=1.0 if self.repeat_last_n == 0 else self.repeat_penalty,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
+                logprobs=logprobs,
             )
 
 
@@ -100,8 +111,15 @@ class GenerationBody(TermsBody):
     options: Options | None = None
     think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
 
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        return (self.options or Options()).params(defaults)
+        """Raises BadRequest for values out of range."""
+        if self.top_logprobs and not self.logprobs:
+            message = "Invalid 'top_logprobs': it needs 'logprobs' to be true."
+            raise BadRequest(message, param="top_logprobs", code="invalid_value")
+        return (self.options or Options()).params(defaults, (self.top_logprobs or 0) if self.logprobs else None)
 
     def constraint(self) -> Constraint | None:
         """What the answer must be. Raises BadRequest for a format that does not exist."""
@@ -134,12 +152,10 @@ class GenerateBody(GenerationBody):
         "template": "the model's own template is used; with raw the prompt is taken as it is",
         "images": NO_IMAGES,
         **dict.fromkeys(("width", "height", "steps"), "this model writes text"),
-        "suffix": "text cannot be filled in yet",
-        "logprobs": "they are not supported yet",
-        "top_logprobs": "they are not supported yet",
     }
 
     prompt: str | None = None
+    suffix: str | None = Field(default=None, description="What comes behind the text that is to be filled in.")
     system: str | None = None
     raw: bool = False
 
@@ -188,12 +204,6 @@ class ChatBody(GenerationBody):
         model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}], options={"temperature": 0}
     )
 
-    refused: ClassVar = {
-        **GenerationBody.refused,
-        "logprobs": "they are not supported yet",
-        "top_logprobs": "they are not supported yet",
-    }
-
     messages: list[Message] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -203,36 +213,54 @@ class ChatBody(GenerationBody):
         return self.chat_of(self._messages(), tools)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Calls and their results go together by ids; a result without one belongs to the first call by its name."""
+        """A result without an id belongs to the first call by its name, or to the first one, that has none yet."""
         messages = []
-        waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+        calls = Calls()
         for i, given in enumerate(self.messages or []):
             if given.images:
                 path = f"messages[{i}].images"
                 message = f"Unsupported parameter: '{path}': {NO_IMAGES}."
                 raise BadRequest(message, param=path, code="unsupported_value")
-            message_: dict[str, Any] = {"role": given.role, "content": given.content or ""}
+            turn: dict[str, Any] = {"role": given.role, "content": given.content or ""}
             if given.thinking:
-                message_["reasoning_content"] = given.thinking
+                turn["reasoning_content"] = given.thinking
             if given.tool_calls:
-                calls = [(call.id or f"call_{i}_{j}", call.function.name) for j, call in enumerate(given.tool_calls)]
-                waiting = calls
-                message_["tool_calls"] = [
-                    {
-                        "id": key,
-                        "type": "function",
-                        "function": {"name": name, "arguments": call.function.arguments},
-                    }
-                    for (key, name), call in zip(calls, given.tool_calls, strict=True)
-                ]
+                turn["tool_calls"] = [calls.add(call, f"call_{i}_{j}") for j, call in enumerate(given.tool_calls)]
             if given.role == "tool":
-                wanted = given.tool_call_id or given.tool_name
-                found = next((call for call in waiting if not wanted or wanted in call), None)
-                waiting = [call for call in waiting if call != found]
-                key, name = found or (given.tool_call_id or f"call_{i}", given.tool_name or "")
-                message_ |= {"tool_call_id": key, **({"name": name} if name else {})}
-            messages.append(message_)
+                key = given.tool_call_id or calls.first(given.tool_name) or f"call_{i}"
+                name = given.tool_name or calls.names.get(key)
+                turn |= {"tool_call_id": key, **({"name": name} if name else {})}
+            messages.append(turn)
         return messages
+
+
+class Calls:
+    """The calls of a conversation by their ids, and those that nobody has spoken of yet by their names."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._open: dict[str, deque[str]] = {}
+
+    def add(self, call: ToolCall, key: str) -> dict[str, Any]:
+        """The call as templates know it; ``key``: its id, if it has none."""
+        key, function = call.id or key, call.function
+        self.names[key] = function.name
+        self._open.setdefault(function.name, deque()).append(key)
+        return {
+            "id": key,
+            "type": "function",
+            "function": {"name": function.name, "arguments": function.arguments},
+        }
+
+    def first(self, name: str | None) -> str | None:
+        """The id of the first call by ``name``, or of any, which is then spoken of."""
+        name = name if name in self._open else next(iter(self._open), "")
+        if name not in self._open:
+            return None
+        key = self._open[name].popleft()
+        if not self._open[name]:
+            del self._open[name]
+        return key
 
 
 class EmbedBody(TermsBody):

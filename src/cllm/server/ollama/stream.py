@@ -9,9 +9,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cllm.backends.base import Vocabulary
 from cllm.server.arguments import object_of
+from cllm.server.logprobs import token_objects
 from cllm.server.ollama.errors import error_line
 from cllm.service import Answer, Delta, Generation
+from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
 MEDIA_TYPE = "application/x-ndjson"
@@ -95,27 +98,32 @@ def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
     return {"done": True, "done_reason": reason, **clock.figures(generation)}
 
 
-async def collect(answer: Answer, model: str, clock: Clock, *, chat: bool) -> dict[str, Any]:
+async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> dict[str, Any]:
     """The whole answer."""
+    told: list[ToldToken] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
     calls, last = Calls(), Delta(0, "", 0)
     async for deltas in answer:
         clock.token()
         for last in deltas:
+            told += last.logprobs
             if last.channel is Channel.CALL:
                 calls.feed(last)
             else:
                 texts[last.channel].append(last.text)
     calls.end()
     content = said("".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat)
+    if answer.generation.params.logprobs is not None:
+        content["logprobs"] = token_objects(vocabulary, told)
     return {**head_object(model), **content, **ending(answer.generation, clock, last)}
 
 
 class Lines:
     """The lines of one stream: see Events."""
 
-    def __init__(self, generation: Generation, model: str, clock: Clock, *, chat: bool) -> None:
+    def __init__(self, generation: Generation, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> None:
         self._generation = generation
+        self._vocabulary = vocabulary
         self._chat = chat
         self._clock = clock
         self._calls = Calls()
@@ -143,6 +151,9 @@ class Lines:
         if not delta.text:
             return b""
         self._calls.end()
+        if delta.logprobs:
+            told = {"logprobs": token_objects(self._vocabulary, delta.logprobs), "done": False}
+            return self._called() + self._line({**said(delta.text, chat=self._chat), **told})
         head = self._text if delta.channel is Channel.TEXT else self._thinking
         return self._called() + head + to_json(delta.text) + self._tail
 

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.core.params import SamplingParams
-from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
 from cllm.server.openai.routes import check_model, head_of, headers_of, json_answer
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, usage_object
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Delta, Generation, Service, Terms
+from cllm.service import Answer, Delta, Generation, Service
 from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -52,16 +52,6 @@ async def completions(request: Request) -> Response:
     with answer:
         choices = await until_disconnect(request, collect(answer, words))
     return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))
-
-
-async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
-    """Tokens that ask for what lies between ``prefix`` and ``suffix``. Raises BadRequest if the model knows no such."""
-    if (marks := service.vocabulary.infill_tokens) is None:
-        message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
-        raise BadRequest(message, param="suffix", code="unsupported_parameter")
-    begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
-    behind = await service.encode(suffix, "suffix", terms, plain=True)
-    return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
 
 
 class Words:

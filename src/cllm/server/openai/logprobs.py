@@ -7,26 +7,14 @@ from typing import Any
 
 from cllm.backends.base import Vocabulary
 from cllm.core.output import Logprobs
+from cllm.server.logprobs import LEAST, token_objects
 from cllm.text.alignment import ToldToken
 from cllm.text.detokenizer import Detokenizer
 
-LEAST = -9999.0  # JSON has no infinity
-
 
 def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str, Any]:
-    """The object ``logprobs`` of a chat's choice. ``bytes`` put together are the text; ``token`` is for reading, where
-    a part of a character is U+FFFD.
-    """
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = vocabulary.text_of(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
-
-    content = [
-        {**entry(one.token, one.logprobs.logprob), "top_logprobs": [entry(*other) for other in one.logprobs.top]}
-        for one in told
-    ]
-    return {"content": content, "refusal": None}
+    """The object ``logprobs`` of a chat's choice."""
+    return {"content": token_objects(vocabulary, told), "refusal": None}
 
 
 def completion_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken], offset: int) -> dict[str, Any]:

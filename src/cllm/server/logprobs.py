@@ -1,0 +1,24 @@
+"""Logprobs as objects, one a token: what OpenAI's chats and Ollama have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cllm.backends.base import Vocabulary
+from cllm.text.alignment import ToldToken
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+def token_objects(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> list[dict[str, Any]]:
+    """``bytes`` put together are the text; ``token`` is for reading, where a part of a character is U+FFFD."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = vocabulary.text_of(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
+
+    return [
+        {**entry(one.token, one.logprobs.logprob), "top_logprobs": [entry(*other) for other in one.logprobs.top]}
+        for one in told
+    ]
