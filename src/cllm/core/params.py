@@ -156,9 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """True if temperature, top-k, top-p and min-p say all, and nothing is to be told."""
-        bound = self.grammar or self.thinking
-        return self.logprobs is None and not (self.edits_logits or self.extended or bound)
+        """True if temperature, top-k, top-p and min-p say all but for a grammar, and nothing is to be told."""
+        return self.logprobs is None and self.thinking is None and not (self.edits_logits or self.extended)
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
         """Raise BadRequest if a token id lies outside of the vocabulary."""

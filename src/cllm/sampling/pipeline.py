@@ -61,7 +61,7 @@ class Sampler:
                 tokens += self._score(row, logits, len(tokens))
             for _ in range(row.num_samples - row.num_scores):
                 at = len(tokens)
-                if seq.is_plain:
+                if seq.is_plain and seq.matcher is None:
                     tokens.append(choose(logits[at], seq, position))
                 else:
                     tokens.append(self._choose(logits[at], seq, position, at, row.draft))
