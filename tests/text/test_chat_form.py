@@ -126,7 +126,7 @@ def test_a_mark_may_be_a_token_and_more() -> None:
     """Gemma 4 opens its reasoning with a special token and a word."""
     template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
     reading, params = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
-    assert '<[300]> "thought"' in params.grammar
+    assert '<[300]> \\"thought\\"' in params.grammar
     assert params.thinking == ThinkingBudget(3, 300, 301, (301,))
     assert reading.pieces[300] == b"<|channel>"
     assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING
