@@ -160,7 +160,7 @@ def test_a_server_of_the_fake_backend_has_a_card_too(fake_server):
     with ollama.Client(fake_server.url) as client:
         assert client.list().models[0].details.family == "fake"
         assert client.ps().models[0].context_length == 512
-        assert client.show("fake").capabilities == ["completion", "embedding"]
+        assert client.show("fake").capabilities == ["completion", "tools", "embedding"]
 
 
 def test_embeddings(fake_server):

@@ -140,7 +140,8 @@ def test_the_same_prompt_twice_in_one_request(narrow_server):
     async def test(create):
         answer = await create(**{**QUESTION, "prompt": ["twice 0", "other A", "twice 0"]})
         assert [choice.text[0] for choice in answer.choices] == ["1", "B", "1"]
-        assert answer.usage.prompt_tokens_details.cached_tokens == 7
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert 7 <= cached < 14, "the second prompt, and first tokens of what lay idle"
 
     run(narrow_server, test)
 
