@@ -101,7 +101,7 @@ def test_the_openapi_document_is_complete(fake_server):
     defined = set(document.json()["components"]["schemas"])
     used = set(re.findall(r"#/components/schemas/(\w+)", document.text))
     assert used <= defined
-    assert {"ChatBody", "GenerateBody"} <= defined
+    assert {"AssistantMessage", "Benchmark"} <= defined
 
 
 @pytest.mark.slow
