@@ -17,7 +17,8 @@ def exit_at_once(number: int, _: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line. Until its command has been imported, Ctrl-C ends the process where it stands."""
-    signal.signal(signal.SIGINT, exit_at_once)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a script's background
+        signal.signal(signal.SIGINT, exit_at_once)
     launched = launch() if sys.argv[1:2] == ["serve"] else None  # it imports its half of cLLM while we import ours
 
     from cllm.cli.main import main as run

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
         try:
             words = sys.argv[1:] if arguments is None else arguments
             command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)  # imports the command
-            if arguments is None:
+            if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             command(*bound.args, **bound.kwargs, **({"launched": launched} if "launched" in given else {}))
         finally:
