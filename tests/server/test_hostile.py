@@ -3,7 +3,15 @@
 import json
 import socket
 
+import pydantic
 import pytest
+
+from cllm.server.anthropic.schema import MessagesBody
+from cllm.server.body import explain
+from cllm.server.ollama.schema import ChatBody as OllamaChatBody
+from cllm.server.openai.embeddings import EmbeddingsBody
+from cllm.server.openai.response_schema import ResponseBody
+from cllm.server.openai.schema import ChatBody, CompletionBody
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -136,6 +144,37 @@ def test_a_wrong_prompt_is_400(fake_server, prompt):
     answer = fake_server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
     assert answer.status_code == 400, answer.text
     assert check_form(answer)["param"].startswith("prompt")
+
+
+WRONG = [5.5] * 1000
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        (CompletionBody, "prompt", WRONG),
+        (CompletionBody, "prompt", [WRONG] * 100),
+        (ChatBody, "messages", WRONG),
+        (ChatBody, "messages", [{"role": "user", "content": WRONG}]),
+        (ChatBody, "stop", WRONG),
+        (ChatBody, "logit_bias", dict.fromkeys(map(str, range(2000)), "x")),
+        (ChatBody, "metadata", dict.fromkeys(map(str, range(2000)), 1)),
+        (ResponseBody, "input", WRONG),
+        (ResponseBody, "input", [{"role": "user", "content": WRONG}]),
+        (EmbeddingsBody, "input", WRONG),
+        (MessagesBody, "messages", WRONG),
+        (MessagesBody, "messages", [{"role": "user", "content": [{"type": "text", "content": WRONG}]}]),
+        (OllamaChatBody, "messages", WRONG),
+        (OllamaChatBody, "options", {"stop": WRONG}),
+    ],
+)
+def test_very_many_faults_cost_no_more_than_one(model, field, value):
+    """A body has room for millions: they would be gigabytes of objects, and half a minute in which nobody is served."""
+    (good,) = model.model_config["json_schema_extra"]["examples"]
+    with pytest.raises(pydantic.ValidationError) as caught:
+        model.model_validate({**good, field: value})
+    assert caught.value.error_count() < 10
+    assert explain(caught.value).param.startswith(field)
 
 
 def test_an_unknown_parameter_is_ignored(fake_server):

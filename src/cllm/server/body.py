@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 
 import pydantic
 import pydantic_core
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
@@ -26,6 +27,31 @@ CODES = {
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
+def stop_at_first_fault(schema: Any) -> None:
+    """Let no list of ``schema`` tell more than its first fault: a body of a few megabytes has room for millions of
+    them, each of which would be an object and a text.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for inner in schema.values():
+            stop_at_first_fault(inner)
+    elif isinstance(schema, (list, tuple)):
+        for inner in schema:
+            stop_at_first_fault(inner)
+
+
+def at_most(count: int) -> pydantic.BeforeValidator:
+    """Of an object: so many entries, counted before they are looked at, because each can have a fault."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"at most {count} entries are accepted, not {len(value)}")
+        return value
+
+    return pydantic.BeforeValidator(check)
+
+
 class Body(pydantic.BaseModel):
     """Base of request models: no coercion, no NaN.
 
@@ -36,6 +62,12 @@ class Body(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
     ignored: ClassVar[Mapping[str, str]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        stop_at_first_fault(handler.resolve_ref_schema(schema))
+        return schema
 
 
 class Shape(pydantic.BaseModel):

@@ -9,9 +9,9 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from cllm.core.params import LARGEST, MAX_LOGPROBS, SamplingParams
+from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, example
+from cllm.server.body import Body, at_most, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
@@ -22,11 +22,14 @@ MAX_PROMPTS = 128
 
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
+MAX_METADATA = 16
 
 Count = Annotated[int, Field(ge=1)]
 ShortText = Annotated[str, Field(max_length=256)]
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    at_most(MAX_METADATA),
 ]
 
 # Of SamplingParams, under the names that llama-server and vLLM have for them.
@@ -73,7 +76,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
     seed: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
