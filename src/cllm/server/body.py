@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -24,6 +25,7 @@ CODES = {
     "less_than_equal": "integer_above_max_value",
     "less_than": "integer_above_max_value",
 }
+BODY_TIMEOUT = 30.0  # seconds in which at least a part of a body must come
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
@@ -174,15 +176,27 @@ async def read_bytes(request: Request) -> bytes:
         raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
+    return b"".join([part async for part in parts_of(request, limit, too_large)])
+
+
+async def parts_of(request: Request, limit: int, too_large: BadRequest) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises ``too_large`` for more than ``limit`` bytes, and BadRequest (408) if none come."""
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
-    parts, size = [], 0
-    async for part in request.stream():
+    stream, size = request.stream(), 0
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                part = await anext(stream, None)
+        except TimeoutError:
+            message = f"Nothing of the body has come for {BODY_TIMEOUT:g} seconds."
+            raise BadRequest(message, code="body_timeout", status=408) from None
+        if part is None:
+            return
         size += len(part)
         if size > limit:
             raise too_large
-        parts.append(part)
-    return b"".join(parts)
+        yield part
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

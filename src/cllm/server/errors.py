@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
@@ -88,6 +89,13 @@ def error_event(error: Exception) -> bytes:
     return b"data: " + pydantic_core.to_json(openai_form(describe_in_stream(error))[1]) + b"\n\n"
 
 
+def allowed_methods(request: Request) -> list[str]:
+    """Those that the path of ``request`` knows."""
+    routes: list[Route] = request.app.state.routes
+    known = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in known for method in route.methods or ()})
+
+
 def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
     """Answer every error of ``app`` in the form of the dialect that knows the request."""
 
@@ -95,7 +103,7 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
         status, content = form(fault, request_id(request))
         headers = {"retry-after": str(max(1, math.ceil(fault.retry_after)))} if fault.status in (429, 503) else {}
-        if fault.status == 413:
+        if fault.status in (408, 413):
             headers["connection"] = "close"  # the rest of the body is not read
         return Response(pydantic_core.to_json(content), status, headers, "application/json")
 
@@ -103,13 +111,16 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         return answer(request, describe(error))
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        log.error("%s %r failed", request.method, request.scope["path"], exc_info=error)
         return answer(request, describe(error))
 
     async def http(request: Request, error: Exception) -> Response:
         fault = describe(error)
-        message = f"{request.method} {request.url.path}: {fault.message}"
-        return answer(request, fault._replace(message=message[:300]))
+        message = f"{request.method} {request.scope['path']}: {fault.message}"
+        response = answer(request, fault._replace(message=message[:300]))
+        if fault.status == 405:
+            response.headers["allow"] = ", ".join(allowed_methods(request))
+        return response
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.backends.base import Vocabulary
 from cllm.config import Settings
@@ -17,6 +18,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
+from cllm.server.http_protocol import Protocol
 from cllm.server.openai.batch_runner import Batches
 from cllm.server.request_id import with_request_ids
 from cllm.server.sse import streaming
@@ -78,7 +80,8 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     app = create_app(service, settings)
     config = uvicorn.Config(
-        streaming(with_request_ids(app)),
+        head_as_get(streaming(with_request_ids(app))),
+        http=Protocol,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -87,6 +90,15 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     return HttpServer(config, service, app.state.batches, settings.server.drain_timeout)
+
+
+def head_as_get(app: ASGIApp) -> ASGIApp:
+    """``app``, to which HEAD is GET; uvicorn keeps the body back."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+
+    return called
 
 
 def make_recorder(settings: Settings) -> Recorder | None:

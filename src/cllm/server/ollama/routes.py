@@ -55,12 +55,6 @@ API_VERSION = "0.12.11"
 NEVER = "2999-12-31T00:00:00Z"
 
 
-@router.head("/", include_in_schema=False)
-async def alive() -> Response:
-    return Response()
-
-
-@router.head("/api/version", include_in_schema=False)
 @router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
 async def version() -> dict[str, str]:
     """The version of Ollama's API; the server's own is at /."""
@@ -167,7 +161,6 @@ async def embeddings(request: Request) -> Response:
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 
-@router.head("/api/tags", include_in_schema=False)
 @router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
 async def tags(request: Request) -> Response:
     """The models that are here: the one that is served."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, BinaryIO, Literal
 
 import pydantic
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, check_parameters, documented, example, explain
+from cllm.server.body import Body, check_parameters, documented, example, explain, parts_of
 from cllm.server.openai.batch_runner import Batches
 from cllm.server.openai.file_store import StoredFile, new_file
 from cllm.server.openai.paging import page
@@ -161,20 +161,8 @@ async def read_form(request: Request) -> FormData:
     too_large = BadRequest(
         f"The file is larger than {limit} bytes (storage.max_file_mb).", param="file", code="file_too_large", status=413
     )
-    if int(request.headers.get("content-length") or 0) > limit + MAX_OTHER_BYTES:
-        raise too_large
-
-    async def limited() -> AsyncGenerator[bytes, None]:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit + MAX_OTHER_BYTES:
-                raise too_large
-            yield part
-
-    parser = MultiPartParser(
-        request.headers, limited(), max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES
-    )
+    parts = parts_of(request, limit + MAX_OTHER_BYTES, too_large)
+    parser = MultiPartParser(request.headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES)
     try:
         return await parser.parse()
     except MultiPartException as error:
