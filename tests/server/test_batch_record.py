@@ -1,5 +1,6 @@
 """The files of a batch, without a server: what a crash leaves, and which inputs are batches."""
 
+import contextlib
 import io
 import json
 
@@ -24,11 +25,47 @@ def test_a_line_that_a_crash_has_cut_off_is_taken_away(tmp_path):
     whole = files.output.read_bytes()
     for cut in range(len(line("a")), len(whole)):
         files.output.write_bytes(whole[:cut])
-        assert BatchFiles(tmp_path, "batch_1").answered() == ({"a"}, {"c"})
+        assert BatchFiles(tmp_path, "batch_1").answered() == ({"a"}, {"c"}, {})
         assert files.output.read_bytes() == line("a")
     files.add(line("b"), succeeded=True)
-    assert files.answered() == ({"a", "b"}, {"c"}), "what was added is brought to the disk first"
+    assert files.answered() == ({"a", "b"}, {"c"}, {}), "what was added is brought to the disk first"
     assert files.output.read_bytes() == whole
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Where no file can grow beyond ``size``; writes are cut off there, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_a_full_disk_did_not_take_is_written_later(tmp_path):
+    """Nobody is told that his line is there before it is, and none is there twice or in part."""
+    files = BatchFiles(tmp_path, "batch_1")
+    files.add(line("a"), succeeded=True)
+    files.add(line("b"), succeeded=False)
+    files.add(line("c"), succeeded=True)
+    with full_disk(len(line("a")) + 3):
+        for _ in range(2):
+            with pytest.raises(OSError, match="too large"):
+                files.flush()
+        assert files.output.read_bytes() == b""
+    files.flush()
+    assert files.output.read_bytes() == line("a") + line("c")
+    assert files.errors.read_bytes() == line("b")
+
+
+def test_an_upload_that_a_full_disk_did_not_take_leaves_nothing(folder):
+    store = FileStore(folder, 10, 10_000)
+    with full_disk(1000), pytest.raises(BadRequest, match="disk") as caught:
+        put(store, b"x" * 5000)
+    assert caught.value.status == 507
+    assert list(folder.iterdir()) == []
 
 
 def test_records_are_whole_or_not_there(tmp_path):
@@ -70,6 +107,8 @@ def test_files_are_found_again_and_what_is_not_whole_goes(folder):
     """After a crash between any two of the steps that make a file."""
     store = FileStore(folder, 10, 1000)
     file = put(store, b"content")
+    (folder / "mine.txt").write_bytes(b"of somebody who chose this folder for his own things too")
+    (folder / "file-4.data").mkdir()
     (folder / "file-1.part").write_bytes(b"cut off")
     (folder / "file-2.data").write_bytes(b"has no record")
     (folder / "file-3.json").write_bytes((folder / f"{file.id}.json").read_bytes().replace(file.id.encode(), b"file-3"))
@@ -77,7 +116,8 @@ def test_files_are_found_again_and_what_is_not_whole_goes(folder):
     again.load()
     assert again.owned_by("o") == [file]
     assert again.path(file.id).read_bytes() == b"content"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([f"{file.id}.data", f"{file.id}.json"])
+    left = {path.name for path in folder.iterdir()}
+    assert left == {f"{file.id}.data", f"{file.id}.json", "mine.txt", "file-4.data"}
 
 
 def test_files_are_bounded_in_number_and_bytes(folder):

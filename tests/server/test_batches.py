@@ -7,10 +7,14 @@ import signal
 import time
 from collections import Counter
 
+import msgspec
 import openai
 import pydantic
 import pytest
 from openai.types import Batch, FileObject
+
+from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord
+from cllm.server.openai.file_store import StoredFile
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +155,10 @@ def test_a_batch_is_computed(client):
         assert response["status_code"] == 200
         assert response["request_id"]
         assert response["body"]["choices"][0]["text"] == direct.choices[0].text
+    used = [found[f"r{i}"]["response"]["body"]["usage"] for i in range(20)]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in used) > 0
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in used) > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     errors = answers(client, batch.error_file_id)
     assert errors["bad"]["response"]["status_code"] == 400
     assert errors["bad"]["response"]["body"]["error"]["param"] == "temperature"
@@ -172,6 +180,7 @@ def test_batches_of_other_routes(client, endpoint, body, kind):
     response = answers(client, batch.output_file_id or batch.error_file_id)["a"]["response"]
     assert response["status_code"] == 200, response
     assert response["body"]["object"] == kind
+    assert batch.usage.total_tokens == response["body"]["usage"]["total_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -295,6 +304,94 @@ def test_a_batch_outlives_its_engine(start_server):
         while client.batches.retrieve(batch.id).request_counts.completed < 8:
             time.sleep(0.01)
         os.kill(server.engine_pid(), signal.SIGKILL)
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert len(answers(client, batch.output_file_id)) == 60
+
+
+def state(folder, record, **contents):
+    """What a server leaves that has ended: the record of a batch, the file of its requests, and other files."""
+    record = BatchRecord(
+        id="batch_1",
+        owner="",
+        endpoint=COMPLETIONS,
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=1,
+        **{"model": "fake", "expires_at": 2_000_000_000, "total": 4, **record},
+    )
+    for name in ("files", "batches"):
+        (folder / name).mkdir(parents=True)
+    BatchFiles(folder / "batches", record.id).save(record)
+    lines = "".join(json.dumps(line(f"r{i}")) + "\n" for i in range(4))
+    for file_id, content in {"file-1": lines, **contents}.items():
+        file = StoredFile(file_id, "", "name", "batch", len(content), 1)
+        (folder / "files" / f"{file_id}.json").write_bytes(msgspec.json.encode(file))
+        (folder / "files" / f"{file_id}.data").write_text(content)
+
+
+def ended(start_server, folder):
+    """The batch, once a server has ended it."""
+    server = start_server(*FAKE, CLLM_STORAGE_FOLDER=str(folder))
+    end = time.monotonic() + 20
+    while (batch := server.client.get("/v1/batches/batch_1").json())["status"] not in FINAL:
+        assert time.monotonic() < end, batch
+        time.sleep(0.02)
+    return server, batch
+
+
+def answer(custom_id):
+    return json.dumps({"custom_id": custom_id, "response": {"body": {}}}) + "\n"
+
+
+def test_a_crash_while_the_answers_become_files(start_server, tmp_path):
+    """After the first of two has become one: nothing is counted anew, and no line gets a second answer."""
+    known = {"completed": 3, "failed": 1, "output_file_id": "file-2", "error_file_id": "file-3"}
+    record = {"status": "cancelling", "ending": "cancelled", **known}
+    state(tmp_path, record, **{"file-2": "".join(map(answer, ("r0", "r1", "r2")))})
+    (tmp_path / "batches" / "batch_1.errors").write_text(answer("r3"))
+    server, batch = ended(start_server, tmp_path)
+    assert batch["status"] == "cancelled"
+    assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+    assert server.client.get("/v1/files/file-2/content").text.count("custom_id") == 3
+    assert server.client.get("/v1/files/file-3/content").text == answer("r3")
+    assert not list((tmp_path / "batches").glob("*.errors"))
+
+
+@pytest.mark.parametrize("model", ["fake", "another"])
+def test_a_batch_expires(start_server, tmp_path, model):
+    """With the answers that it has; also one that would have waited for another model for ever."""
+    state(tmp_path, {"status": "in_progress", "expires_at": int(time.time()) - 1, "model": model})
+    (tmp_path / "batches" / "batch_1.output").write_text(answer("r1"))
+    server, batch = ended(start_server, tmp_path)
+    assert batch["status"] == "expired"
+    assert batch["expired_at"] >= batch["expires_at"]
+    assert batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
+    errors = server.client.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
+    assert {(entry["custom_id"], entry["error"]["code"]) for entry in map(json.loads, errors)} == {
+        (f"r{i}", "batch_expired") for i in (0, 2, 3)
+    }
+
+
+def test_a_full_disk_stops_a_batch_only_as_long_as_it_is_full(start_server):
+    """Uploads are refused meanwhile; in the end every line has its answer, once."""
+    resource = pytest.importorskip("resource")
+    server = start_server(*FAKE)
+    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True) for i in range(60)]
+    with client_of(server) as client:
+        file = upload(client, lines)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+        with pytest.raises(openai.APIStatusError, match="disk") as caught:
+            upload(client, lines)
+        assert caught.value.status_code == 507
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        end = time.monotonic() + 20
+        while "waits for room" not in server.log:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert client.completions.create(model=None, prompt="a", max_tokens=2).usage.completion_tokens == 2
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         batch = wait(client, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 60)
         assert len(answers(client, batch.output_file_id)) == 60

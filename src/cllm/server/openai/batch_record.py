@@ -6,8 +6,10 @@ that a crash has cut off is taken away, so that a line is there once or not at a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ MAX_ERRORS = 100  # of a file that are listed
 
 class BatchRecord(msgspec.Struct):
     """The fields are OpenAI's, and beside them: owner, on whose account it is computed; window and output_expires_after
-    in seconds; ending, what it will be once its files are whole.
+    in seconds; ending, what it will be once its files are whole; usage, as it was when it last was counted.
     """
 
     id: str
@@ -49,6 +51,7 @@ class BatchRecord(msgspec.Struct):
     output_file_id: str | None = None
     error_file_id: str | None = None
     times: dict[str, int] = {}
+    usage: dict[str, int] = {}
 
     def public(self) -> dict[str, Any]:
         """As OpenAI's clients see it."""
@@ -66,6 +69,7 @@ class BatchRecord(msgspec.Struct):
             "expires_at": self.expires_at,
             **times,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": usage_object(self.usage),
             "output_file_id": self.output_file_id if self.status in FINAL else None,
             "error_file_id": self.error_file_id if self.status in FINAL else None,
             "errors": {"object": "list", "data": self.errors} if self.errors else None,
@@ -74,10 +78,36 @@ class BatchRecord(msgspec.Struct):
 
 
 class Answered(NamedTuple):
-    """The custom_ids that have an answer."""
+    """The custom_ids that have an answer, and the tokens of all answers together."""
 
     completed: set[str]
     failed: set[str]
+    usage: dict[str, int]
+
+
+def tokens_of(line: dict[str, Any]) -> dict[str, int]:
+    """The tokens of an answer: of a chat, a completion, embeddings or a response; {} if it has none."""
+    usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    tokens = {
+        "input": usage.get("prompt_tokens") or usage.get("input_tokens"),
+        "cached": details.get("cached_tokens"),
+        "output": usage.get("completion_tokens") or usage.get("output_tokens"),
+        "reasoning": of_output.get("reasoning_tokens"),
+    }
+    return {name: count for name, count in tokens.items() if count}
+
+
+def usage_object(usage: dict[str, int]) -> dict[str, Any]:
+    read, written = usage.get("input", 0), usage.get("output", 0)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": usage.get("cached", 0)},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": usage.get("reasoning", 0)},
+        "total_tokens": read + written,
+    }
 
 
 class BatchFiles:
@@ -87,29 +117,31 @@ class BatchFiles:
         self._record = folder / f"{batch_id}.json"
         self.output = folder / f"{batch_id}.output"
         self.errors = folder / f"{batch_id}.errors"
-        self._unwritten: list[tuple[Path, bytes]] = []
+        self._unwritten: dict[Path, list[bytes]] = {self.output: [], self.errors: []}
 
     def save(self, record: BatchRecord) -> None:
         write_whole(self._record, msgspec.json.encode(record))
 
     def add(self, line: bytes, *, succeeded: bool) -> None:
         """Add an answer, which is on the disk after the next ``flush``."""
-        self._unwritten.append((self.output if succeeded else self.errors, line))
+        self._unwritten[self.output if succeeded else self.errors].append(line)
 
     def flush(self) -> None:
-        """Bring all that was added to the disk: the slowest part, and the same for one as for many."""
-        lines, self._unwritten = self._unwritten, []
-        for path in (self.output, self.errors):
-            if data := b"".join(line for target, line in lines if target == path):
-                with path.open("ab") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+        """Bring all that was added to the disk: the slowest part, and the same for one as for many.
+
+        What an OSError has kept from the disk is written the next time, so that nobody's line is lost in the flush of
+        somebody else.
+        """
+        for path, lines in self._unwritten.items():
+            if taken := lines.copy():
+                append_whole(path, b"".join(taken))
+                del lines[: len(taken)]
 
     def answered(self) -> Answered:
         """Which lines have an answer. What a crash has cut off is taken away."""
         self.flush()
-        return Answered(set(custom_ids(self.output)), set(custom_ids(self.errors)))
+        usage: Counter[str] = Counter()
+        return Answered(set(answers_in(self.output, usage)), set(answers_in(self.errors, usage)), dict(usage))
 
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.output, self.errors) if path.exists())
@@ -123,20 +155,37 @@ def load_records(folder: Path) -> Iterator[BatchRecord]:
     for path in sorted(folder.glob("*.json")):
         try:
             yield msgspec.json.decode(path.read_bytes(), type=BatchRecord)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, OSError) as error:
             log.warning("%s is no record of a batch: %s", path, error)
 
 
-def custom_ids(path: Path) -> Iterator[str]:
+def append_whole(path: Path, data: bytes) -> None:
+    """Append ``data`` and bring it to the disk; all of it, or, with an OSError, nothing."""
+    with path.open("ab", buffering=0) as file:
+        size, rest = file.tell(), memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def answers_in(path: Path, usage: Counter[str]) -> Iterator[str]:
+    """The custom_ids of the answers in a file; their tokens are added to ``usage``."""
     if not path.exists():
         return
     whole = 0
     with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+        for text in file:
+            if not text.endswith(b"\n"):
                 break
-            whole += len(line)
-            yield from_json(line)["custom_id"]
+            whole += len(text)
+            line = from_json(text)
+            usage.update(tokens_of(line))
+            yield line["custom_id"]
     os.truncate(path, whole)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,7 @@ from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
 from cllm.server.errors import describe, openai_form
 from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord, check_lines, load_records, numbered_lines
-from cllm.server.openai.file_store import FileStore, StateFolder, new_file, new_id
+from cllm.server.openai.file_store import FileStore, StateFolder, disk_fault, new_file, new_id
 from cllm.server.queueing import BATCH_OWNER
 from cllm.server.request_id import request_id
 from cllm.service import RequestTimeout, Service
@@ -42,6 +43,11 @@ MISSING = {  # why a line has no answer, by what its batch has become
     "expired": "The completion window has ended before this request could be computed.",
     "cancelled": "The batch was cancelled before this request was computed.",
 }
+
+INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_PAUSE = 2.0  # seconds between two tries to write to a disk that is full
+LINES_AT_ONCE = 500  # of those that have no answer, in one write
 
 log = logging.getLogger("cllm.batches")
 
@@ -74,16 +80,12 @@ class Batches:
             raise
 
     def _load(self) -> None:
-        service: Service = self._app.state.service
         for record in load_records(self._folder.path / "batches"):
             self._records[record.id] = record
             self.files.take_room(self._files_of(record).num_bytes(), check=False)
             if record.status not in FINAL:
-                if record.model == service.model_name:
-                    log.info("the batch %s goes on", record.id)
-                    self._start(record)
-                else:
-                    log.warning("the batch %s waits for a server with the model %s", record.id, record.model)
+                log.info("the batch %s goes on", record.id)
+                self._start(record)
 
     def start(self) -> None:
         """Go on with what is there, if anything is; called when the event loop runs."""
@@ -100,14 +102,18 @@ class Batches:
         await asyncio.to_thread(self._disk.shutdown)
         self._folder.close()
 
-    def create(self, record: BatchRecord) -> None:
+    async def create(self, record: BatchRecord) -> None:
         """Begin with a batch; its record is on the disk when this returns. Raises BadRequest if there is no room."""
         if sum(other.status not in FINAL for other in self._records.values()) >= MAX_UNFINISHED:
             message = f"{MAX_UNFINISHED} batches are being computed or wait; please retry when one has ended."
             raise BadRequest(message, code="too_many_batches", status=429)
         self.files.check_room(2)
-        self._files_of(record).save(record)
-        self._records[record.id] = record
+        self._records[record.id] = record  # from now on its input file stays
+        try:
+            await self._in_thread(self._files_of(record).save, record)
+        except OSError as error:
+            del self._records[record.id], self._parts[record.id]
+            raise disk_fault(error) from None
         ended = [other for other in self._records.values() if other.status in FINAL]
         for other in sorted(ended, key=lambda other: other.created_at)[: max(0, len(self._records) - MAX_RECORDS)]:
             del self._records[other.id]
@@ -142,8 +148,6 @@ class Batches:
             await self._turn(record, "cancelling")
         if record.id in self._working:
             self._working[record.id].cancel()
-        elif record.id not in self._running:  # it waits for a server with another model
-            self._start(record)
 
     def _files_of(self, record: BatchRecord) -> BatchFiles:
         files = self._parts.get(record.id)
@@ -156,8 +160,19 @@ class Batches:
         self._running[record.id] = task
         task.add_done_callback(lambda _: self._running.pop(record.id))
 
-    async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
+
+    async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``; while the disk is full a batch waits."""
+        while True:
+            try:
+                return await self._in_thread(work, *arguments)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                log.warning("a batch waits for room on the disk: %s", error)
+                await asyncio.sleep(DISK_PAUSE)
 
     async def _turn(self, record: BatchRecord, status: str) -> None:
         """Give ``record`` another status, here and on the disk."""
@@ -175,7 +190,7 @@ class Batches:
                 await self._finish(record)
         except Exception:
             log.exception("the batch %s failed", record.id)
-            record.errors = [{"code": "internal_error", "message": "Internal error.", "line": None, "param": None}]
+            record.errors = [INTERNAL]
             await self._turn(record, "failed")
 
     async def _validate(self, record: BatchRecord) -> None:
@@ -205,9 +220,11 @@ class Batches:
         except ExceptionGroup as group:
             full, others = group.split(BadRequest)
             if full is None or others is not None:
-                raise
-            message = str(full.exceptions[0])
-            record.errors = [{"code": "storage_full", "message": message, "line": None, "param": None}]
+                log.exception("the batch %s failed", record.id)
+                record.errors = [INTERNAL]
+            else:
+                message = str(full.exceptions[0])
+                record.errors = [{"code": "storage_full", "message": message, "line": None, "param": None}]
             return "failed"
         finally:
             del self._working[record.id]
@@ -216,47 +233,50 @@ class Batches:
 
     async def _answer_all(self, record: BatchRecord) -> None:
         """Answer every line that has no answer yet."""
+        service: Service = self._app.state.service
+        if record.model != service.model_name:
+            log.warning("the batch %s waits for a server with the model %s", record.id, record.model)
+            await asyncio.get_running_loop().create_future()  # until it is cancelled, or expires
         answered = await self._recount(record)
+        async with asyncio.TaskGroup() as group:
+            async for line in self._lines(record):
+                if line["custom_id"] not in answered:
+                    await self._slots.acquire()
+                    try:
+                        task = group.create_task(self._answer(record, line))
+                    except BaseException:
+                        self._slots.release()
+                        raise
+                    task.add_done_callback(lambda _: self._slots.release())
+
+    async def _lines(self, record: BatchRecord) -> AsyncGenerator[dict[str, Any], None]:
+        """The requests of a batch."""
         lines = numbered_lines(self.files.path(record.input_file_id), self._max_line())
-        with contextlib.closing(lines):
-            async with asyncio.TaskGroup() as group:
-                while (entry := await asyncio.to_thread(next, lines, None)) is not None:
-                    line = from_json(entry[1])
-                    if line["custom_id"] not in answered:
-                        await self._slots.acquire()
-                        try:
-                            task = group.create_task(self._answer(record, line))
-                        except BaseException:
-                            self._slots.release()
-                            raise
-                        task.add_done_callback(lambda _: self._slots.release())
+        while (entry := await asyncio.to_thread(next, lines, None)) is not None:
+            yield from_json(entry[1])
 
     async def _recount(self, record: BatchRecord) -> set[str]:
-        """The lines that have an answer; in the record, how many."""
-        completed, failed = await self._on_disk(self._files_of(record).answered)
+        """The lines that have an answer; in the record, how many, and their tokens."""
+        completed, failed, record.usage = await self._on_disk(self._files_of(record).answered)
         record.completed, record.failed = len(completed), len(failed)
         return completed | failed
 
     async def _answer(self, record: BatchRecord, line: dict[str, Any]) -> None:
         status, content, name = await self._compute(record, line["body"])
         answer = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(name), content)
-        await self._add(record, line["custom_id"], answer, b"null", succeeded=status == 200)
-
-    async def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
-        head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
-        data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
-        self.files.take_room(len(data))
-        try:
-            files = self._files_of(record)
-            files.add(data, succeeded=succeeded)
-            await self._on_disk(files.flush)
-        except BaseException:
-            self.files.return_room(len(data))
-            raise
-        if succeeded:
+        self._add(record, line["custom_id"], answer, b"null", succeeded=status == 200)
+        await self._on_disk(self._files_of(record).flush)
+        if status == 200:
             record.completed += 1
         else:
             record.failed += 1
+
+    def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
+        """To be flushed. Raises BadRequest if there is no room for an answer."""
+        head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
+        data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
+        self.files.take_room(len(data), check=error == b"null")
+        self._files_of(record).add(data, succeeded=succeeded)
 
     async def _compute(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, bytes, str]:
         """Status, content and request id of the answer to one line."""
@@ -287,17 +307,16 @@ class Batches:
 
     async def _finish(self, record: BatchRecord) -> None:
         """Bring a batch whose lines are done to its end; may be begun again after a crash."""
-        answered = await self._recount(record)
-        if record.ending in MISSING:
-            await self._say_what_is_missing(record, answered)
-        elif record.status != "finalizing":
-            await self._turn(record, "finalizing")
         parts = self._files_of(record)
-        if record.completed and record.output_file_id is None:
-            record.output_file_id = new_id()
-        if record.failed and record.error_file_id is None:
-            record.error_file_id = new_id()
-        await self._on_disk(parts.save, record)
+        if record.output_file_id is None and record.error_file_id is None:  # else all has been counted, and may be gone
+            answered = await self._recount(record)
+            if record.ending in MISSING:
+                await self._say_what_is_missing(record, answered)
+            elif record.status != "finalizing":
+                await self._turn(record, "finalizing")
+            record.output_file_id = new_id() if record.completed else None
+            record.error_file_id = new_id() if record.failed else None
+            await self._on_disk(parts.save, record)
         for path, file_id in ((parts.output, record.output_file_id), (parts.errors, record.error_file_id)):
             if file_id is not None and path.exists():
                 name, size = f"{record.id}{path.suffix}.jsonl", path.stat().st_size
@@ -309,12 +328,15 @@ class Batches:
 
     async def _say_what_is_missing(self, record: BatchRecord, answered: set[str]) -> None:
         error = to_json({"code": f"batch_{record.ending}", "message": MISSING[record.ending]})
-        lines = numbered_lines(self.files.path(record.input_file_id), self._max_line())
-        with contextlib.closing(lines):
-            while (entry := await asyncio.to_thread(next, lines, None)) is not None:
-                custom_id = from_json(entry[1])["custom_id"]
-                if custom_id not in answered:
-                    await self._add(record, custom_id, b"null", error, succeeded=False)
+        files, num_missing = self._files_of(record), 0
+        async for line in self._lines(record):
+            if line["custom_id"] not in answered:
+                self._add(record, line["custom_id"], b"null", error, succeeded=False)
+                num_missing += 1
+                if num_missing % LINES_AT_ONCE == 0:
+                    await self._on_disk(files.flush)
+        await self._on_disk(files.flush)
+        record.failed += num_missing
 
 
 def endpoint_of(app: FastAPI, path: str) -> APIRoute:

@@ -78,7 +78,7 @@ async def create(request: Request) -> dict[str, Any]:
         metadata=body.metadata,
         output_expires_after=body.output_expires_after.seconds if body.output_expires_after else None,
     )
-    batches.create(record)
+    await batches.create(record)
     return record.public()
 
 

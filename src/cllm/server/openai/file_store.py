@@ -22,6 +22,8 @@ from cllm.errors import BadRequest
 
 log = logging.getLogger("cllm.files")
 
+SUFFIXES = (".json", ".data", ".part", ".new")
+
 try:
     import fcntl
 except ImportError:  # Windows has none; there it is up to the operator that two servers have two folders
@@ -89,15 +91,16 @@ class FileStore:
         self.is_read: Callable[[str], bool] = lambda _: False  # somebody reads the file with this id, so it stays
 
     def load(self) -> None:
-        """Find what an earlier server has left; what is not whole goes."""
+        """Find what an earlier server has left; of its files, what is not whole goes. Others are none of ours."""
         for path in self._folder.glob("*.json"):
-            with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(msgspec.MsgspecError, OSError):
                 file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
                 if file.id == path.stem and self.path(file.id).exists():
                     self._files[file.id] = file
                     self._num_bytes += file.bytes
-        for path in self._folder.iterdir():
-            if path.stem not in self._files or path.suffix not in (".json", ".data"):
+        for path in self._folder.glob("file-*"):
+            is_known = path.stem in self._files and path.suffix in (".json", ".data")
+            if not is_known and path.suffix in SUFFIXES and path.is_file():
                 path.unlink()
 
     def path(self, file_id: str) -> Path:
@@ -125,13 +128,21 @@ class FileStore:
         self._num_bytes -= num_bytes
 
     def write(self, file: StoredFile, content: BinaryIO) -> None:
-        """Bring ``content`` to the disk; the room for it has been taken. ``keep`` is to follow."""
+        """Bring ``content`` to the disk; the room for it has been taken. ``keep`` is to follow.
+
+        Raises BadRequest (507) if the disk does not take it.
+        """
         part = self._folder / f"{file.id}.part"
-        with part.open("xb") as target:
-            shutil.copyfileobj(content, target, 1 << 20)
-            target.flush()
-            os.fsync(target.fileno())
-        self.adopt(file, part)
+        try:
+            with part.open("xb") as target:
+                shutil.copyfileobj(content, target, 1 << 20)
+                target.flush()
+                os.fsync(target.fileno())
+            self.adopt(file, part)
+        except OSError as error:
+            for path in (part, self._folder / f"{file.id}.json", self._folder / f"{file.id}.new"):
+                path.unlink(missing_ok=True)
+            raise disk_fault(error) from None
 
     def adopt(self, file: StoredFile, part: Path) -> None:
         """Make ``part``, which is on the disk, the content of ``file``. After a crash this is done or can be done."""
@@ -172,6 +183,13 @@ class FileStore:
         for file in [file for file in self._files.values() if file.expires_at and file.expires_at < now]:
             if not self.is_read(file.id):
                 self.delete(file)
+
+
+def disk_fault(error: OSError) -> BadRequest:
+    """What clients are told of a disk that is full, or does not write for another reason."""
+    log.warning("the disk does not take what clients leave: %s", error)
+    message = "The server's disk does not take this now: it is full, or it fails."
+    return BadRequest(message, code="disk_full", status=507)
 
 
 def new_id() -> str:

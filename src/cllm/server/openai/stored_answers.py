@@ -26,6 +26,13 @@ BATCH = {
     "created_at": 1735689600,
     "expires_at": 1735776000,
     "request_counts": {"total": 100, "completed": 40, "failed": 1},
+    "usage": {
+        "input_tokens": 0,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 0,
+    },
     "metadata": None,
 }
 
@@ -118,6 +125,20 @@ class RequestCounts(Shape):
     failed: int
 
 
+class BatchInputDetails(Shape):
+    cached_tokens: int
+
+
+class BatchUsage(Shape):
+    """Of all answers together, once the batch has ended."""
+
+    input_tokens: int
+    input_tokens_details: BatchInputDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
 class BatchObject(Shape):
     model_config = example(**BATCH)
 
@@ -133,6 +154,7 @@ class BatchObject(Shape):
     created_at: int
     expires_at: int
     request_counts: RequestCounts
+    usage: BatchUsage
     metadata: dict[str, str] | None
     output_file_id: str | None = None
     error_file_id: str | None = None
