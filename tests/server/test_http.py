@@ -97,6 +97,13 @@ def test_requests_may_come_in_any_pieces_and_before_they_are_asked_for(fake_serv
             assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
 
 
+def test_a_body_is_no_head(fake_server):
+    """Whatever part of it comes at once, on a connection that has served before."""
+    for size in (60_000, 200_000, 900_000):
+        answer = fake_server.client.post("/encode", json={"text": "a" * size})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def app(scope, receive, send):
     while (await receive()).get("more_body"):
         pass

@@ -33,8 +33,9 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
+        is_body = before is not None and before.more_body
         super().data_received(data)
-        if self.cycle is not before or (before is not None and before.more_body):
+        if is_body or self.cycle is not before:
             return
         self._num_head_bytes += len(data)  # all of it belongs to a head that has not ended
         if self._num_head_bytes > MAX_HEAD:
