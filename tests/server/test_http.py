@@ -146,6 +146,41 @@ async def speak_slowly():
         writer.close()
 
 
+async def large(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for i in range(400):
+        await send({"type": "http.response.body", "body": bytes(50_000), "more_body": i < 399})
+
+
+def test_who_does_not_read_his_answer_is_left(monkeypatch):
+    """It is not kept for him; who reads slowly gets all of it, however long that takes."""
+    monkeypatch.setattr(http_protocol, "READ_TIMEOUT", 0.2)
+    asyncio.run(read_slowly())
+
+
+async def read_slowly():
+    config, state = uvicorn.Config(large, lifespan="off", log_config=None), ServerState()
+    loop = asyncio.get_running_loop()
+    listening = await loop.create_server(
+        lambda: http_protocol.Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    async with listening:
+        address = listening.sockets[0].getsockname()
+        with socket.socket() as slow, socket.socket() as dead:
+            for connection in (slow, dead):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
+                connection.setblocking(False)
+                await loop.sock_connect(connection, address)
+                await loop.sock_sendall(connection, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            size = 0
+            while part := await loop.sock_recv(slow, 200_000):
+                size += len(part)
+                await asyncio.sleep(0.01)
+            assert size > 400 * 50_000
+            assert not state.tasks
+            assert not state.connections
+
+
 def test_a_body_that_does_not_come_is_408(monkeypatch):
     monkeypatch.setattr(body, "BODY_TIMEOUT", 0.05)
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}]

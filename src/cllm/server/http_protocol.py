@@ -13,23 +13,49 @@ from cllm.server.errors import Fault, openai_form
 
 HEAD_TIMEOUT = 10.0  # seconds from the first byte of a request to the end of its head
 MAX_HEAD = 65_536  # bytes of a head that has no end yet
+READ_TIMEOUT = 60.0  # seconds in which a client must take LEAST_READ of what waits for it, or all
+LEAST_READ = 65_536  # bytes
 
 
 class Protocol(HttpToolsProtocol):
-    """Ends a connection whose client does not come to the end of a head, and one on which nothing comes at all.
-
-    How long a body may take is the reader's business (body.py), how long an answer that of the stream (sse.py).
+    """Ends a connection whose client does not come to the end of a head or does not read its answer, and one on which
+    nothing comes at all. How long a body may take is the business of its reader (body.py).
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._num_head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None  # until it is looked whether the client has read
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_reading()
+
+    def _await_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, size)
+
+    def _check_reading(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() > before - LEAST_READ:
+            self.transport.abort()
+        else:
+            self._await_reading()
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
