@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import concurrent.futures
+import json
 import os
 import signal
 import time
@@ -12,8 +14,10 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from pydantic_core import to_json
 
 from cllm.backends.fake import TOKEN_VECTORS
+from cllm.server.vectors import written
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +174,22 @@ def test_beside_generation(builtin_server) -> None:
         beside = pool.submit(embed)
         assert set(pool.map(chat, range(40))) == {"72"}
         assert (alone * beside.result()).sum(axis=1).min() > 0.999
+
+
+def test_others_run_while_many_vectors_are_written():
+    """A request may ask for megabytes of numbers."""
+    turns = []
+
+    async def other():
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def run():
+        running = asyncio.create_task(other())
+        data = await written(np.ones((160, 2), np.float32), lambda i, vector: to_json([i, *vector.tolist()]))
+        running.cancel()
+        return data
+
+    assert json.loads(b"[" + asyncio.run(run()) + b"]") == [[i, 1.0, 1.0] for i in range(160)]
+    assert len(turns) >= 10

@@ -45,6 +45,7 @@ from cllm.server.ollama.schema import (
 from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, loaded
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
+from cllm.server.vectors import written
 from cllm.service import Generation, Service
 
 router = APIRouter(tags=["Ollama"])
@@ -146,8 +147,9 @@ async def embed_texts(request: Request) -> Response:
     texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
     clock.submit()
     found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
-    content = {"model": body.model, "embeddings": found.vectors.tolist(), **clock.durations()}
-    return json_answer({**content, "prompt_eval_count": found.num_tokens})
+    data = await written(found.vectors, lambda _, vector: to_json(vector.tolist()))
+    head = to_json({"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens})[:-1]
+    return Response(head + b',"embeddings":[' + data + b"]}", media_type="application/json")
 
 
 @router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
@@ -20,12 +20,12 @@ from cllm.server.openai.answers import EmbeddingList
 from cllm.server.openai.routes import check_model
 from cllm.server.queueing import TermsBody
 from cllm.server.sse import until_disconnect
+from cllm.server.vectors import written
 from cllm.service import Service
 
 router = APIRouter(tags=["OpenAI"])
 
 MAX_INPUTS = 2048
-AT_ONCE = 16  # vectors that are written before others may have the event loop
 
 
 class EmbeddingsBody(TermsBody):
@@ -73,7 +73,13 @@ async def embeddings(request: Request) -> Response:
     vectors = shortened(embedding.vectors, body.dimensions)
     usage = {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens}
     head = {"object": "list", "model": service.model_name, "usage": usage}
-    data = await written(vectors, as_base64=body.encoding_format == "base64")
+    as_base64 = body.encoding_format == "base64"
+
+    def write(i: int, vector: npt.NDArray[np.float32]) -> bytes:
+        number = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        return to_json({"object": "embedding", "index": i, "embedding": number})
+
+    data = await written(vectors, write)
     return Response(to_json(head)[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
 
 
@@ -84,14 +90,3 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
     cut = vectors[:, :dimensions]
     norms = np.linalg.norm(cut, axis=1, keepdims=True)
     return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
-
-
-async def written(vectors: Vectors, *, as_base64: bool) -> bytes:
-    """The objects of all vectors, with commas between; others may run in between, there may be megabytes."""
-    parts = []
-    for i, vector in enumerate(vectors):
-        if i % AT_ONCE == 0:
-            await asyncio.sleep(0)
-        number = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
-        parts.append(to_json({"object": "embedding", "index": i, "embedding": number}))
-    return b",".join(parts)
