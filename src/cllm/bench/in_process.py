@@ -19,8 +19,10 @@ from cllm.bench.stages import Size, Work, forget, step_parts
 from cllm.config import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_backend, build_engine, build_vocabulary
-from cllm.engine.engine import Add, Engine
+from cllm.engine.build import build_backend, build_engine, build_vocabulary, fitted
+from cllm.engine.commands import Add
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.process.launch import engine_environment
@@ -83,7 +85,7 @@ def params_of(job: Job) -> EngineParams:
             "log": {"level": "error"},
         }
     )
-    return engine_params(settings, Path(job.model))
+    return fitted(engine_params(settings, Path(job.model)))
 
 
 def run(job: Job) -> Found:
