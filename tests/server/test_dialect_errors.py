@@ -171,7 +171,7 @@ def test_what_anthropic_refuses(fake_server, patch, named):
         ("embed", {"input": [5]}, "input"),
         ("embed", {"input": ""}, "input"),
         ("embed", {"input": ["a"] * 2049}, "input"),
-        ("embed", {"input": "a", "dimensions": 3}, "dimensions"),
+        ("embed", {"input": "a", "dimensions": 33}, "dimensions"),
         ("embeddings", {}, "prompt"),
         ("show", {"model": None}, "model"),
     ],

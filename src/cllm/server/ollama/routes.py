@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.core.params import SamplingParams
-from cllm.embedding import embed, encode_texts, names
+from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
@@ -146,13 +146,14 @@ async def embed_texts(request: Request) -> Response:
     size = service.info.embedding_size
     if len(given) > MAX_TEXTS:
         raise BadRequest(f"Invalid 'input': at most {MAX_TEXTS} texts are accepted, not {len(given)}.", param="input")
-    if body.dimensions is not None and body.dimensions != size:
-        message = f"Invalid 'dimensions': the vectors of this model have {size} numbers."
+    if body.dimensions is not None and size and body.dimensions > size:
+        message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
     texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
     clock.submit()
     found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
-    content = {"model": body.model, "embeddings": found.vectors.tolist(), **clock.durations()}
+    vectors = shortened(found.vectors, body.dimensions)
+    content = {"model": body.model, "embeddings": vectors.tolist(), **clock.durations()}
     return json_answer({**content, "prompt_eval_count": found.num_tokens})
 
 

@@ -6,14 +6,13 @@ import asyncio
 import base64
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.embedding import Vectors, embed, encode_texts, names
+from cllm.embedding import Vectors, embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
 from cllm.server.body import documented, example, read_body
 from cllm.server.openai.answers import EmbeddingList
@@ -75,15 +74,6 @@ async def embeddings(request: Request) -> Response:
     head = {"object": "list", "model": service.model_name, "usage": usage}
     data = await written(vectors, as_base64=body.encoding_format == "base64")
     return Response(to_json(head)[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
-
-
-def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first ``dimensions`` of each vector, of length 1 again."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    cut = vectors[:, :dimensions]
-    norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 async def written(vectors: Vectors, *, as_base64: bool) -> bytes:
