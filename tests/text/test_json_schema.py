@@ -156,6 +156,8 @@ FEATURES = {
                         "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+\.[a-z]{2}$"},
     "decimal numbers": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
     "formats of numbers": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9},
+    "a named pattern": {"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"},
+    "never": {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 1}}, "additionalProperties": False},
     "harmless ones": {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "items": {"type": "null"}},
 }  # fmt: skip
 
@@ -191,6 +193,20 @@ def test_dependencies():
     assert not allows(schema, '{"b":1}')
     assert not allows(schema, '{"a":1,"c":1}')
     assert allows(schema, '{"a":1,"b":1,"c":1}')
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("bound", [2**63 - 1, 2**62, 3.4028234663852886e38, 10**400])
+def test_bounds_of_machine_types(kind, bound):
+    """Beyond what floating point tells apart: what is allowed is a little less, and never more."""
+    schema = {"type": kind, "minimum": -bound, "maximum": bound}
+    most = 2**62 if kind == "integer" else 2**53
+    assert allows(schema, str(-most))
+    assert allows(schema, str(most - 1))
+    assert not allows(schema, str(min(int(bound), 2**63) + 1))
+    assert allows(schema, "1.5") == (kind == "number")
+    with pytest.raises(BadRequest):
+        check({"type": kind, "minimum": bound})
 
 
 def test_items_as_a_list():
@@ -263,7 +279,7 @@ REFUSED = {
     "a list": {"anyOf": {}},
     "an object or a boolean": {"items": "x"},
     "exactly": {"const": 2**53 + 1},
-    "beyond": {"minimum": 10**400},
+    "beyond": {"minimum": 2**53 + 2},
     f"{MAX_REPEAT}": {"type": "string", "minLength": 10**9, "maxLength": 10**9},
     "maxItems": {"items": {"type": "null"}, "maxItems": 10**6},
     "deeper": nested(MAX_DEPTH + 1),

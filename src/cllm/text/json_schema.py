@@ -7,6 +7,7 @@ cannot keep. What comes out here has only keywords that hold; for all else there
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -21,13 +22,14 @@ MAX_SCHEMAS = 10_000
 MAX_REPEAT = 10_000  # items, properties or characters that a schema may count
 MAX_UNIQUE = 6  # values of which sets are written out
 LARGEST = 2**53  # the integers up to here are what they are in floating point
+WIDEST = 2**63 - 1024  # the largest number of floating point that is an integer of 64 bits
+UPWARDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 Schema = dict[str, Any] | bool
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 # Keywords that cannot be enforced, and the values with which they say nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "not": (False,),
     "contains": (),
     "$recursiveRef": (),
 }
@@ -136,11 +138,15 @@ class Translator:
             for one in value.values() if isinstance(value, dict) else value:
                 self._value(one, where, depth + 1)
         elif isinstance(value, (int, float)):
-            self.number("", value, where)
+            self.number("", value, where, depth, {})
 
-    def number(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
+    def number(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, (int, float)):
             self._refuse(where, "it must be a number")
+        if value * UPWARDS.get(keyword, 0) > LARGEST:  # a bound that is hardly one: what is left is narrower
+            wide = min(abs(int(value)), WIDEST if schema.get("type") == "integer" else LARGEST)
+            exact = float(wide) if float(wide) <= wide else math.nextafter(wide, 0)
+            return {keyword: int(exact) * UPWARDS[keyword]}
         if abs(value) > LARGEST:
             self._refuse(where, f"numbers beyond {LARGEST} cannot be enforced exactly")
         return {keyword: value}
@@ -148,8 +154,8 @@ class Translator:
     def exclusive(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool):  # draft 4: it says of the other one that it is exclusive
             limit = schema.get({"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}[keyword])
-            return self.number(keyword, limit, where) if value and limit is not None else {}
-        return self.number(keyword, value, where)
+            return self.number(keyword, limit, where, _, schema) if value and limit is not None else {}
+        return self.number(keyword, value, where, _, schema)
 
     def count(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 0:
@@ -170,6 +176,8 @@ class Translator:
         """Of strings; of anything else it is an annotation."""
         types = schema.get("type", "string")
         if "string" not in (types if isinstance(types, list) else [types]):
+            return {}
+        if value not in FORMATS and "pattern" in schema:  # which says what it is
             return {}
         if value not in FORMATS:
             names = ", ".join(sorted(FORMATS))
@@ -205,6 +213,11 @@ class Translator:
             return self.one(keyword, value, where, depth)
         rest = schema.get("additionalItems", True)  # until 2019-09
         return self.all_of("prefixItems", value, where, depth) | self.one("items", rest, where, depth)
+
+    def negation(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
+        if value not in (True, {}, False):
+            self._refuse(where, f"'{keyword}' cannot be enforced")
+        return {} if value is False else {"allOf": [False]}
 
     def names(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         """Of properties: a list of them, or a pattern that they match."""
@@ -382,6 +395,7 @@ KEYWORDS: dict[str, Callable[..., dict[str, Any]]] = {
     "allOf": T.all_of,
     "anyOf": T.all_of,
     "oneOf": T.all_of,
+    "not": T.negation,
     "properties": T.by_name,
     "patternProperties": T.by_name,
     "additionalProperties": T.one,
