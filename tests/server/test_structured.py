@@ -174,7 +174,7 @@ def test_one_constraint_only(fake):
          "response_format.json_schema.name", "pattern"),
         ({"response_format": json_schema({"properties": {"a": {"type": "array", "uniqueItems": True}}})},
          "response_format", "'uniqueItems'"),
-        ({"response_format": json_schema({"$ref": "http://127.0.0.1:1/x"})}, "response_format", "begin with '#'"),
+        ({"response_format": json_schema({"$ref": "http://127.0.0.1:1/x"})}, "response_format", "not in it"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg", "not permitted"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),

@@ -19,6 +19,22 @@ from cllm.text.grammar import Constraint
 from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
+dependents = st.dictionaries(names, st.lists(names, max_size=2, unique=True), min_size=1, max_size=2)
+extras = st.fixed_dictionaries(
+    {},
+    optional={
+        "dependentRequired": dependents,
+        "propertyNames": st.sampled_from([{"maxLength": 3}, {"enum": ["a", "b"]}]),
+    },
+)
+rests = st.sampled_from(
+    [
+        {},
+        {"additionalProperties": False},
+        {"additionalProperties": {"type": "integer"}},
+        {"unevaluatedProperties": False},
+    ]
+)
 numbers = st.integers(-1000, 1000) | st.floats(-50, 50).map(lambda number: round(number, 3))
 constants = st.none() | st.booleans() | numbers | st.text(max_size=5)
 
@@ -33,7 +49,7 @@ def objects(schemas):
         },
         st.dictionaries(names, schemas, max_size=4),
         st.sets(names),
-        st.sampled_from([{}, {"additionalProperties": False}, {"additionalProperties": {"type": "integer"}}]),
+        st.builds(dict.__or__, rests, extras),
     )
 
 

@@ -240,7 +240,7 @@ class Translator:
             pattern = names["pattern"] if "pattern" in said else FORMATS[names["format"]]["pattern"]
             allowed |= self.by_name("patternProperties", {pattern: True}, where, 0)
         elif said:
-            self._refuse(where, "it can be enforced for 'enum', 'const', 'pattern' or lengths alone")
+            self._refuse(where, f"'{keyword}' can be enforced for 'enum', 'const', 'pattern' or lengths alone")
         else:
             return {}
         return {"allOf": [allowed]}
@@ -252,7 +252,9 @@ class Translator:
         if value is False or schema.get("maxItems") in (0, 1):
             return {}
         if not isinstance(listed, list) or len(listed) > MAX_UNIQUE or "prefixItems" in schema:
-            self._refuse(where, f"it can be enforced only where 'items' has an 'enum' of at most {MAX_UNIQUE} values")
+            self._refuse(
+                where, f"'{keyword}' can be enforced only where 'items' has an 'enum' of at most {MAX_UNIQUE} values"
+            )
         listed = [one for i, one in enumerate(listed) if one not in listed[:i]]  # and 1, 1.0 and True are one, alas
         sets = itertools.chain(*(itertools.combinations(listed, n) for n in range(len(listed) + 1)))
         options = [
