@@ -17,7 +17,7 @@ from cllm.text.grammar import Constraint
 class JsonSchema(Body):
     """``strict`` changes nothing: a schema is always enforced."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
@@ -64,7 +64,9 @@ class StructuredOutputs(Body):
 
 
 class ConstrainedBody(Body):
-    """``guided_*`` are vLLM's names until 0.12, which clients still send."""
+    """``guided_*`` are vLLM's names until 0.12, which clients still send; ``json_schema`` and ``grammar`` are
+    llama-server's.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -72,6 +74,8 @@ class ConstrainedBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
 
     async def grammar(self, service: Service) -> str:
         """For SamplingParams.grammar. Raises BadRequest if there is more than one constraint, or it cannot be enforced,
@@ -83,7 +87,7 @@ class ConstrainedBody(Body):
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
-        )
+        ) | constraints_of("", json_schema=self.json_schema, grammar=self.grammar_)
         if self.structured_outputs is not None:
             constraints |= self.structured_outputs.constraints()
         if self.response_format is not None and (constraint := self.response_format.constraint()):
@@ -110,6 +114,7 @@ def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
             raise BadRequest(message, param=f"{prefix}json", code="invalid_value") from None
     kinds: dict[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
         "json": "json_schema",
+        "json_schema": "json_schema",
         "regex": "regex",
         "choice": "choice",
         "grammar": "grammar",
