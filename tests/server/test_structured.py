@@ -168,8 +168,6 @@ def test_one_constraint_only(fake):
         ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
          "response_format.json_schema.schema", "Missing"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-         "response_format.json_schema.name", "Missing"),
         ({"response_format": json_schema({}) | {"json_schema": {"name": "x y", "schema": {}}}},
          "response_format.json_schema.name", "pattern"),
         ({"response_format": json_schema({"properties": {"a": {"type": "array", "uniqueItems": True}}})},

@@ -15,7 +15,7 @@ from cllm.text.grammar import Constraint
 
 
 class JsonSchema(Body):
-    """``strict`` changes nothing: a schema is always enforced."""
+    """``strict`` changes nothing: a schema is always enforced. OpenAI wants a name, clients of llama-server send none."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None

@@ -145,7 +145,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
     def check_stream(self) -> None:
         """Raise BadRequest for wishes about a stream where there is none."""
-        if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
+        options = self.stream_options
+        if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
             raise self.refuse("stream_options", "needs 'stream' to be true; else the usage is always there")
 
     def refuse(self, field: str, why: str) -> BadRequest:
