@@ -189,12 +189,15 @@ def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
     ("wish", "answer"),
     [
         ({"grammar": 'root ::= "aaa"'}, "aaa"),
+        ({"ebnf": 'root ::= "bbb"'}, "bbb"),
+        ({"regex": "a{3}"}, "aaa"),
         ({"json_schema": {"const": "x"}}, '"x"'),
+        ({"json_schema": '{"const": 7}'}, "7"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}}, "5"),
         ({"structured_outputs": {"json": {"const": 6}}}, "6"),
     ],
 )
-def test_llama_servers_and_vllms_ways_to_say_what_must_come(builtin_server, wish, answer):
+def test_other_servers_ways_to_say_what_must_come(builtin_server, wish, answer):
     """On all three of OpenAI's routes; none of them is passed over in silence."""
     post = builtin_server.client.post
     assert post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"] == answer

@@ -176,6 +176,7 @@ def test_one_constraint_only(fake):
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg", "not permitted"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"json_schema": "{"}, "json_schema", "not JSON"),
         ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar", "string"),
         ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
         ({"guided_choice": []}, "guided_choice", "1 to"),
