@@ -38,6 +38,15 @@ def names(param: str, count: int) -> list[str]:
     return [f"{param}[{i}]" for i in range(count)]
 
 
+def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """The first ``dimensions`` of each vector, of length 1 again."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :dimensions]
+    norms = np.linalg.norm(cut, axis=1, keepdims=True)
+    return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
 async def encode_texts(
     service: Service, texts: Sequence[str | list[int]], params: Iterable[str], *, truncate: bool = False
 ) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import ollama
 import pytest
 
@@ -172,6 +173,8 @@ def test_embeddings(fake_server):
         assert sum(x * x for x in answer.embeddings[0]) == pytest.approx(1, abs=1e-4)
         assert answer.prompt_eval_count == len("a river") + len("a stone")
         assert client.embed("fake", "a river").embeddings == answer.embeddings[:1]
+        first = np.array(answer.embeddings[0][:8])
+        assert np.allclose(client.embed("fake", "a river", dimensions=8).embeddings, first / np.linalg.norm(first))
         assert client.embeddings("fake", "a river").embedding == answer.embeddings[0]
         assert client.embed("fake", "a" * 5000).prompt_eval_count <= 512
         with pytest.raises(ollama.ResponseError, match="5000"):

@@ -7,52 +7,34 @@ import json
 import random
 
 import jsonschema
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schema_texts import BYTES, CHECKER, allows, check, write
 
 from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
-from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
+from cllm.text.grammar import Constraint
 from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
 
-BYTES = bytes_tokenizer({}, 257)
-CHECKER = Checker(Special(257, {}))
-CLOSING = set(b'"]}')
-
-
-def write(grammar: Grammar, rng: random.Random, limit: int = 2000) -> bytes | None:
-    """A random text of the grammar that hurries to its end; None if it does not get there."""
-    matcher, text = grammar.matcher(), bytearray()
-    while not matcher.stopped and len(text) < limit:
-        mask = matcher.allowed()
-        assert mask is not None, bytes(text)
-        ids = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
-        if 256 in ids and (len(ids) == 1 or rng.random() < 0.5):
-            return bytes(text)
-        ids = [i for i in ids if i != 256]
-        closing = [i for i in ids if i in CLOSING]
-        matcher.consume(token := rng.choice(closing if closing and rng.random() < 0.4 else ids))
-        text.append(token)
-    return bytes(text) if matcher.stopped else None
-
-
-def check(schema, num_texts: int = 8, seed: int = 0) -> list:
-    """Values of random texts of ``schema``, all of them valid. Raises BadRequest if it is refused."""
-    grammar = Grammar(CHECKER.check(Constraint("json_schema", schema), "schema"), BYTES)
-    assert not grammar.error
-    rng = random.Random(seed)
-    texts = [write(grammar, rng) for _ in range(num_texts)]
-    values = [json.loads(text) for text in texts if text is not None]
-    values = [value for value in values if "Infinity" not in json.dumps(value)]  # a number too long for the validator
-    for value in values:
-        jsonschema.validate(value, schema, jsonschema.Draft202012Validator)
-    return values
-
-
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
+dependents = st.dictionaries(names, st.lists(names, max_size=2, unique=True), min_size=1, max_size=2)
+extras = st.fixed_dictionaries(
+    {},
+    optional={
+        "dependentRequired": dependents,
+        "propertyNames": st.sampled_from([{"maxLength": 3}, {"enum": ["a", "b"]}]),
+    },
+)
+rests = st.sampled_from(
+    [
+        {},
+        {"additionalProperties": False},
+        {"additionalProperties": {"type": "integer"}},
+        {"unevaluatedProperties": False},
+    ]
+)
 numbers = st.integers(-1000, 1000) | st.floats(-50, 50).map(lambda number: round(number, 3))
 constants = st.none() | st.booleans() | numbers | st.text(max_size=5)
 
@@ -67,7 +49,7 @@ def objects(schemas):
         },
         st.dictionaries(names, schemas, max_size=4),
         st.sets(names),
-        st.sampled_from([{}, {"additionalProperties": False}, {"additionalProperties": {"type": "integer"}}]),
+        st.builds(dict.__or__, rests, extras),
     )
 
 
@@ -98,7 +80,9 @@ leaves = st.one_of(
         lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, *[st.integers(0, 5)] * 2
     ),
     st.sampled_from(["^[a-c]+$", "x", "^(a|bc){2,3}$", r"^\d{2}-\w$", "a.c"]).map(lambda text: {"pattern": text}),
-    st.sampled_from(["date", "time", "email", "ipv4", "uuid"]).map(lambda name: {"type": "string", "format": name}),
+    st.sampled_from(["date", "time", "email", "ipv4", "uuid", "hostname", "json-pointer"]).map(
+        lambda name: {"type": "string", "format": name}
+    ),
     st.lists(constants, min_size=1, max_size=4).map(lambda values: {"enum": values}),
     constants.map(lambda value: {"const": value}),
     st.sampled_from(["node", "leaf"]).map(lambda name: {"$ref": f"#/$defs/{name}"}),
@@ -151,7 +135,45 @@ FEATURES = {
     "at most": {"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 1},
     "oneOf by type": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
     "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
+    "names in a list": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}},
+    "one name": {"type": "object", "propertyNames": {"const": "a"}, "properties": {"b": {}}, "minProperties": 1},
+    "names like a pattern": {"type": "object", "propertyNames": {"type": "string", "pattern": "^[ab]{1,2}$"},
+                             "additionalProperties": {"type": "null"}, "minProperties": 1, "maxProperties": 2},
+    "lengths of names": {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "maxProperties": 2,
+                         "$defs": {"n": {"maxLength": 2}}, "additionalProperties": {"type": "null"}},
+    "names of a format": {"propertyNames": {"format": "date"}, "additionalProperties": {"const": 1}, "type": "object"},
+    "any names": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}},
+    "no names": {"type": "object", "propertyNames": False},
+    "one needs others": {"type": "object", "properties": {"a": True, "b": {"const": 2}, "c": {"const": 3}},
+                         "dependentRequired": {"a": ["b"], "c": ["a"]}, "additionalProperties": False},
+    "one needs more": {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "integer"}},
+                       "dependentSchemas": {"a": {"required": ["b"], "properties": {"b": {"maximum": 5}}}, "b": True},
+                       "additionalProperties": False},
+    "one excludes all": {"type": "object", "properties": {"a": {"const": 1}}, "dependentSchemas": {"a": False}},
+    "closed over parts": {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"const": 2}}}], "required": ["a"],
+                          "$defs": {"base": {"type": "object", "properties": {"a": {"const": 1}}}},
+                          "unevaluatedProperties": False},
+    "closed alone": {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^x": {"const": 2}},
+                     "unevaluatedProperties": {"type": "null"}},
+    "a closed tuple": {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": False,
+                       "allOf": [{"prefixItems": [True, {"type": "null"}]}]},
+    "a tuple with a rest": {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": {"const": 2}},
+    "sets": {"type": "array", "items": {"enum": ["a", "b", 3]}, "uniqueItems": True, "minItems": 2},
+    "sets of one": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1},
+    "addresses": {"$id": "http://a.b/c/", "$ref": "d#/$defs/e",
+                  "$defs": {"x": {"$id": "d", "$defs": {"e": {"$ref": "#/$defs/f"}, "f": {"const": 5}}}}},
+    "anchors within": {"$id": "http://a.b/c", "type": "object", "required": ["b"], "additionalProperties": False,
+                       "properties": {"a": {"$anchor": "here", "const": 5}, "b": {"$ref": "#here"}}},
+    "names of keywords": {"type": "object", "properties": {"$id": {"const": 1}, "enum": {"$ref": "#/properties/$id"}},
+                          "required": ["enum", "$id"], "additionalProperties": False},
+    "one dynamic anchor": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a", "const": 5}}},
+    "passwords": {"type": "string", "pattern": r"^(?=.*[0-9])(?=.*[A-Z])[0-9A-Za-z]{4}$"},
+    "email addresses": {"type": "string", "format": "email",
+                        "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+\.[a-z]{2}$"},
+    "decimal numbers": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
     "formats of numbers": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9},
+    "a named pattern": {"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"},
+    "never": {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 1}}, "additionalProperties": False},
     "harmless ones": {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "items": {"type": "null"}},
 }  # fmt: skip
 
@@ -173,6 +195,34 @@ def test_options_behind_references():
     }
     schema = {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in kinds], "$defs": kinds}
     assert {value["kind"] for value in check(schema, 30)} == {"cat", "dog"}
+
+
+def test_dependencies():
+    """As drafts before 2019-09 had them."""
+    schema = {
+        "type": "object",
+        "properties": {"a": True, "b": True},
+        "dependencies": {"a": ["b"], "b": {"required": ["c"]}},
+    }
+    assert allows(schema, '{"c":1}')
+    assert not allows(schema, '{"a":1}')
+    assert not allows(schema, '{"b":1}')
+    assert not allows(schema, '{"a":1,"c":1}')
+    assert allows(schema, '{"a":1,"b":1,"c":1}')
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("bound", [2**63 - 1, 2**62, 3.4028234663852886e38, 10**400])
+def test_bounds_of_machine_types(kind, bound):
+    """Beyond what floating point tells apart: what is allowed is a little less, and never more."""
+    schema = {"type": kind, "minimum": -bound, "maximum": bound}
+    most = 2**62 if kind == "integer" else 2**53
+    assert allows(schema, str(-most))
+    assert allows(schema, str(most - 1))
+    assert not allows(schema, str(min(int(bound), 2**63) + 1))
+    assert allows(schema, "1.5") == (kind == "number")
+    with pytest.raises(BadRequest):
+        check({"type": kind, "minimum": bound})
 
 
 def test_items_as_a_list():
@@ -218,22 +268,24 @@ REFUSED = {
     "not": {"not": {"type": "null"}},
     "if": {"if": {"type": "null"}, "then": {}},
     "contains": {"contains": {"const": 1}},
-    "propertyNames": {"propertyNames": {"maxLength": 3}},
+    "propertyNames": {"propertyNames": {"maxLength": 3, "pattern": "a"}},
     "uniqueItems": {"properties": {"a": {"type": "array", "uniqueItems": True}}},
-    "dependencies": {"dependencies": {"a": ["b"]}},
-    "dependentRequired": {"dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": {"dependentSchemas": {"a": {}}},
-    "unevaluatedItems": {"unevaluatedItems": False},
-    "unevaluatedProperties": {"unevaluatedProperties": False},
-    "$dynamicRef": {"$dynamicRef": "#a"},
+    "at most 6": {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 4, 5, 6, 7]}},
+    "dependencies": {"dependencies": {"a": 5}},
+    "dependentRequired": {"dependentRequired": ["a"]},
+    "dependentSchemas": {"dependentSchemas": {"a": 5}},
+    "unevaluatedItems": {"anyOf": [True], "unevaluatedItems": False},
+    "unevaluatedProperties": {"anyOf": [True], "unevaluatedProperties": False},
+    "$dynamicRef": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a", "items": {"$dynamicAnchor": "a"}}}},
     "$recursiveRef": {"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"},
     "minProperties": {"minProperties": 2, "additionalProperties": {}},
     "$ref": {"$ref": "http://127.0.0.1/x"},
-    "begin with '#'": {"$ref": "file:///etc/passwd"},
+    "not in it": {"$ref": "file:///etc/passwd"},
     "nothing at": {"$ref": "#/$defs/a"},
     "$id": {"properties": {"a": {"$id": "b", "$ref": "#/c"}}, "c": {}},
+    "names are not": {"patternProperties": {"^(?=a)": True}},
     "oneOf": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
-    "format": {"type": "string", "format": "iri"},
+    "format": {"type": "string", "format": "regex"},
     "look-a": {"type": "string", "pattern": "(?=a)"},
     "'&&'": {"pattern": "[a-z&&[b]]"},
     "type": {"type": "int"},
@@ -243,7 +295,7 @@ REFUSED = {
     "a list": {"anyOf": {}},
     "an object or a boolean": {"items": "x"},
     "exactly": {"const": 2**53 + 1},
-    "beyond": {"minimum": 10**400},
+    "beyond": {"minimum": 2**53 + 2},
     f"{MAX_REPEAT}": {"type": "string", "minLength": 10**9, "maxLength": 10**9},
     "maxItems": {"items": {"type": "null"}, "maxItems": 10**6},
     "deeper": nested(MAX_DEPTH + 1),

@@ -80,7 +80,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     app = create_app(service, settings)
     config = uvicorn.Config(
-        head_as_get(streaming(with_request_ids(app))),
+        streaming(with_request_ids(heads_as_gets(app))),
         http=Protocol,
         log_config=None,
         access_log=False,
@@ -92,8 +92,8 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     return HttpServer(config, service, app.state.batches, settings.server.drain_timeout)
 
 
-def head_as_get(app: ASGIApp) -> ASGIApp:
-    """``app``, to which HEAD is GET; uvicorn keeps the body back."""
+def heads_as_gets(app: ASGIApp) -> ASGIApp:
+    """``app``, to which a HEAD is a GET; uvicorn sends the headers alone."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)

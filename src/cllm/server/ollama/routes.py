@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.core.params import SamplingParams
-from cllm.embedding import embed, encode_texts, names
+from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
-from cllm.server.body import documented, read_body
+from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
 from cllm.server.ollama import pull
 from cllm.server.ollama.answers import (
@@ -67,7 +67,7 @@ async def generate(request: Request) -> Response:
     """Continue a prompt: as the first message of a chat, or with ``raw`` as it is."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, GenerateBody)
+    body = await read(request, GenerateBody)
     check_model(body.model, service)
     if body.raw and body.system:
         raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
@@ -92,7 +92,7 @@ async def chat(request: Request) -> Response:
     """The next message of a conversation."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, ChatBody)
+    body = await read(request, ChatBody)
     check_model(body.model, service)
     asked, terms = body.chat(), body.terms(request)
     params = await params_of(request, body)
@@ -134,20 +134,21 @@ async def embed_texts(request: Request) -> Response:
     """Vectors of one or more texts."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, EmbedBody)
+    body = await read(request, EmbedBody)
     check_model(body.model, service)
     given = [body.input] if isinstance(body.input, str) else body.input
     params = ["input"] if isinstance(body.input, str) else names("input", len(given))
     size = service.info.embedding_size
     if len(given) > MAX_TEXTS:
         raise BadRequest(f"Invalid 'input': at most {MAX_TEXTS} texts are accepted, not {len(given)}.", param="input")
-    if body.dimensions is not None and body.dimensions != size:
-        message = f"Invalid 'dimensions': the vectors of this model have {size} numbers."
+    if body.dimensions is not None and size and body.dimensions > size:
+        message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
     texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
     clock.submit()
     found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
-    data = await written(found.vectors, lambda _, vector: to_json(vector.tolist()))
+    vectors = shortened(found.vectors, body.dimensions)
+    data = await written(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json({"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens})[:-1]
     return Response(head + b',"embeddings":[' + data + b"]}", media_type="application/json")
 
@@ -156,7 +157,7 @@ async def embed_texts(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """The vector of one text."""
     service: Service = request.app.state.service
-    body = await read_body(request, EmbeddingsBody)
+    body = await read(request, EmbeddingsBody)
     check_model(body.model, service)
     texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
     found = await until_disconnect(request, embed(service, texts, ["prompt"], body.terms(request)))
@@ -196,7 +197,7 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What the model's file says of it, and what it can."""
     service: Service = request.app.state.service
-    body = await read_body(request, ShowBody)
+    body = await read(request, ShowBody)
     check_model(body.wanted(), service)
     card, info = await card_of(request), service.info
     defaults = {**msgspec.structs.asdict(request.app.state.sampling), "num_ctx": info.context_length}
@@ -219,7 +220,12 @@ async def show(request: Request) -> Response:
 @router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it."""
-    return await pull.pull(request, await read_body(request, PullBody))
+    return await pull.pull(request, await read(request, PullBody))
+
+
+async def read(request: Request, model: type[Model]) -> Model:
+    """The body, whatever it is announced as: Ollama does not look at that, and clients of it announce nothing."""
+    return await read_body(request, model, any_type=True)
 
 
 def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.embedding import Vectors, embed, encode_texts, names
+from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
 from cllm.server.body import documented, example, read_body
 from cllm.server.openai.answers import EmbeddingList
@@ -81,12 +81,3 @@ async def embeddings(request: Request) -> Response:
 
     data = await written(vectors, write)
     return Response(to_json(head)[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
-
-
-def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first ``dimensions`` of each vector, of length 1 again."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    cut = vectors[:, :dimensions]
-    norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    return (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
