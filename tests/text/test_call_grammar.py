@@ -50,6 +50,27 @@ DSML = """<｜DSML｜{0}>
 </｜DSML｜{0}>"""
 WEATHER |= {"deepseek_v32": DSML.format("function_calls"), "deepseek_v4": DSML.format("tool_calls")}
 WEATHER["spoken"] = WEATHER["hermes"]
+WEATHER["llama4"] = WEATHER["llama3"]
+WEATHER["pythonic"] = '[get_weather(city="Oslo", days=2)]'
+WEATHER["lfm2"] = f"<|tool_call_start|>{WEATHER['pythonic']}<|tool_call_end|>"
+WEATHER["function_gemma"] = "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:2}<end_function_call>"
+WEATHER["functionary"] = '<function=get_weather>{"city": "Oslo", "days": 2}</function>'
+WEATHER["seed"] = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n"
+    "</function>\n</seed:tool_call>"
+)
+LIST = '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]'
+WEATHER |= {
+    "granite3": f"<|tool_call|>{LIST}",
+    "phi4": f"<|tool_call|>{LIST}<|/tool_call|>",
+    "nemotron2": f"<TOOLCALL>{LIST}</TOOLCALL>",
+    "tool_calls": f"<tool_calls>{LIST}</tool_calls>",
+    "gigachat": f"<|message_sep|>\n\nfunction call<|role_sep|>\n{LIST[1:-1]}",
+    "gigachat31": f"<|function_call|>{LIST[1:-1]}",
+    "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 2}}]<|tools_suffix|>',
+    "command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    '"parameters": {"city": "Oslo", "days": 2}}\n]<|END_ACTION|>',
+}
 
 
 class Bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cllm.errors import BadRequest
@@ -16,7 +16,7 @@ from cllm.text.grammar import json_term, text_term
 Schemas = Mapping[str, dict[str, Any]]
 
 MAX_DEPTH = 16  # of a schema that is spelled out here
-PLACES = re.compile(r"\$(name|word|ordinal|arguments|pairs|key|value)")
+PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs|key|value)")
 KNOWN_KEYWORDS = {"type", "properties", "required", "items", "enum", "description", "title", "default", "examples"} | {
     "additionalProperties",
     "$schema",
@@ -113,6 +113,8 @@ class CallGrammar:
                     terms.append("/[0-9]/")
                 case "arguments":
                     terms.append(self._bare(schema) if self._form.calls.quote else json_term(schema, "tools"))
+                case "keywords":
+                    terms.append(self._members(schema, "=", ", ", json_value))
                 case "pairs":
                     terms += self._pairs(schema)
                 case _:
@@ -163,24 +165,28 @@ class CallGrammar:
                 item = self._rule(self._bare(schema.get("items", {}), depth + 1))
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "object":
-                check_keywords(schema)
-                return f'"{{" {self._members(schema, depth)} "}}"'
-        return json_term(schema, "tools")
+                members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
+                return f'"{{" {members} "}}"'
+        return json_value(schema)
 
-    def _members(self, schema: dict[str, Any], depth: int) -> str:
+    def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[dict[str, Any]], str]) -> str:
+        """The properties of an object, the required ones first, and of the others any in their order."""
         required: list[str] = []
         optional: list[str] = []
         for key, inner, is_required in properties_of(schema):
-            member = f"{self._text(key + ':')} {self._bare(inner, depth + 1)}"
+            member = f"{self._text(key + equals)} {value(inner)}"
             (required if is_required else optional).append(self._rule(member))
-        body = ' "," '.join(required)
-        # from the last to the first: any of those that are left, with commas between
-        rest = ""
+        between = f" {text_term(comma)} "
+        # from the last to the first: what may follow a property, and what may stand where none has been
+        follow, begin = '""', '""'
         for member in reversed(optional):
-            rest = self._rule(f'"," {member} {rest} | {rest or chr(34) * 2}')
-        if required or not optional:
-            return f"{body} {rest}"
-        raise not_enforceable("an object must have a required property")
+            begin = self._rule(f"{member} {follow} | {begin}")
+            follow = self._rule(f"{between}{member} {follow} | {follow}")
+        return f"{between.join(required)} {follow}" if required else begin
+
+
+def json_value(schema: dict[str, Any]) -> str:
+    return json_term(schema, "tools")
 
 
 def properties_of(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:

@@ -68,7 +68,11 @@ class ChatForm:
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of ``chat``, with what the template does not tell of ``tools`` and calls."""
-        return spoken(chat.messages, tools, self.form.calls, self._template) if self.form.calls else chat.messages
+        calls = self.form.calls
+        if calls is None:
+            return chat.messages
+        knows_results = calls is not forms()["spoken"].calls
+        return spoken(chat.messages, tools, calls, self._template, knows_results=knows_results)
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """What the template is told of thinking; what ``chat`` says itself comes first."""
@@ -91,7 +95,9 @@ class ChatForm:
         """
         tools = schemas_of(chat)
         inside, thinks = self._begins(prompt)
-        form = self.form if inside or thinks else msgspec.structs.replace(self.form, reasoning=None)
+        form = self.form
+        if form.reasoning and not inside and form.reasoning.close not in self._template:
+            form = msgspec.structs.replace(form, reasoning=None)
         if chat.tool_choice == "required" and not (tools and form.calls):
             why = "names no declared tool" if form.calls else "cannot be enforced: this model's calls are not known"
             raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
