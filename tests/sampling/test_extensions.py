@@ -264,3 +264,17 @@ def test_mirostat_with_tokens_that_were_not_drawn():
     seq.append(150)  # by force
     seq.append(151)
     assert sample([seq], [logits[4]], one) == sample([seq], [logits[4]], other)
+
+
+def test_typical_of_equal_surprise_takes_the_first():
+    """All 300 are as typical as each other; the first half reaches the mass, whatever sorts them."""
+    drawn = {sample([sequence(seed, typical_p=0.5)], [np.ones(300, np.float32)])[0] for seed in range(300)}
+    assert max(drawn) <= 150
+
+
+def test_a_row_in_which_everything_is_forbidden_is_an_error():
+    """And no token that does not exist."""
+    forbidden = np.full(600, -np.inf, np.float32)
+    for params in ({}, {"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}):
+        with pytest.raises(EngineError):
+            sample([sequence(**params)], [forbidden])

@@ -95,8 +95,8 @@ def test_arguments_come_as_the_template_wants_them() -> None:
 
 def test_calls_are_shown_by_templates_that_want_no_content() -> None:
     """Where the calls stand under ``content is none``, it is None, even if there was some text."""
-    told = "{%- for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}<{{ m.content }}>"
-    told += "{% endif %}{% endfor %}"
+    told = "{%- for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}"
+    told += "<{{ m.content }}>{% endif %}{% endfor %}"
     calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     name = CALL["function"]["name"]
     assert rendered(told, [calls]) == rendered(told, [{**calls, "content": "so"}]) == name
