@@ -198,3 +198,26 @@ def test_a_schema_that_cannot_be_enforced_is_refused(name: str, schema: dict) ->
     with pytest.raises(BadRequest) as caught:
         grammar_of(forms()[name], {"f": schema})
     assert caught.value.param == "tools"
+
+
+JSON = sorted(name for name in CALLING if forms()[name].calls.writes_json and name != "spoken")
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_text_is_free_and_calls_in_it_are_bound(name: str, tokenizer) -> None:
+    """Any text passes, and a call with the right arguments behind it; no wrong call."""
+    form, call = with_thoughts(name), WEATHER[name]
+    say = forms()["harmony"].header.final if form.header else ""
+    then = "<|end|><|start|>assistant" if form.header else ""
+    grammar = grammar_of(form, free=True)
+    for text in ("", "a < b and { [ so on\n", "<tool_", "\n\nhello"):
+        assert follows(tokenizer, grammar, say + text), text
+    assert follows(tokenizer, grammar, call)
+    if not form.calls.bare:
+        assert follows(tokenizer, grammar, f"{say}I look.\n{then}{call}")
+    for wrong in (call.replace("2", '"x"'), call.replace("get_weather", "get_news"), call.replace('"city"', '"town"')):
+        assert not follows(tokenizer, grammar, wrong)
+    thinks = grammar_of(form, free=True, thinks=True)
+    if not form.header:
+        assert follows(tokenizer, thinks, f"{form.reasoning.open}hm{form.reasoning.close}\n{call}")
+    assert not follows(tokenizer, grammar_of(form, free=True, parallel=False), call + then + call)

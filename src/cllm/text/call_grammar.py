@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from cllm.errors import BadRequest
 from cllm.text.arguments import types_of
 from cllm.text.form import Form, any_of
@@ -39,6 +41,7 @@ class CallGrammar:
         answer: str,
         *,
         calls: bool,
+        free: bool = False,
         parallel: bool,
         thinks: bool,
         inside: bool,
@@ -46,6 +49,7 @@ class CallGrammar:
         """The grammar of a message.
 
         answer: the grammar of its text, "" if there must be none. calls: whether it may be calls of ``tools`` instead.
+        free: it is any text, but the calls in it are bound; this is for those whose arguments are JSON.
         thinks, inside: it may begin with reasoning, or begins in the middle of it. It is not compiled yet. Raises
         BadRequest (tools) for a schema that cannot be enforced.
         """
@@ -54,7 +58,9 @@ class CallGrammar:
         options = []
         if answer:
             options.append((self._text(header.final) + " " if header else "") + "@answer")
-        if calls:
+        if free:
+            options.append(self._text_with_calls(tools, parallel=parallel))
+        elif calls:
             options.append(self._calls(tools, parallel=parallel))
         thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
         lark = "\n".join([f"start: {thoughts}({' | '.join(options)})", *self._rules])
@@ -91,6 +97,24 @@ class CallGrammar:
         if inside:
             return f"{self._until(form.reasoning.close)} {space}?"
         return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
+
+    def _text_with_calls(self, tools: Schemas, *, parallel: bool) -> str:
+        calls, header, anything = self._form.calls, self._form.header, self._rule("/(?s:.*)/")
+        assert calls
+        if header:
+            begin, close = self._text("<|channel|>"), self._text(header.close)
+            said = f'{begin} ("final" | "commentary") {close} {anything}'
+            call, then = self._calls(tools, parallel=False), self._text(header.end[0] + header.open[0] + "assistant")
+            return f"{call} | {said} ({then} {call})?"
+        if calls.bare:  # what begins like an object or a list is a call
+            said = self._rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
+            return f"{self._calls(tools, parallel=parallel)} | {said}"
+        opening = calls.begin or calls.write
+        mark = next(mark for mark in (*calls.open, *calls.skip) if opening.startswith(mark))
+        rest = {"begin" if calls.begin else "write": opening.removeprefix(mark)}
+        self._form = msgspec.structs.replace(self._form, calls=msgspec.structs.replace(calls, **rest))
+        call = f"{self._until(mark)} {self._calls(tools, parallel=parallel and bool(calls.begin))}"
+        return f"({call})* {anything}" if parallel else f"{call} | {anything}"
 
     def _calls(self, tools: Schemas, *, parallel: bool) -> str:
         calls = self._form.calls

@@ -103,11 +103,15 @@ class ChatForm:
             raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
         is_required = chat.tool_choice == "required"
         may_call = bool(tools and form.calls)
-        if is_required or (params.grammar and (may_call or thinks or inside)):
+        strict = () if params.grammar or is_required else self._strict(chat)
+        if is_required or strict or (params.grammar and (may_call or thinks or inside)):
             grammar = CallGrammar(form, self._control).write(
-                tools,
+                {name: schema if name in strict else {"type": "object"} for name, schema in tools.items()}
+                if strict
+                else tools,
                 "" if is_required else params.grammar,
                 calls=may_call,
+                free=bool(strict),
                 parallel=chat.parallel_tool_calls,
                 thinks=thinks,
                 inside=inside,
@@ -119,6 +123,13 @@ class ChatForm:
             return None, params
         max_calls = None if chat.parallel_tool_calls else 1
         return Reading(self._pieces, lambda: Parser(form, tools, inside=inside, max_calls=max_calls)), params
+
+    def _strict(self, chat: Chat) -> set[str]:
+        """Those that may be called whose arguments shall follow their schemas, if this form can be held to it."""
+        calls = self.form.calls
+        if calls is None or not calls.writes_json or calls is forms()["spoken"].calls:
+            return set()
+        return chat.strict_tools & schemas_of(chat).keys()
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Whether the message begins in the middle of reasoning, and whether it may begin with it."""

@@ -85,6 +85,10 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: str = ""
     pair: str = ""
 
+    @property
+    def writes_json(self) -> bool:
+        return "$arguments" in self.write and not self.quote
+
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A family; ``signs`` are texts that its chat templates have in common, () if it is not chosen by them."""
