@@ -194,6 +194,10 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
     [
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call>', '{"a": 1}'),
         ("hermes", '<tool_call>{"name": "x"}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": [1, {"b": 2}</tool_call>', '{"a": [1, {"b": 2}]}'),
+        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>', '{"a": "</tool_call>"}'),
+        ("kimi", "<|tool_call_begin|>x:0<|tool_call_argument_begin|>{<|tool_call_end|>", "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": null}</tool_call>', "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "b', '{"a": "b'),
         (
@@ -265,6 +269,16 @@ def test_marks_that_are_never_text(chunk) -> None:
     message = "b<|channel>thought\na<channel|>c<channel|>"
     expected = [(Channel.TEXT, "", 0, "b"), (Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "c")]
     assert read(forms()["gemma4"], chunk(message)) == expected
+
+
+@pytest.mark.parametrize("broken", ['{"a": 1}', '{"a": 1', '{"a": 1}}}'])
+def test_text_behind_a_call_that_is_closed_badly_is_not_lost(broken: str) -> None:
+    """Brackets that are missing, or too many."""
+    message = f'<tool_call>{{"name": "x", "arguments": {broken}\n</tool_call>\nAnd so on.'
+    for chunks in ([message], list(message)):
+        call, *text = read(forms()["hermes"], chunks)
+        assert json.loads(call[3]) == {"a": 1}
+        assert "".join(part[3] for part in text).endswith("And so on.")
 
 
 def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, Protocol
 
-from cllm.text.form import MAX_HEAD, Tags
+from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
 
-OUTSIDE = re.compile(r'["{}\[\]]')
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -30,19 +30,22 @@ class Reader(Protocol):
 
 
 class Object:
-    """A JSON object, as it stands."""
+    """A JSON object, as it stands. One that is not closed before a mark that ends the call is closed there."""
 
-    def __init__(self, depth: int = 0) -> None:
-        """``depth``: how many brackets are open already."""
-        self._depth = depth
+    def __init__(self, depth: int = 0, ends: tuple[str, ...] = ()) -> None:
+        """``depth``: how many objects are open already. ``ends``: those marks."""
+        self._closes = ["}"] * depth
+        self._outside, self._begun = outside(ends), marks_of(ends).begun
+        self._held = ""
         self._in_string = False
         self._escaped = False
 
     def feed(self, text: str) -> tuple[str, str | None]:
+        text, self._held = self._held + text, ""
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
-        while match := (INSIDE if self._in_string else OUTSIDE).search(text, at):
+        while match := (INSIDE if self._in_string else self._outside).search(text, at):
             at = match.end()
             if self._in_string:
                 if match[0] == '"':
@@ -53,14 +56,27 @@ class Object:
                     at += 1
             elif match[0] == '"':
                 self._in_string = True
-            else:
-                self._depth += 1 if match[0] in "{[" else -1
-                if not self._depth:
+            elif match[0] in "{[":
+                self._closes.append("}" if match[0] == "{" else "]")
+            elif match[0] in "}]":
+                self._closes.pop()
+                if not self._closes:
                     return text[:at], text[at:]
+            else:
+                return text[: match.start()] + "".join(reversed(self._closes)), text[match.start() :]
+        if not self._in_string and (found := self._begun.search(text, at)):
+            text, self._held = text[: found.start()], text[found.start() :]
         return text, None
 
     def close(self) -> str:
-        return ""
+        held, self._held = self._held, ""
+        return held
+
+
+@cache
+def outside(ends: tuple[str, ...]) -> re.Pattern[str]:
+    """What matters in JSON that is not in a string."""
+    return re.compile(f'["{{}}\\[\\]]|{any_of(set(ends))}')
 
 
 class Bare:

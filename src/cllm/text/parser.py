@@ -6,6 +6,7 @@ one, or the head of what may be a call, MAX_HEAD characters at most.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ class Parser:
         self._reasoning = form.reasoning
         self._header = form.header
         self._calls = form.calls if tools and form.calls else NO_CALLS
+        self._long_closes = long_closes(self._calls)
         self._tools = tools
         self._max_calls = max_calls
         self._buffer = ""
@@ -252,6 +254,9 @@ class Parser:
         if not isinstance(name, str) or not self._may_call(name):
             return False
         arguments = value.get("arguments", value.get("parameters")) or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             return False
         self._begin_call(name)
@@ -275,7 +280,7 @@ class Parser:
         elif self._buffer[0] == "(":
             self._reader = Keywords()
         else:
-            self._reader = Bare(self._calls.quote) if self._calls.quote else Object()
+            self._reader = Bare(self._calls.quote) if self._calls.quote else Object(0, self._long_closes)
         self._depth = 0 if self._calls.tags else STRING.sub("", head).count("{")
         self._then = self._in_rest if self._depth else self._after_call
         self._state = self._in_arguments
@@ -283,7 +288,7 @@ class Parser:
 
     def _end_call(self) -> bool:
         self._state, self._then = self._then, self._after_call
-        self._reader = Object(self._depth)
+        self._reader = Object(self._depth, self._long_closes)
         self.done = self.num_calls == self._max_calls
         return True
 
@@ -323,5 +328,9 @@ class Parser:
 def head_ends(calls: Calls) -> re.Pattern[str]:
     """What ends the head of a call: the beginning of its arguments, or a mark that shows that there are none."""
     begins = {calls.tags.key_open} if calls.tags else {"(" if head == "python" else "{" for head in calls.head}
-    closes = {mark for mark in calls.close if len(mark) > 3}  # a bracket or a fence stands in heads too
-    return re.compile(any_of({*begins, *calls.open[:1], *closes}))
+    return re.compile(any_of({*begins, *calls.open[:1], *long_closes(calls)}))
+
+
+def long_closes(calls: Calls) -> tuple[str, ...]:
+    """Marks that end a call and nothing else; a bracket or a fence stands in heads too."""
+    return tuple(mark for mark in calls.close if len(mark) > 3)

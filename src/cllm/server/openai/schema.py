@@ -202,6 +202,7 @@ class Function(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: ArgumentSchema | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
