@@ -59,6 +59,9 @@ WEATHER["seed"] = (
     "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n"
     "</function>\n</seed:tool_call>"
 )
+WEATHER["minicpm"] = (
+    '<function name="get_weather"><param name="city">Oslo</param><param name="days">2</param></function>'
+)
 LIST = '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]'
 WEATHER |= {
     "granite3": f"<|tool_call|>{LIST}",

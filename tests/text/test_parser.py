@@ -212,6 +212,12 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
         ("qwen3_coder", "<tool_call><function=x>\n</function></tool_call>", "{}"),
         ("qwen3_coder", "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>", '{"city": "12"}'),
         ("qwen3_coder", "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", '{"any": true}'),
+        (
+            "minicpm",
+            '<function name="x"><param name="a"><![CDATA[</param>\n]]></param></function>',
+            '{"a": "</param>\\n"}',
+        ),
+        ("minicpm", '<function name="x"><param name="a"></param></function>', '{"a": ""}'),
         ("mistral", '[TOOL_CALLS]x[ARGS]{"a": 1}', '{"a": 1}'),
         ("mistral_args", '[TOOL_CALLS]x[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
         ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {}}', "{}"),

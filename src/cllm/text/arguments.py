@@ -235,6 +235,7 @@ class Pairs:
         self._types: set[str] = set()
         self._value: list[str] = []
         self._is_first = False
+        self._value_close = tags.value_close
 
     def feed(self, text: str) -> tuple[str, str | None]:
         self._buffer += text
@@ -264,7 +265,12 @@ class Pairs:
             written.append("{}" if self._lead == "{" else "}")
             self._step = self._end
             return False
-        self._buffer = rest[len(tags.value_open) :]
+        rest = rest[len(tags.value_open) :]
+        wrap, unwrap = tags.wrapped
+        if wrap.startswith(rest) and len(rest) < len(wrap):
+            return False
+        is_wrapped = bool(wrap) and rest.startswith(wrap)
+        self._buffer, self._value_close = (rest[len(wrap) :], unwrap) if is_wrapped else (rest, tags.value_close)
         name, _, attribute = key.strip().partition('"')
         written.append(f"{self._lead}{json.dumps(name, ensure_ascii=False)}: ")
         self._types = types_of(self._properties.get(name)) or ({"string"} if STRING_PAIR.search(attribute) else set())
@@ -275,9 +281,9 @@ class Pairs:
 
     def _piece(self) -> tuple[str, bool]:
         """What of the value is certain, and whether that was its end."""
-        body, found, rest = self._buffer.partition(self._tags.value_close)
+        body, found, rest = self._buffer.partition(self._value_close)
         if not found:
-            keep = num_begun(body, self._tags.value_close)
+            keep = num_begun(body, self._value_close)
             if self._tags.trim and body[: len(body) - keep].endswith("\n"):
                 keep += 1
             body, rest = body[: len(body) - keep], body[len(body) - keep :]

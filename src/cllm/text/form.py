@@ -48,13 +48,16 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments as keys and values. trim: a line break after the opening and before the closing tag of a value."""
+    """Arguments as keys and values. trim: a line break after the opening and before the closing tag of a value.
+    wrapped: what opens and closes a value otherwise.
+    """
 
     key_open: str
     key_close: str
     value_close: str
     value_open: str = ""
     trim: bool = False
+    wrapped: tuple[str, str] = ("", "")
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
