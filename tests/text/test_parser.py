@@ -311,6 +311,11 @@ def test_it_is_done_after_as_many_calls_as_may_be() -> None:
         ('{{ "<tool_call><arg_key>" }}{{ "<think>" }}', "<think>", "<arg_key>"),
         ('{{ "[TOOL_CALLS]" }}[THINK]', "[THINK]", '{"name"'),
         ('{{ "[TOOL_CALLS]" }}[ARGS]', None, "[ARGS]"),
+        ("<seed:tool_call><function=example_function_name><seed:think>", "<seed:think>", "<seed:tool_call>"),
+        ('<function=example_function_name>{"a": 1}</function>', None, "<function="),
+        ("<|START_ACTION|><|START_THINKING|>", "<|START_THINKING|>", '"tool_name"'),
+        ("<tool_call> so <tool_calls>[</tool_calls>", None, '{"name"'),
+        ("List of tools: <|tool_list_start|>", None, "$keywords"),
         ("nothing", None, None),
     ],
 )
