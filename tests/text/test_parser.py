@@ -218,6 +218,7 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
             '{"a": "</param>\\n"}',
         ),
         ("minicpm", '<function name="x"><param name="a"></param></function>', '{"a": ""}'),
+        ("phi4", 'functools[{"name": "x", "arguments": {"a": 1}}]', '{"a": 1}'),
         ("mistral", '[TOOL_CALLS]x[ARGS]{"a": 1}', '{"a": 1}'),
         ("mistral_args", '[TOOL_CALLS]x[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
         ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {}}', "{}"),
