@@ -219,7 +219,7 @@ def test_other_faults_of_a_request(fake_server):
     check_anthropic(client.post("/v1/messages", json=large), 413, "request_too_large")
     check_ollama(client.post("/api/chat", json=large), 413)
     check_anthropic(client.post("/v1/messages", content=b"{}"), 415, "invalid_request_error")
-    check_ollama(client.post("/api/chat", content=b"{}"), 415)
+    check_ollama(client.post("/api/chat", content=b"{}", headers={"origin": "http://elsewhere"}), 415)
     check_anthropic(client.get("/v1/messages"), 405, "invalid_request_error")
     check_ollama(client.get("/api/chat"), 405)
     check_anthropic(client.post("/v1/messages/batches", json={}), 404, "not_found_error")

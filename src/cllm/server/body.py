@@ -95,34 +95,45 @@ def check_parameters(value: dict[str, Any], model: type[Body], request: Request,
         if value.get(name) not in (None, False, "", [], {}):
             param = path + name
             raise BadRequest(f"Unsupported parameter: '{param}': {why}.", param=param, code="unsupported_parameter")
-    known = {field.alias or name for name, field in model.model_fields.items()} | {*model.ignored, *model.refused}
-    unknown = [name for name in value if name not in known]
+    unknown = [name for name in value if name not in known_names(model)]
     if unknown and request.app.state.settings.server.strict:
         param = path + unknown[0][:100]
         raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     request.app.state.service.metrics.unknown_parameters(len(unknown))
-    for name, inner in inner_models(model).items():
-        if isinstance(value.get(name), dict):
-            check_parameters(value[name], inner, request, f"{path}{name}.")
+    for name, kinds in inner_models(model).items():
+        if isinstance(inner := value.get(name), dict):
+            meant = max(kinds, key=lambda kind: len(inner.keys() & known_names(kind)))
+            check_parameters(inner, meant, request, f"{path}{name}.")
 
 
 @functools.cache
-def inner_models(model: type[Body]) -> dict[str, type[Body]]:
-    """The fields that are objects with a model of their own."""
-    kinds = {
-        field.alias or name: (field.annotation, *get_args(field.annotation))
+def known_names(model: type[Body]) -> frozenset[str]:
+    fields = {field.alias or name for name, field in model.model_fields.items()}
+    return frozenset({*fields, *model.ignored, *model.refused})
+
+
+@functools.cache
+def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
+    """The fields that are objects with a model of their own, or one of some."""
+    found = {
+        field.alias or name: [
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))
+            if isinstance(kind, type) and issubclass(kind, Body)
+        ]
         for name, field in model.model_fields.items()
     }
-    return {
-        name: kind
-        for name, members in kinds.items()
-        for kind in members
-        if isinstance(kind, type) and issubclass(kind, Body)
-    }
+    return {name: kinds for name, kinds in found.items() if kinds}
 
 
-async def read_body(request: Request, model: type[Model]) -> Model:
-    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field."""
+async def read_body(request: Request, model: type[Model], *, any_type: bool = False) -> Model:
+    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field.
+
+    ``any_type``: whatever its Content-Type is, unless a page in a browser has sent it.
+    """
+    headers = request.headers
+    if not any_type or "origin" in headers or "sec-fetch-site" in headers:
+        check_type(headers.get("content-type", ""))
     value = parse_json(await read_bytes(request))
     check_parameters(value, model, request)
     try:
@@ -131,14 +142,17 @@ async def read_body(request: Request, model: type[Model]) -> Model:
         raise explain(error) from None
 
 
-async def read_bytes(request: Request) -> bytes:
-    """The body; one over the server's limit is refused as soon as that is known, and not read to its end."""
-    content_type = request.headers.get("content-type", "")
+def check_type(content_type: str) -> None:
+    """Raise BadRequest (415) for what is not announced as JSON."""
     media_type, _, parameters = content_type.partition(";")
     charset = parameters.lower().replace(" ", "").replace('"', "")
     if media_type.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
         message = f"The Content-Type must be application/json in UTF-8, not {content_type[:80]!r}."
         raise BadRequest(message, code="unsupported_media_type", status=415)
+
+
+async def read_bytes(request: Request) -> bytes:
+    """The body; one over the server's limit is refused as soon as that is known, and not read to its end."""
     if "content-encoding" in request.headers:
         raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000

@@ -107,9 +107,15 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         return answer(request, describe(error))
 
     async def http(request: Request, error: Exception) -> Response:
-        fault = describe(error)
-        message = f"{request.method} {request.url.path}: {fault.message}"
-        return answer(request, fault._replace(message=message[:300]))
+        fault, path = describe(error), request.url.path
+        message = f"{request.method} {path}: {fault.message}"
+        if fault.status == 404:  # the base URL may lack /v1, or have it where a client adds it
+            others = {f"/v1{path}", path.removeprefix("/v1")} - {path}
+            message += "".join(f"; there is {other}" for other in others & {route.path for route in app.state.routes})
+        response = answer(request, fault._replace(message=message[:300]))
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})
+        return response
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

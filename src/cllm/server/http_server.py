@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.backends.base import Vocabulary
 from cllm.config import Settings
@@ -78,7 +79,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
     app = create_app(service, settings)
     config = uvicorn.Config(
-        streaming(with_request_ids(app)),
+        streaming(with_request_ids(heads_as_gets(app))),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -87,6 +88,15 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
         timeout_graceful_shutdown=int(settings.server.drain_timeout) + LAST_WORDS,
     )
     return HttpServer(config, service, app.state.batches, settings.server.drain_timeout)
+
+
+def heads_as_gets(app: ASGIApp) -> ASGIApp:
+    """``app``, to which a HEAD is a GET; uvicorn sends the headers alone."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+
+    return called
 
 
 def make_recorder(settings: Settings) -> Recorder | None:

@@ -15,9 +15,9 @@ from cllm.text.grammar import Constraint
 
 
 class JsonSchema(Body):
-    """``strict`` changes nothing: a schema is always enforced."""
+    """``strict`` changes nothing: a schema is always enforced. Clients of llama-server send no name."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
@@ -64,7 +64,9 @@ class StructuredOutputs(Body):
 
 
 class ConstrainedBody(Body):
-    """``guided_*`` are vLLM's names until 0.12, which clients still send."""
+    """``guided_*`` are vLLM's names until 0.12, which clients still send; those without a prefix llama-server's and
+    SGLang's.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -72,6 +74,10 @@ class ConstrainedBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+    ebnf: str | None = None
 
     async def grammar(self, service: Service) -> str:
         """For SamplingParams.grammar. Raises BadRequest if there is more than one constraint, or it cannot be enforced,
@@ -83,7 +89,7 @@ class ConstrainedBody(Body):
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
-        )
+        ) | constraints_of("", json_schema=self.json_schema, regex=self.regex, grammar=self.grammar_, ebnf=self.ebnf)
         if self.structured_outputs is not None:
             constraints |= self.structured_outputs.constraints()
         if self.response_format is not None and (constraint := self.response_format.constraint()):
@@ -101,17 +107,18 @@ class ConstrainedBody(Body):
 def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
     """By their fields, those that are not None."""
     found = {name: value for name, value in fields.items() if value is not None}
-    schema = found.get("json")
-    if isinstance(schema, str):
+    for name in found.keys() & {"json", "json_schema"}:
         try:
-            found["json"] = json.loads(schema)
+            found[name] = json.loads(found[name]) if isinstance(found[name], str) else found[name]
         except (ValueError, RecursionError):
-            message = f"Invalid '{prefix}json': it is not JSON."
-            raise BadRequest(message, param=f"{prefix}json", code="invalid_value") from None
+            message = f"Invalid '{prefix}{name}': it is not JSON."
+            raise BadRequest(message, param=prefix + name, code="invalid_value") from None
     kinds: dict[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
         "json": "json_schema",
+        "json_schema": "json_schema",
         "regex": "regex",
         "choice": "choice",
         "grammar": "grammar",
+        "ebnf": "grammar",
     }
     return {prefix + name: Constraint(kinds[name], value) for name, value in found.items()}

@@ -55,7 +55,7 @@ class Block(Body):
 
 
 class Message(Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"] = Field(description="system: not the first; that is the field system.")
     content: str | list[Block]
 
     def blocks(self) -> list[Block]:
@@ -197,9 +197,11 @@ class CountBody(Body):
         called: dict[str, str] = {}  # names by the ids of calls
         for i, message in enumerate(self.messages):
             path = f"messages[{i}].content"
-            if not message.content and message.role == "user":
-                raise invalid(path, "a message of the user must have content")
-            new = assistant_turn(message, path) if message.role == "assistant" else user_turn(message, path, called)
+            if not message.content and message.role != "assistant":
+                raise invalid(path, f"a message of the {message.role} must have content")
+            if i == 0 and message.role == "system":
+                raise invalid("messages[0].role", "what the system says at the beginning belongs into 'system'")
+            new = TURNS[message.role](message, path, called)
             called |= {call["id"]: call["function"]["name"] for turn in new for call in turn.get("tool_calls", ())}
             for turn in new:
                 if messages and messages[-1]["role"] == turn["role"] != "tool":
@@ -260,7 +262,7 @@ class MessagesBody(CountBody, TermsBody):
             )
 
 
-def assistant_turn(message: Message, path: str) -> list[dict[str, Any]]:
+def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
     turn: dict[str, Any] = {"role": "assistant", "content": [], "reasoning_content": [], "tool_calls": []}
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
@@ -289,6 +291,13 @@ def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[
         else:
             texts.append(text_of(block, at))
     return [*results, {"role": "user", "content": texts}] if texts else results
+
+
+def system_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": [text_of(block, f"{path}[{i}]") for i, block in enumerate(message.blocks())]}]
+
+
+TURNS = {"assistant": assistant_turn, "user": user_turn, "system": system_turn}
 
 
 def finished(turn: dict[str, Any]) -> dict[str, Any]:

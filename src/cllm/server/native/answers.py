@@ -20,6 +20,10 @@ class Health(Shape):
     model_loaded: bool
 
 
+class Version(Shape):
+    version: str
+
+
 class Ready(Shape):
     status: Literal["ready", "loading", "draining"]
 

@@ -21,7 +21,17 @@ from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.errors import error_event
-from cllm.server.native.answers import Decoded, Encoded, Explained, Generated, Health, ModelInformation, Ready, Root
+from cllm.server.native.answers import (
+    Decoded,
+    Encoded,
+    Explained,
+    Generated,
+    Health,
+    ModelInformation,
+    Ready,
+    Root,
+    Version,
+)
 from cllm.server.queueing import TermsBody, place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Delta, Generation, Service
@@ -84,11 +94,18 @@ async def root(request: Request) -> dict[str, Any]:
 
 
 @router.get("/health", openapi_extra=documented(answer=Health))
+@router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
     """Alive: 200 even while the engine is not ready, which is then "degraded"."""
     service: Service = request.app.state.service
     ready = service.engine.ready
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
+
+
+@router.get("/version", openapi_extra=documented(answer=Version))
+async def version() -> dict[str, str]:
+    """The version of this server."""
+    return {"version": __version__}
 
 
 @router.get("/ready", openapi_extra=documented(answer=Ready, error=Ready))

@@ -16,7 +16,7 @@ from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names
 from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
-from cllm.server.body import documented, read_body
+from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
 from cllm.server.ollama import pull
 from cllm.server.ollama.answers import (
@@ -55,12 +55,6 @@ API_VERSION = "0.12.11"
 NEVER = "2999-12-31T00:00:00Z"
 
 
-@router.head("/", include_in_schema=False)
-async def alive() -> Response:
-    return Response()
-
-
-@router.head("/api/version", include_in_schema=False)
 @router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
 async def version() -> dict[str, str]:
     """The version of Ollama's API; the server's own is at /."""
@@ -72,7 +66,7 @@ async def generate(request: Request) -> Response:
     """Continue a prompt: as the first message of a chat, or with ``raw`` as it is."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, GenerateBody)
+    body = await read(request, GenerateBody)
     check_model(body.model, service)
     if body.raw and body.system:
         raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
@@ -97,7 +91,7 @@ async def chat(request: Request) -> Response:
     """The next message of a conversation."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, ChatBody)
+    body = await read(request, ChatBody)
     check_model(body.model, service)
     asked, terms = body.chat(), body.terms(request)
     params = await params_of(request, body)
@@ -139,7 +133,7 @@ async def embed_texts(request: Request) -> Response:
     """Vectors of one or more texts."""
     service: Service = request.app.state.service
     clock = Clock()
-    body = await read_body(request, EmbedBody)
+    body = await read(request, EmbedBody)
     check_model(body.model, service)
     given = [body.input] if isinstance(body.input, str) else body.input
     params = ["input"] if isinstance(body.input, str) else names("input", len(given))
@@ -160,14 +154,13 @@ async def embed_texts(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """The vector of one text."""
     service: Service = request.app.state.service
-    body = await read_body(request, EmbeddingsBody)
+    body = await read(request, EmbeddingsBody)
     check_model(body.model, service)
     texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
     found = await until_disconnect(request, embed(service, texts, ["prompt"], body.terms(request)))
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 
-@router.head("/api/tags", include_in_schema=False)
 @router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
 async def tags(request: Request) -> Response:
     """The models that are here: the one that is served."""
@@ -201,7 +194,7 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What the model's file says of it, and what it can."""
     service: Service = request.app.state.service
-    body = await read_body(request, ShowBody)
+    body = await read(request, ShowBody)
     check_model(body.wanted(), service)
     card, info = await card_of(request), service.info
     defaults = {**msgspec.structs.asdict(request.app.state.sampling), "num_ctx": info.context_length}
@@ -224,7 +217,12 @@ async def show(request: Request) -> Response:
 @router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it."""
-    return await pull.pull(request, await read_body(request, PullBody))
+    return await pull.pull(request, await read(request, PullBody))
+
+
+async def read(request: Request, model: type[Model]) -> Model:
+    """The body, whatever it is announced as: Ollama does not look at that, and clients of it announce nothing."""
+    return await read_body(request, model, any_type=True)
 
 
 def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -111,7 +111,7 @@ class GenerationBody(TermsBody):
     options: Options | None = None
     think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
 
-    logprobs: bool = False
+    logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
@@ -157,7 +157,7 @@ class GenerateBody(GenerationBody):
     prompt: str | None = None
     suffix: str | None = Field(default=None, description="What comes behind the text that is to be filled in.")
     system: str | None = None
-    raw: bool = False
+    raw: bool | None = False
 
     def chat(self) -> Chat:
         messages = [{"role": "user", "content": self.prompt or ""}]
@@ -168,7 +168,7 @@ class GenerateBody(GenerationBody):
 
 class CalledFunction(Body):
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
 
 
 class ToolCall(Body):
@@ -249,7 +249,7 @@ class Calls:
         return {
             "id": key,
             "type": "function",
-            "function": {"name": function.name, "arguments": function.arguments},
+            "function": {"name": function.name, "arguments": function.arguments or {}},
         }
 
     def first(self, name: str | None) -> str | None:

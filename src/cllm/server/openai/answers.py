@@ -97,6 +97,7 @@ class ModelObject(Shape):
     created: int
     owned_by: str
     context_length: int | None
+    max_model_len: int | None
 
 
 class ModelList(Shape):

@@ -17,7 +17,7 @@ from cllm.server.openai.answers import Completion
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
 from cllm.server.openai.routes import check_model, head_of, headers_of, json_answer
 from cllm.server.openai.schema import CompletionBody
-from cllm.server.openai.stream import Chunks, usage_object
+from cllm.server.openai.stream import Chunks, Counted, usage_object
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Delta, Generation, Service
 from cllm.text.alignment import ToldToken
@@ -48,7 +48,8 @@ async def completions(request: Request) -> Response:
     words = Words(service, body, answer, echoed if body.echo else [""] * len(prompts))
     head = head_of(service, generation, "text_completion")
     if body.stream:
-        return EventStream(answer, CompletionChunks(words, head), headers_of(answer))
+        chunks = CompletionChunks(words, head)
+        return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
         choices = await until_disconnect(request, collect(answer, words))
     return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))

@@ -252,7 +252,8 @@ class ResponseBody(GenerationBody):
     def chat(self, items: list[dict[str, Any]]) -> ChatBody:
         """The chat that asks for the same after ``items``. Raises BadRequest."""
         own = {*ResponseBody.__annotations__, "max_tokens"}
-        values = self.model_dump(include=(set(GenerationBody.model_fields) - own) & self.model_fields_set)
+        shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
+        values = self.model_dump(include=shared, by_alias=True)
         values["messages"] = messages_of(items, self.instructions)
         choice, tools = self.tool_choice, self.tools
         if isinstance(choice, AllowedTools):

@@ -21,7 +21,7 @@ from cllm.server.body import documented, read_body
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
-from cllm.server.openai.stream import Chunks, Whole, usage_object
+from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Answer, Generation, Service
@@ -70,12 +70,13 @@ def model_object(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "cllm",
         "context_length": info.context_length if info else None,
+        "max_model_len": info.context_length if info else None,  # the same in the words of vLLM, which clients look for
     }
 
 
 def check_model(name: str | None, service: Service) -> None:
     """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if name is not None and name != service.model_name:
+    if name is not None and name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
         message = f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)
 
@@ -109,7 +110,7 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         chunks = Chunks(generation, head, chat=True, include_usage=include_usage, logprobs=logprobs)
-        return EventStream(answer, chunks, headers_of(answer))
+        return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
         choices = await until_disconnect(request, collect(answer, logprobs))
     return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))

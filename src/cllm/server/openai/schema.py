@@ -50,6 +50,7 @@ EXTENSIONS = (
 class StreamOptions(Body):
     ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are as long as their texts"}
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(default=False, description="With include_usage: in every chunk, as so far.")
 
 
 class GenerationBody(TermsBody, ConstrainedBody):
@@ -61,7 +62,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
     }
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -71,6 +72,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = Field(default=None, description="The name of repetition_penalty in llama-server.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -91,6 +93,12 @@ class GenerationBody(TermsBody, ConstrainedBody):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: list[str] | None = None
+
+    @property
+    def counts_always(self) -> bool:
+        """True if every chunk of a stream is to bring the usage."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def num_new_tokens(self) -> int | None:
         return self.max_tokens
@@ -115,7 +123,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
             top_p=self.top_p,
             top_k=top_k,
             min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=bias,
@@ -135,13 +143,28 @@ class GenerationBody(TermsBody, ConstrainedBody):
             return params
         return msgspec.structs.replace(params, dry_breakers=breakers.ids(texts))
 
+    def check_stream(self) -> None:
+        """Raise BadRequest for wishes about a stream where there is none."""
+        options = self.stream_options
+        if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
+            raise self.refuse("stream_options", "needs 'stream' to be true; else the usage is always there")
+
     def refuse(self, field: str, why: str) -> BadRequest:
         return BadRequest(f"'{field}' {why}.", param=field, code="unsupported_parameter")
 
 
 class TextPart(Body):
+    """``text``, in the Responses API input_text or output_text; or what an assistant has said as ``refusal``."""
+
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    def said(self) -> str | None:
+        """None if it is no text."""
+        if self.type == "refusal":
+            return self.refusal
+        return self.text if self.type in ("text", "input_text", "output_text") else None
 
 
 class FunctionCall(Body):
@@ -190,11 +213,12 @@ class Message(Body):
     def _text(self, param: str) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        for i, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
+        texts = [part.said() for part in self.content]
+        for i, (part, text) in enumerate(zip(self.content, texts, strict=True)):
+            if text is None:
                 message = f"Invalid '{param}.content[{i}]': this model takes text parts, not '{part.type[:40]}'."
                 raise BadRequest(message, param=f"{param}.content[{i}]", code="unsupported_value")
-        return "".join(part.text or "" for part in self.content)
+        return "".join(filter(None, texts))
 
 
 class Function(Body):
@@ -270,6 +294,8 @@ class ChatBody(GenerationBody):
         "functions": "it is deprecated; use tools",
         "function_call": "it is deprecated; use tool_choice",
         "chat_template": "the model's own template is used",
+        "prompt_logprobs": "send the prompt to /v1/completions, with echo and logprobs",
+        "continue_final_message": "the answer is a new message; one cannot be begun for the model",
     }
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -284,13 +310,15 @@ class ChatBody(GenerationBody):
     modalities: list[Literal["text"]] | None = None
     metadata: Metadata | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: Literal[True] | None = None
 
     def num_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
         """Raise BadRequest for what would change the answer and cannot be done yet."""
-        if self.top_logprobs is not None and not self.logprobs:
+        self.check_stream()
+        if self.top_logprobs and not self.logprobs:
             raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
 
     def logprobs_wanted(self) -> dict[str, int | None]:
@@ -349,6 +377,7 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         """Raise BadRequest for what cannot be had together."""
+        self.check_stream()
         if self.best_of is not None and self.best_of < (self.n or 1):
             message = f"Invalid 'best_of': it must not be less than n, {self.n}."
             raise BadRequest(message, param="best_of", code="invalid_value")

@@ -90,6 +90,10 @@ class Chunks:
             data = self.text(delta.index, delta.text) if delta.text else b""
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
+    def count(self) -> None:
+        """Let the next chunks bring the usage so far."""
+        self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
+
     def begin(self) -> bytes:
         return b"".join(self.first(i) for i in range(self._generation.params.n)) if self._chat else b""
 
@@ -103,6 +107,22 @@ class Chunks:
 
     def fault(self, error: Exception) -> bytes:
         return error_event(error) + DONE
+
+
+class Counted:
+    """``chunks`` of which each one brings the usage so far."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self.end, self.fault = chunks.end, chunks.fault
+
+    def begin(self) -> bytes:
+        self._chunks.count()
+        return self._chunks.begin()
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        self._chunks.count()
+        return self._chunks.deltas(deltas)
 
 
 class Whole:

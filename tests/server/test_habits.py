@@ -1,0 +1,218 @@
+"""What clients do that were written for other servers: the names, the routes and the bodies they are used to."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "What is 27 plus 45?"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+LIMIT = {"max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def fake(fake_server):
+    return fake_server.client
+
+
+def message(answer) -> str:
+    return answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": ASK}), ("generate", {"prompt": "a"}), ("show", {})])
+def test_ollama_looks_at_no_content_type(fake, path, body, headers):
+    """As ``curl -d`` and LiteLLM send it; a page in a browser is known by its Origin and has to announce JSON."""
+    data = json.dumps({"model": "fake", "stream": False, "options": {"num_predict": 3}, **body}).encode()
+    assert fake.post(f"/api/{path}", content=data, headers=headers).status_code == 200
+    for mark in ({"origin": "http://elsewhere"}, {"sec-fetch-site": "cross-site"}):
+        answer = fake.post(f"/api/{path}", content=data, headers={**headers, **mark})
+        assert answer.status_code == 415
+        assert "application/json" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/ready", "/v1/models", "/api/tags", "/api/version"])
+def test_a_head_is_a_get_without_a_body(fake, path):
+    head, get = fake.head(path), fake.get(path)
+    assert (head.status_code, get.status_code, head.content) == (200, 200, b"")
+    assert head.headers["content-length"] == get.headers["content-length"]
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_another_method_is_told_what_is_allowed(fake):
+    answer = fake.options("/v1/models")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+    assert fake.head(CHAT).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"), ("/v1/api/chat", "/api/chat")],
+)
+def test_a_wrong_base_url_is_told_of_the_right_path(fake, asked, meant):
+    answer = fake.post(asked, json={})
+    assert answer.status_code == 404
+    assert answer.text.count(f"there is {meant}") == 1
+    assert "there is" not in fake.post("/v1/nothing", json={}).text
+
+
+def test_a_model_tells_its_length_and_has_a_tag(fake):
+    model = fake.get("/v1/models/fake:latest").json()
+    assert model["id"] == "fake"
+    assert model["max_model_len"] == model["context_length"] == 512
+    assert fake.post(CHAT, json={"model": "fake:latest", "messages": ASK, **LIMIT}).status_code == 200
+    assert fake.post(CHAT, json={"model": "fake:other", "messages": ASK, **LIMIT}).status_code == 404
+
+
+def test_version(fake):
+    assert fake.get("/version").json()["version"] == fake.get("/").json()["version"]
+
+
+def test_cohere_asks_at_another_version(fake):
+    body = {"query": "a", "documents": ["b", "a"]}
+    assert fake.post("/v2/rerank", json=body).json()["results"] == fake.post("/v1/rerank", json=body).json()["results"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_usage_in_every_chunk(fake_server, chat):
+    """continuous_usage_stats: each chunk says what there is so far, the last one what one would get anyway."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none") as client:
+        create = client.chat.completions.create if chat else client.completions.create
+        asked = {"messages": ASK} if chat else {"prompt": "a"}
+        chunks = list(create(model="fake", stream=True, stream_options=options, **asked, **LIMIT))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert set(counts) >= {1, 2, 3, 4}
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+
+
+def test_stream_options_need_a_stream(fake):
+    for path, asked in ((CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "a"})):
+        answer = fake.post(path, json={**asked, "stream_options": {"include_usage": True}})
+        assert answer.status_code == 400
+        assert "'stream'" in message(answer)
+        for quiet in ({"stream": None, "stream_options": None}, {"stream_options": {}}):
+            assert fake.post(path, json={**asked, **LIMIT, **quiet}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_text", "text": "Hi"},
+        {"type": "output_text", "text": "Hi"},
+        {"type": "refusal", "refusal": "Hi"},
+    ],
+)
+def test_parts_of_the_responses_api_are_text_in_a_chat(fake, part):
+    """They make the prompt that text makes."""
+
+    def prompt(part):
+        turns = [*ASK, {"role": "assistant", "content": [part]}, *ASK]
+        return fake.post("/apply-template", json={"messages": turns}).json()["prompt"]
+
+    assert prompt(part) == prompt({"type": "text", "text": "Hi"})
+    turn = {"role": "user", "content": [{"type": part["type"]}]}
+    assert "content[0]" in message(fake.post(CHAT, json={"messages": [turn]}))
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"logprobs": False, "top_logprobs": 0},
+        {"add_generation_prompt": True, "continue_final_message": False},
+        {"tools": [], "tool_choice": "auto"},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(fake, harmless):
+    assert fake.post(CHAT, json={"messages": ASK, **LIMIT, **harmless}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wish", "named"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt_logprobs": 1}, "/v1/completions"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_not_passed_over(fake, wish, named):
+    answer = fake.post(CHAT, json={"messages": ASK, **wish})
+    assert answer.status_code == 400
+    assert named in message(answer)
+
+
+def test_an_option_that_is_null_is_none_for_ollama(fake):
+    body = {"model": "fake", "stream": False, "options": {"num_predict": 3}, "raw": None, "logprobs": None}
+    assert fake.post("/api/generate", json={**body, "prompt": "a"}).status_code == 200
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": None}}]}
+    turns = [*ASK, called, {"role": "tool", "content": "1", "tool_name": "add"}]
+    assert fake.post("/api/chat", json={**body, "messages": turns}).status_code == 200
+
+
+def test_anthropics_system_may_speak_again(fake):
+    """A turn of the system's after the first one is rendered where it stands."""
+    body = {"model": "fake", "max_tokens": 4}
+    turns = [*ASK, {"role": "assistant", "content": "72"}, {"role": "system", "content": "Be brief."}]
+
+    def count(turns):
+        return fake.post("/v1/messages/count_tokens", json={"model": "fake", "messages": turns}).json()["input_tokens"]
+
+    assert fake.post("/v1/messages", json={**body, "messages": [*turns, *ASK]}).status_code == 200
+    assert count([*turns, *ASK]) > count([*turns[:2], *ASK]) + len("Be brief.")  # the fake one has a token a byte
+    answer = fake.post("/v1/messages", json={**body, "messages": [turns[-1], *ASK]})
+    assert answer.status_code == 400
+    assert "messages[0].role" in message(answer)
+    image = {"role": "system", "content": [{"type": "image", "source": {}}]}
+    assert "messages[1].content[0]" in message(fake.post("/v1/messages", json={**body, "messages": [*ASK, image]}))
+
+
+def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
+    """A field may be one of several objects: the one that was sent is what its names are compared with."""
+    post = start_server("--backend.name", "fake", "--server.strict").client.post
+    name = {"type": "function", "function": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [name]}}
+    for choice in (name, allowed):
+        body = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, **LIMIT}
+        assert post(CHAT, json=body).status_code == 200
+        answer = post(CHAT, json={**body, "tool_choice": {**choice, "zzz": 1}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice.zzz")
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize(
+    ("wish", "answer"),
+    [
+        ({"grammar": 'root ::= "aaa"'}, "aaa"),
+        ({"ebnf": 'root ::= "bbb"'}, "bbb"),
+        ({"regex": "a{3}"}, "aaa"),
+        ({"json_schema": {"const": "x"}}, '"x"'),
+        ({"json_schema": '{"const": 7}'}, "7"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}}, "5"),
+        ({"structured_outputs": {"json": {"const": 6}}}, "6"),
+    ],
+)
+def test_other_servers_ways_to_say_what_must_come(builtin_server, wish, answer):
+    """On all three of OpenAI's routes; none of them is passed over in silence."""
+    post = builtin_server.client.post
+    assert post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"] == answer
+    assert post("/v1/completions", json={"prompt": "a", **wish}).json()["choices"][0]["text"] == answer
+    output = post("/v1/responses", json={"input": "a", **wish}).json()["output"]
+    assert output[-1]["content"][0]["text"] == answer
+    refused = post(CHAT, json={"messages": ASK, "guided_regex": "a", **wish})
+    assert refused.status_code == 400
+    assert "cannot be combined" in message(refused)
+
+
+@pytest.mark.llama
+def test_repeat_penalty_is_repetition_penalty(builtin_server):
+    def text(**penalty):
+        body = {"prompt": "cat cat cat cat cat", **penalty, "temperature": 0}
+        return builtin_server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    assert text(repeat_penalty=1.9) == text(repetition_penalty=1.9, repeat_penalty=1.0) != text()
