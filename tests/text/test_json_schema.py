@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm import LLM, SamplingParams
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
 from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
 
 BYTES = bytes_tokenizer({}, 257)
-CHECKER = Checker(Special(257, {}))
+CHECKER = Checker(Special(257, {}), MAX_LEXER_STATES)
 CLOSING = set(b'"]}')
 
 

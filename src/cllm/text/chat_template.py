@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
@@ -18,6 +18,7 @@ from cllm.errors import BadRequest, StartupError
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
+    from cllm.text.worker import Work
 
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -163,6 +164,20 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
     whole = "|".join(map(re.escape, control_tokens))
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
     return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
+
+
+class Texts(NamedTuple):
+    """What of a vocabulary is needed to render."""
+
+    chat_template: str | None
+    control_tokens: list[str]
+    special_texts: dict[str, Any]
+
+
+def prepare(texts: list[Any]) -> Work:
+    """The work of a process that renders messages, with tools and variables; ``texts`` as in Texts."""
+    template = ChatTemplate(cast("Vocabulary", Texts(*texts)))
+    return lambda asked: template.render(asked[0], asked[1], **asked[2])
 
 
 class TemplateRefusal(Exception):
