@@ -166,7 +166,8 @@ def test_one_who_does_not_wait_leaves_nothing_behind():
         for task in source_takes_long:
             task.cancel()
         await asyncio.gather(*source_takes_long, return_exceptions=True)
-        assert not renderer._living
+        await asyncio.gather(*renderer._ending)
+        assert not renderer._idle
         return await render(renderer)
 
     assert with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use) == "x"

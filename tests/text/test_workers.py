@@ -37,17 +37,17 @@ def run(request, monkeypatch, caplog) -> Iterator[Callable]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     launched: list[int] = []
 
-    async def launch(arguments):
-        process = await launch_one(arguments)
+    async def launch(*command, **options):
+        process = await launch_one(*command, **options)
         launched.append(process.pid)
         return process
 
-    launch_one = workers.launch
-    monkeypatch.setattr(workers, "launch", launch)
+    launch_one = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", launch)
 
-    def run(use: Use, prepare=worker_tasks.prepare, *, max_processes=2, cpu_limit=0.3, wall_limit=20.0):
+    def run(use: Use, prepare=worker_tasks.prepare, *, num=2, cpu_limit=0.3, wall_limit=20.0):
         async def main():
-            made = Workers(prepare, lambda: b'"begin"', max_processes, cpu_limit, wall_limit)
+            made = Workers(prepare, lambda: b'"begin"', num, cpu_limit, wall_limit)
             try:
                 return await use(made)
             finally:
@@ -129,7 +129,7 @@ def test_what_takes_too_much_ends_its_process_alone(run, what):
         assert time.monotonic() - begun < 15  # of 20
         assert await pid_of(made) != before
 
-    run(use, max_processes=1)
+    run(use, num=1)
 
 
 def test_who_does_not_compute_has_a_limit_too(run):
@@ -156,7 +156,7 @@ def test_one_that_does_not_start_is_our_fault(run, monkeypatch, prepare):
             with pytest.raises(EngineError, match="does not start"):
                 await start()
 
-    run(use, prepare, max_processes=1)
+    run(use, prepare, num=1)
 
 
 def test_a_system_without_room_for_it_is_our_fault(run, monkeypatch):
@@ -188,10 +188,10 @@ def test_an_idle_one_that_has_died_is_replaced(run):
     async def use(made):
         for _ in range(3):
             os.kill(dead := await pid_of(made), signal.SIGKILL)
-            await until(lambda dead=dead: not exists(dead))
+            await made._idle[0].wait()
             assert await pid_of(made) != dead
 
-    run(use, max_processes=1)
+    run(use, num=1)
 
 
 @posix
@@ -204,7 +204,7 @@ def test_a_busy_one_that_is_killed_is_replaced(run):
         assert await asked is None
         assert await pid_of(made) != pid
 
-    run(use, max_processes=1)
+    run(use, num=1)
 
 
 def test_one_who_does_not_wait_costs_the_process(run):
@@ -220,7 +220,7 @@ def test_one_who_does_not_wait_costs_the_process(run):
             assert asked.cancelled()
             await until(lambda pid=pid: not exists(pid))
 
-    run(use, max_processes=1)
+    run(use, num=1)
 
 
 @pytest.mark.parametrize("prepare", [worker_tasks.prepare, worker_tasks.hang])
@@ -231,7 +231,7 @@ def test_one_who_does_not_wait_for_the_start_leaves_nothing_behind(run, prepare)
             await asyncio.sleep(0.1)
             task.cancel()
         await asyncio.wait(asked)
-        await until(lambda: not made._living and not made._ending)
+        await until(lambda: not made._clocks and not made._ending)
         assert not made._free.locked()
 
     run(use, prepare)
@@ -280,7 +280,7 @@ def test_what_a_process_has_of_ours(run, monkeypatch):
 def test_a_process_ends_with_its_parent():
     """When there is nobody left who could ask."""
     command = [sys.executable, "-P", "-m", "cllm.text.worker", "cllm.text.chat_template", "prepare", "1"]
-    begin = frame(to_json(["{{ messages }}", [], {"bos_token": "", "eos_token": ""}]))
+    begin = frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
     done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=60)
     assert (done.stdout, done.stderr) == (frame(READY), b"")
 

@@ -7,7 +7,8 @@ import json
 import re
 import zlib
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
@@ -166,17 +167,9 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
     return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
 
 
-class Texts(NamedTuple):
-    """What of a vocabulary is needed to render."""
-
-    chat_template: str | None
-    control_tokens: list[str]
-    special_texts: dict[str, Any]
-
-
-def prepare(texts: list[Any]) -> Work:
-    """The work of a process that renders messages, with tools and variables; ``texts`` as in Texts."""
-    template = ChatTemplate(cast("Vocabulary", Texts(*texts)))
+def prepare(texts: dict[str, Any]) -> Work:
+    """The work of a process that renders: messages, tools and variables. ``texts``: what it needs of a Vocabulary."""
+    template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
     return lambda asked: template.render(asked[0], asked[1], **asked[2])
 
 

@@ -164,10 +164,10 @@ def reason(error: str) -> str:
 
 
 def prepare(begin: list[Any]) -> Work:
-    """The work of a process that checks constraints, given as kind, value and param; ``begin`` is the size of the
-    vocabulary, pairs of its special tokens, and max_lexer_states.
+    """The work of a process that checks constraints, given as kind, value and param; ``begin`` has the size of the
+    vocabulary, its special tokens as pairs, and max_lexer_states.
     """
-    importlib.import_module("llguidance")  # which takes a tenth of a second, not on the account of the first one
+    importlib.import_module("llguidance")  # now, or it would be on the account of the first one
     size, tokens, max_lexer_states = begin
     checker = Checker(Special(size, dict(tokens)), max_lexer_states)
 

@@ -60,7 +60,7 @@ class GrammarProcess(Workers):
             self._num_waiting += 1
             try:
                 async with self._turn:
-                    reply = self._known.get(question) or await self._ask(question, param)
+                    reply = self._known.get(question) or await self._checked(question, param)
             finally:
                 self._num_waiting -= 1
             self._remember(question, reply)
@@ -78,7 +78,7 @@ class GrammarProcess(Workers):
         if reply is not None:
             self._known_size -= size_of(question, reply)
 
-    async def _ask(self, question: bytes, param: str) -> Reply:
+    async def _checked(self, question: bytes, param: str) -> Reply:
         begun = time.monotonic()
         reply = await self.ask(question)
         if reply is None:

@@ -1,6 +1,4 @@
-"""Chat templates in processes of their own. A template, or a message that it chokes on, can take for ever and all
-memory there is; whoever renders must be able to be killed.
-"""
+"""Chat templates are rendered in processes of their own, which are ended if one takes too long or too much."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ class Renderer(Workers):
     """Renders the messages of many at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        def texts() -> bytes:
-            return to_json([vocabulary.chat_template, vocabulary.control_tokens, vocabulary.special_texts])
-
-        super().__init__(chat_template.prepare, texts, MAX_PROCESSES, CPU_LIMIT, WALL_LIMIT)
+        texts = {name: getattr(vocabulary, name) for name in ("chat_template", "control_tokens", "special_texts")}
+        super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT, WALL_LIMIT)
 
     async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
         """As ChatTemplate.render. Raises BadRequest, also if it takes too long or too much memory."""

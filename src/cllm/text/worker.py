@@ -13,14 +13,13 @@ import importlib
 import json
 import os
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 from cllm.errors import BadRequest
 
-LENGTH = struct.Struct("<I")
+HEAD = 4  # bytes of a frame's length
 READY = b'"+"'
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 
@@ -51,40 +50,22 @@ def to_json(value: Any) -> bytes:
 
 
 def frame(body: bytes) -> bytes:
-    return LENGTH.pack(len(body)) + body
+    return len(body).to_bytes(HEAD, "little") + body
 
 
 def read(stream: IO[bytes]) -> Any:
     """The value of the next frame. Raises EOFError at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise EOFError
-    body = stream.read(size := LENGTH.unpack(head)[0])
-    if len(body) < size:
+    size = int.from_bytes(stream.read(HEAD), "little")
+    body = stream.read(size)
+    if not body or len(body) < size:
         raise EOFError
     return json.loads(body)
 
 
-def limit_memory() -> None:
-    """Not on Windows, where only the parent's clock ends what takes too much."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-
-
 def limit_time(seconds: float) -> None:
     """The system ends this process when it has computed for so long, in whatever code it is; 0: never."""
-    if hasattr(signal, "setitimer"):
+    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends what takes too much
         signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def reply(work: Work, question: Any) -> Reply:
-    try:
-        return Reply(work(question))
-    except BadRequest as error:
-        return refusal(error)
 
 
 def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -> None:
@@ -95,14 +76,22 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
         output.flush()
         question = read(sys.stdin.buffer)
         limit_time(cpu_limit)
-        answer = to_json(reply(work, question))
+        try:
+            reply = Reply(work(question))
+        except BadRequest as error:
+            reply = refusal(error)
+        answer = to_json(reply)
         limit_time(0)
 
 
 def main(module: str, function: str, cpu_limit: str) -> None:
     own_stdout = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print
-    limit_memory()
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     with contextlib.suppress(EOFError, BrokenPipeError), os.fdopen(own_stdout, "wb") as output:  # the parent is gone
         serve(getattr(importlib.import_module(module), function), float(cpu_limit), output)
 

@@ -5,7 +5,6 @@ it must be able to be killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cllm.errors import EngineError
-from cllm.text.worker import LENGTH, Reply, Work, frame
+from cllm.text.worker import HEAD, Reply, Work, frame
 
 START_LIMIT = 60.0  # seconds until a process is ready, on a machine that is busy with something else
 INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ", "SYSTEMROOT", "TMPDIR")
@@ -30,25 +29,20 @@ class Workers:
     """
 
     def __init__(
-        self,
-        prepare: Callable[[Any], Work],
-        begin: Callable[[], bytes],
-        max_processes: int,
-        cpu_limit: float,
-        wall_limit: float,
+        self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float, wall_limit: float
     ) -> None:
-        """Each process imports ``prepare`` and calls it with the JSON of ``begin``, which another thread calls here.
+        """Each of at most ``num`` imports ``prepare`` and calls it with the JSON of ``begin``, asked in another thread.
 
         The limits are seconds for one question: of the processor; and until there is an answer.
         """
         self._name = prepare.__module__
-        self._arguments = ("-m", "cllm.text.worker", self._name, prepare.__qualname__, str(cpu_limit))
+        self._command = ("-m", "cllm.text.worker", self._name, prepare.__qualname__, str(cpu_limit))
         self._begin = begin
-        self._max_processes = max_processes
+        self._num = num
         self._wall_limit = wall_limit
-        self._free = asyncio.Semaphore(max_processes)
-        self._living: set[Process] = set()  # that have not been killed
+        self._free = asyncio.Semaphore(num)
         self._idle: list[Process] = []
+        self._clocks: set[asyncio.Timeout] = set()  # of those that are busy
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
@@ -75,14 +69,15 @@ class Workers:
     async def close(self) -> None:
         """End all processes; who waits for one gets an EngineError."""
         self._is_closed = True
+        for clock in self._clocks:
+            if not clock.expired():
+                clock.reschedule(0)
+        for _ in range(self._num):
+            await self._free.acquire()
+        for _ in range(self._num):
+            self._free.release()
         while self._idle:
             self._end(self._idle.pop())
-        for process in [*self._living]:
-            self._kill(process)
-        for _ in range(self._max_processes):  # each comes back when its process has ended
-            await self._free.acquire()
-        for _ in range(self._max_processes):
-            self._free.release()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     def _check_open(self) -> None:
@@ -98,59 +93,49 @@ class Workers:
                 return process
             self._end(process)  # it has died meanwhile, whatever of
         begin = await asyncio.to_thread(self._begin)
-        with contextlib.suppress(OSError):
-            process = await launch(self._arguments)
-            self._living.add(process)
-            if self._is_closed:  # while it was launched
-                self._kill(process)
-            if await self._exchange(process, begin, START_LIMIT) is not None:
-                return process
-        self._check_open()
-        raise EngineError(f"The process of {self._name} does not start.")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # not what lies in the current folder
+                *self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={name: os.environ[name] for name in INHERITED if name in os.environ},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"The process of {self._name} does not start: {error.strerror}.") from None
+        if await self._exchange(process, begin, START_LIMIT) is None:
+            self._check_open()
+            raise EngineError(f"The process of {self._name} does not start.")
+        return process
 
     async def _exchange(self, process: Process, question: bytes, seconds: float) -> bytes | None:
         """The answer; or None, and the process is ended, as it is if the caller does not wait."""
         assert process.stdin
         assert process.stdout
         answer = None
+        clock = asyncio.timeout(0 if self._is_closed else seconds)
+        self._clocks.add(clock)
         try:
-            async with asyncio.timeout(seconds):
+            async with clock:
                 process.stdin.write(frame(question))
-                head = await process.stdout.readexactly(LENGTH.size)
-                answer = await process.stdout.readexactly(LENGTH.unpack(head)[0])
+                size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
+                answer = await process.stdout.readexactly(size)
         except (OSError, EOFError, RuntimeError):  # RuntimeError: what uvloop says of a pipe that is closed
             pass
         finally:
-            if answer is None or self._is_closed:
-                answer = None
+            self._clocks.discard(clock)
+            if answer is None:
                 self._end(process)
         return answer
 
-    def _kill(self, process: Process) -> None:
-        """Once: asyncio's warn of a process whose end they learn on the way."""
-        if process in self._living:
-            self._living.discard(process)
-            if is_alive(process):
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-
     def _end(self, process: Process) -> None:
-        self._kill(process)
+        if is_alive(process):  # to kill one that has ended would take the news of it from the event loop
+            process.kill()
         task = asyncio.create_task(process.communicate())  # reads what is left, and waits
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-async def launch(arguments: tuple[str, ...]) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # not what lies in the current folder
-        *arguments,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={name: os.environ[name] for name in INHERITED if name in os.environ},
-        start_new_session=True,
-    )
 
 
 def is_alive(process: Process) -> bool:
