@@ -152,9 +152,11 @@ def test_one_that_does_not_start_is_our_fault(run, monkeypatch, prepare):
     monkeypatch.setattr(workers, "START_LIMIT", 0.5)
 
     async def use(made):
-        for start in (lambda: ask(made, "echo", "x"), made.start):
+        for _ in range(2):
             with pytest.raises(EngineError, match="does not start"):
-                await start()
+                await ask(made, "echo", "x")
+        await made.start()
+        assert not made._idle
 
     run(use, prepare, num=1)
 
@@ -170,13 +172,13 @@ def test_a_system_without_room_for_it_is_our_fault(run, monkeypatch):
 
 
 def test_it_can_be_started_before(run):
-    """Once: a second start finds it."""
+    """Once: a second start finds it, and so does a question that comes meanwhile."""
 
     async def use(made):
-        await made.start()
+        _, pid = await asyncio.gather(made.start(), pid_of(made))
         await made.start()
         (process,) = made._idle
-        assert await pid_of(made) == process.pid
+        assert pid == await pid_of(made) == process.pid
 
     run(use)
 
@@ -248,8 +250,9 @@ def test_closed_while_it_is_busy(run, seconds):
         await asyncio.sleep(seconds or 0.0)
         async with asyncio.timeout(15):
             await made.close()
-            answers = await asyncio.gather(*asked, ask(made, "echo", "later"), made.start(), return_exceptions=True)
-        assert [str(answer) for answer in answers] == ["The server is shutting down."] * 7
+            await made.start()
+            answers = await asyncio.gather(*asked, ask(made, "echo", "later"), return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["The server is shutting down."] * 6
         assert {type(answer) for answer in answers} == {EngineError}
 
     run(use)

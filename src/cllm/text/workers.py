@@ -5,6 +5,7 @@ it must be able to be killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -41,15 +42,17 @@ class Workers:
         self._num = num
         self._wall_limit = wall_limit
         self._free = asyncio.Semaphore(num)
+        self._take_lock = asyncio.Lock()
         self._idle: list[Process] = []
         self._clocks: set[asyncio.Timeout] = set()  # of those that are busy
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Have a process ready before there is a question. Raises EngineError."""
-        async with self._free:
-            self._idle.append(await self._take())
+        """Have a process ready before there is a question, if it can be; who asks meanwhile gets that one."""
+        with contextlib.suppress(EngineError):
+            async with self._free:
+                self._idle.append(await self._take())
 
     async def ask(self, question: bytes) -> Reply | None:
         """What the work makes of ``question``, which is JSON; None if it took too much time or memory, or died.
@@ -86,12 +89,16 @@ class Workers:
 
     async def _take(self) -> Process:
         """One that waits for a question."""
-        self._check_open()
-        while self._idle:
-            process = self._idle.pop()
-            if is_alive(process):
-                return process
-            self._end(process)  # it has died meanwhile, whatever of
+        async with self._take_lock:
+            self._check_open()
+            while self._idle:
+                process = self._idle.pop()
+                if is_alive(process):
+                    return process
+                self._end(process)  # it has died meanwhile, whatever of
+            return await self._launch()
+
+    async def _launch(self) -> Process:
         begin = await asyncio.to_thread(self._begin)
         try:
             process = await asyncio.create_subprocess_exec(
