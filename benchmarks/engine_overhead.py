@@ -22,8 +22,9 @@ from pathlib import Path
 from cllm.bench.in_process import closed_loop
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_backend, build_engine
+from cllm.engine.build import build_backend, build_engine
 from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 
 
 def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: str) -> Engine:

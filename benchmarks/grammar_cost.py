@@ -29,8 +29,10 @@ from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import EngineParams, build_backend, build_engine
-from cllm.engine.engine import Abort, Add, Engine
+from cllm.engine.build import build_backend, build_engine
+from cllm.engine.commands import Abort, Add
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 from cllm.sampling.grammar import Grammar
 from cllm.sampling.pipeline import Sampler
 from cllm.text.grammar import Constraint, to_lark

@@ -33,7 +33,8 @@ from cllm.core.batch import Batch, Copy, Load, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import EngineParams, build_backend, build_vocabulary
+from cllm.engine.build import build_backend, build_vocabulary
+from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import held_out_questions
 from cllm.process.launch import engine_environment
 
@@ -326,7 +327,7 @@ def queue(options: argparse.Namespace, report: Report) -> None:
     """Microseconds of scheduling a step with 10 and with 10,000 waiting."""
     from cllm.backends.fake import FakeBackend
     from cllm.engine.build import build_engine
-    from cllm.engine.engine import Add
+    from cllm.engine.commands import Add
 
     gc.disable()  # as in the engine process
 

@@ -18,8 +18,9 @@ from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
-from cllm.engine.build import EngineParams, build_engine
-from cllm.engine.engine import Abort, Add
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Abort, Add
+from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 

@@ -11,7 +11,8 @@ import pytest
 
 from cllm import LLM, SamplingParams
 from cllm import llm as llm_module
-from cllm.engine.build import EngineParams, build_backend
+from cllm.engine.build import build_backend
+from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

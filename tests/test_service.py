@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cllm.backends.fake import FakeVocabulary
-from cllm.core.output import TokenOutput
+from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.sequence import FinishReason
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.process.flights import Stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -19,7 +20,10 @@ def main() -> None:
     """Run the command line. Until its command has been imported, Ctrl-C ends the process where it stands."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a script's background
         signal.signal(signal.SIGINT, exit_at_once)
-    launched = launch() if sys.argv[1:2] == ["serve"] else None  # it imports its half of cLLM while we import ours
+    launched = None
+    if sys.argv[1:2] == ["serve"]:
+        launched = launch()  # it imports its half of cLLM while we import ours
+        gc.disable()  # until the server is ready: a tenth of what the imports take
 
     from cllm.cli.main import main as run
 

@@ -19,12 +19,11 @@ import numpy as np
 
 from cllm.backends.base import Vectors
 from cllm.config import OPTIONS, Settings, load_settings
-from cllm.core.output import NO_TOKEN, Logprobs
+from cllm.core.output import NO_TOKEN, FinishReason, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request, check_prompt
-from cllm.core.sequence import FinishReason
-from cllm.engine.build import build_backend, build_engine, build_vocabulary
-from cllm.engine.engine import Abort, Add, Embed
+from cllm.engine.build import build_backend, build_engine, build_vocabulary, fitted
+from cllm.engine.commands import Abort, Add, Embed
 from cllm.engine.settings import engine_params
 from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
@@ -111,7 +110,7 @@ class LLM:
         path = None
         if settings.backend.name != "fake":
             path = catalog.resolve(settings.model.path, settings.model.quantization)
-        params = engine_params(settings, path)
+        params = fitted(engine_params(settings, path))
         self.vocabulary = interruptible(lambda _: build_vocabulary(params))
         self._chat_template = ChatTemplate(self.vocabulary)
         self._backend = interruptible(lambda report: build_backend(params, report), progress)

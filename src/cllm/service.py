@@ -13,11 +13,11 @@ from typing import Self
 
 import msgspec
 
-from cllm.backends.base import ModelInfo, Vocabulary
-from cllm.core.output import Logprobs, TokenOutput
+from cllm.backends.base import Vocabulary
+from cllm.core.model_info import ModelInfo
+from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request, check_prompt
-from cllm.core.sequence import FinishReason
 from cllm.errors import BadRequest, CLLMError, EngineError, context_length_exceeded
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cllm.bench.measure import Bench, CandidateError, Work
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 
 pytestmark = [pytest.mark.llama, pytest.mark.slow]
 

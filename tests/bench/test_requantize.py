@@ -27,7 +27,7 @@ from cllm.bench.requantize import (
     write_form,
 )
 from cllm.bench.tune import Figure
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import GgufHeader, read_header
 

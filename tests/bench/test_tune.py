@@ -30,7 +30,7 @@ from cllm.bench.tune import (
     starting_choice,
     works,
 )
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
 ONE, MANY = Work(1, 16, 8), Work(8, 64, 8)

@@ -10,8 +10,10 @@ import pytest
 from cllm.backends.fake import FakeBackend
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_engine
-from cllm.engine.engine import Add, Close, Engine
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Add, Close
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
 LONG = [(7 * i) % 250 for i in range(150)]

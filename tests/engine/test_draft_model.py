@@ -8,9 +8,10 @@ from cllm import LLM, SamplingParams
 from cllm.backends.fake import FakeBackend
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import EngineParams, build_engine
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Add
 from cllm.engine.draft_model import DraftModel
-from cllm.engine.engine import Add
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cllm.backends.fake import TOKEN_VECTORS, Costs, Faults
 from cllm.core.request import EmbeddingRequest, Priority
-from cllm.engine.engine import Abort, Embed
+from cllm.engine.commands import Abort, Embed
 
 COSTS = Costs(step=0.01, row=0.001, token=0.001)
 

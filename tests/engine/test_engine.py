@@ -7,8 +7,9 @@ import pytest
 from cllm.backends.fake import END, FakeBackend, Faults
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_engine
-from cllm.engine.engine import Abort, Add, Close
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Abort, Add, Close
+from cllm.engine.params import EngineParams
 from cllm.scheduler.scheduler import MAX_FAILURES
 
 

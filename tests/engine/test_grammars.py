@@ -12,9 +12,11 @@ import pytest
 from cllm.backends.fake import FakeBackend, Faults
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_engine
-from cllm.engine.engine import Abort, Add, Engine
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Abort, Add
+from cllm.engine.engine import Engine
 from cllm.engine.grammars import MAX_GRAMMARS, Grammars
+from cllm.engine.params import EngineParams
 from cllm.sampling.grammar import Grammar
 
 DIGITS = "start: /[0-9]{3}/"

@@ -9,7 +9,7 @@ import pytest
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient

@@ -11,7 +11,7 @@ from cllm.core.batch import Copy, Load, Save
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence, Status
-from cllm.engine.engine import Add
+from cllm.engine.commands import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams

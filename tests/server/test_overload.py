@@ -17,7 +17,7 @@ from cllm.backends.fake import FakeVocabulary
 from cllm.config import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient

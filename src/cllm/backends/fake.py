@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from cllm.backends.base import Blank, Logits, ModelInfo, Vectors
+from cllm.backends.base import Blank, Logits, Vectors
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
+from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError
 
 if TYPE_CHECKING:

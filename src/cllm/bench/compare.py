@@ -38,7 +38,8 @@ from cllm.bench.performance import (
 from cllm.bench.report import latencies_of
 from cllm.bench.servers import Server, cllm, cpu_seconds, example_server, llama_server, load, memory_mb, ollama
 from cllm.bench.stages import Size, Work
-from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.engine.build import build_vocabulary
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import kv_bytes_per_token, read_header
 from cllm.models.memory import available_bytes

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,8 +20,10 @@ from cllm.bench.stages import Size, Work, forget, step_parts
 from cllm.config import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_backend, build_engine, build_vocabulary
-from cllm.engine.engine import Add, Engine
+from cllm.engine.build import build_backend, build_engine, build_vocabulary, fitted
+from cllm.engine.commands import Add
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.process.launch import engine_environment
@@ -74,16 +77,19 @@ def measure(job: Job) -> Found:
 
 def params_of(job: Job) -> EngineParams:
     """What ``cllm serve`` would make of the flags that it is started with."""
+    scheduler: dict[str, Any] = {"max_num_seqs": job.num_seqs, "speculation": "off"}
+    if job.depth:
+        scheduler["target_itl_ms"] = None  # or fewer would run at a time where a step of all takes longer
     settings = Settings.model_validate(
         {
             "model": {"max_context_length": job.context},
-            "scheduler": {"max_num_seqs": job.num_seqs, "speculation": "off"},
+            "scheduler": scheduler,
             "kv": {"layout": "partitioned" if job.depth else "auto", "ram_cache_mb": 0},
             "backend": {"llama_cpp": {"n_threads": job.threads}},
             "log": {"level": "error"},
         }
     )
-    return engine_params(settings, Path(job.model))
+    return fitted(engine_params(settings, Path(job.model)))
 
 
 def run(job: Job) -> Found:

@@ -27,7 +27,8 @@ from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import EngineParams, build_backend, llama_cpp_params
+from cllm.engine.build import build_backend, llama_cpp_params
+from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, StartupError
 from cllm.process.launch import engine_environment
 

@@ -20,7 +20,7 @@ from cllm.backends.llama_cpp.quantize import head_name, quantize
 from cllm.bench.measure import Bench, CandidateError
 from cllm.bench.quality import Quality
 from cllm.bench.tune import LEAST_GAIN, MIN_ROUNDS, Figure, Outcome, figures_of, race
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header, size_text
 

@@ -25,8 +25,9 @@ from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import EngineParams, build_engine
-from cllm.engine.engine import Add
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Add
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry
 from cllm.scheduler.policy import OUTPUT_WEIGHT

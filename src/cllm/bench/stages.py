@@ -31,8 +31,10 @@ from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import EngineParams, build_backend, build_engine, build_vocabulary
-from cllm.engine.engine import Add, Engine
+from cllm.engine.build import build_backend, build_engine, build_vocabulary
+from cllm.engine.commands import Add
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from cllm.bench.measure import CandidateError, Speeds, Work
-from cllm.engine.build import EngineParams
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
 T = TypeVar("T")

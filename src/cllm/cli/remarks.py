@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cllm.backends.base import ModelInfo
 from cllm.config import Loaded
+from cllm.core.model_info import ModelInfo
 
 NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
 

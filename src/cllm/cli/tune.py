@@ -48,7 +48,8 @@ from cllm.cli.files import check_writable, write_file
 from cllm.cli.progress import Bar, loading_bar
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
 from cllm.config import Loaded, plant, value_at
-from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.engine.build import build_vocabulary, fitted
+from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
@@ -138,7 +139,7 @@ def tune(
     words = TEXT if text is None else read_text(text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
-    params, header = engine_params(tree, path), read_header(path)
+    params, header = fitted(engine_params(tree, path)), read_header(path)
     tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[:MAX_TEXT_TOKENS]
     if len(tokens) < 2:
         raise StartupError(f"{text} is too short to judge quality by")

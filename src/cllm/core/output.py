@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 NO_TOKEN = -1
+
+
+class FinishReason(enum.StrEnum):
+    """GRAMMAR: the request's grammar cannot be compiled, or allows no further token."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    GRAMMAR = "grammar"
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.output import NO_TOKEN
+from cllm.core.output import NO_TOKEN, FinishReason
 from cllm.core.request import Request
 
 
@@ -20,17 +20,6 @@ class Status(enum.Enum):
     RUNNING = "running"
     PARKED = "parked"
     FINISHED = "finished"
-
-
-class FinishReason(enum.StrEnum):
-    """GRAMMAR: the request's grammar cannot be compiled, or allows no further token."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-    TIMEOUT = "timeout"
-    GRAMMAR = "grammar"
 
 
 class Matcher(Protocol):

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.backends.base import Backend, ModelInfo, Vocabulary
+from cllm.backends.base import Backend, Vocabulary
+from cllm.core.model_info import ModelInfo
 from cllm.engine.disk import DiskCache
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.engine import Engine, layout_of
 from cllm.engine.grammars import Grammars
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.kv_cache.layouts import LayoutChooser
 from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
+from cllm.models.memory import kv_budget, ram_cache_budget
 from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
@@ -30,39 +33,19 @@ if TYPE_CHECKING:
 MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
 
 
-class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine needs to know, all of it; crosses the process border.
+def fitted(params: EngineParams) -> EngineParams:
+    """With the memory for cells and prefixes, where nobody has said how much. Raises StartupError if it is too little.
 
-    backend: "llama_cpp" or "fake". path: the GGUF file. Sizes in tokens, memory in bytes; kv_bytes_per_token 0 means
-    unknown. check verifies the conservation laws after every step.
+    The weights are still to be loaded. Without ``weight_bytes`` nothing is looked at.
     """
-
-    backend: str = "llama_cpp"
-    path: str = ""
-    context_length: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    layout: str = "auto"
-    kv_type: str = "f16"
-    kv_memory: int = 1 << 31
-    n_threads: int | None = None
-    n_threads_batch: int | None = None
-    n_ubatch: int = 512
-    n_gpu_layers: int = 99
-    use_mmap: bool = True
-    use_mlock: bool = False
-    kv_bytes_per_token: int = 0
-    ram_cache_bytes: int = 0
-    disk_cache: str = ""
-    disk_cache_bytes: int = 0
-    target_itl: float | None = 1.0
-    policy: str = "fair"
-    weights: dict[str, float] = {}
-    speculation: str = "prompt_lookup"
-    draft_path: str = ""
-    max_draft_tokens: int = 8
-    check: bool = False
-    log_level: str = "warning"
+    if not params.weight_bytes:
+        return params
+    weights, on_gpu = params.weight_bytes, uses_gpu(params)
+    kv_memory = kv_budget(weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu)
+    ram_cache = params.ram_cache_bytes
+    if ram_cache is None:
+        ram_cache = ram_cache_budget(weights, kv_memory)
+    return msgspec.structs.replace(params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache)
 
 
 def build_backend(params: EngineParams, progress: Callable[[float], None] | None = None) -> Backend:
@@ -125,7 +108,7 @@ def uses_gpu(params: EngineParams) -> bool:
 def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], float] = time.monotonic) -> Engine:
     """Raises StartupError if the policy or the draft model cannot be had."""
     info = backend.info
-    tiers = Tiers(params.ram_cache_bytes, params.disk_cache_bytes, info.state_bytes_per_token, info.state_bytes)
+    tiers = Tiers(params.ram_cache_bytes or 0, params.disk_cache_bytes, info.state_bytes_per_token, info.state_bytes)
     ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
     scheduler = Scheduler(
         ledger,

@@ -9,11 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.backends.base import Backend, Blank, ModelInfo
+from cllm.backends.base import Backend, Blank
 from cllm.core.batch import Batch, Drop, Operation, Save
-from cllm.core.output import NO_TOKEN, Embedded, Stats, TokenOutput
-from cllm.core.request import EmbeddingRequest, Request
-from cllm.core.sequence import FinishReason, Sequence
+from cllm.core.model_info import ModelInfo
+from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Stats, TokenOutput
+from cllm.core.sequence import Sequence
+from cllm.engine.commands import Abort, Add, Close, Command, Embed, Explain
 from cllm.engine.disk import DiskCache, Written
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.grammars import Grammars
@@ -24,41 +25,6 @@ from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.trace import Explanation, explain
-
-
-class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A new request."""
-
-    request: Request
-
-
-class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Texts of which vectors are wanted."""
-
-    request: EmbeddingRequest
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End a request, or the one of its sequences with ``index``; unknown ones are ignored."""
-
-    request_id: str
-    index: int | None = None
-
-    def means(self, seq: Sequence) -> bool:
-        return seq.request.request_id == self.request_id and self.index in (None, seq.index)
-
-
-class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Say why: the last ``num_steps`` steps, who runs, who waits for what."""
-
-    num_steps: int
-
-
-class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Leave the loop, whatever is running."""
-
-
-Command = Add | Embed | Abort | Explain | Close
 
 
 class Inbox(Protocol):

@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 
 from cllm.config import Settings
-from cllm.engine.build import EngineParams, uses_gpu
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.catalog import resolve
 from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
-from cllm.models.memory import kv_budget, ram_cache_budget
 
 
 def engine_params(settings: Settings, path: Path | None) -> EngineParams:
@@ -51,19 +50,12 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
         return params
     header, kv = read_header(path), settings.kv
     check_kv_type(header, kv.type)
-    bytes_per_token = kv_bytes_per_token(header, kv.type) or 0
-    kv_memory = kv_budget(
-        header,
-        bytes_per_token,
-        kv.max_memory_mb * 1_000_000 if kv.max_memory_mb else None,
-        settings.model.max_context_length,
-        on_gpu=uses_gpu(params),
-    )
     return msgspec.structs.replace(
         params,
-        kv_bytes_per_token=bytes_per_token,
-        kv_memory=kv_memory,
-        ram_cache_bytes=ram_cache_budget(header, kv_memory) if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,
+        weight_bytes=header.tensor_bytes * header.split_count,  # parts are of one size, about
+        kv_bytes_per_token=kv_bytes_per_token(header, kv.type) or 0,
+        kv_memory=(kv.max_memory_mb or 0) * 1_000_000,
+        ram_cache_bytes=None if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,
         disk_cache=kv.disk_cache or "",
         disk_cache_bytes=kv.disk_cache_mb * 1_000_000 if kv.disk_cache else 0,
     )

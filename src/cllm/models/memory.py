@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from cllm.errors import StartupError
-from cllm.models.gguf import GgufHeader, size_text
+from cllm.models.gguf import size_text
 
 USUAL_KV_BYTES = 4 << 30
 USUAL_RAM_CACHE_BYTES = 4 << 30
@@ -46,9 +46,9 @@ def _container_limit() -> int | None:
 
 
 def kv_budget(
-    header: GgufHeader, bytes_per_token: int, wanted_bytes: int | None, context_length: int | None, *, on_gpu: bool
+    weight_bytes: int, bytes_per_token: int, wanted_bytes: int, context_length: int | None, *, on_gpu: bool
 ) -> int:
-    """Bytes for the KV cache: what was asked for, else half of what the weights leave, 4 GiB at most.
+    """Bytes for the KV cache: what was asked for, else (0) half of what the weights leave, 4 GiB at most.
 
     bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the model, or one sequence
     of ``context_length`` tokens, does not fit. With ``on_gpu`` the weights lie elsewhere and only llama.cpp can tell.
@@ -56,7 +56,7 @@ def kv_budget(
     available = available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
-    weights = header.tensor_bytes * max(1, header.split_count) + COMPUTE_BYTES  # parts are of one size, about
+    weights = weight_bytes + COMPUTE_BYTES
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
     need = weights + (wanted_bytes or one_sequence)
     if need > available:
@@ -68,10 +68,10 @@ def kv_budget(
     return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - weights) // 2))
 
 
-def ram_cache_budget(header: GgufHeader, kv_bytes: int) -> int:
+def ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
     """Bytes for prefixes outside of the KV cache: a quarter of what weights and KV cache leave, 4 GiB at most."""
     available = available_bytes()
     if available is None:
         return 0
-    left = available - header.tensor_bytes * max(1, header.split_count) - COMPUTE_BYTES - kv_bytes
+    left = available - weight_bytes - COMPUTE_BYTES - kv_bytes
     return max(0, min(USUAL_RAM_CACHE_BYTES, left // 4))

@@ -17,8 +17,9 @@ from typing import BinaryIO
 import msgspec
 
 from cllm.core.output import Embedded, Stats, TokenOutput
-from cllm.engine.build import EngineParams, build_backend, build_engine
-from cllm.engine.engine import Command
+from cllm.engine.build import build_backend, build_engine, fitted
+from cllm.engine.commands import Command
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe import log
 from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
@@ -110,6 +111,7 @@ def main() -> None:
             send_all(output, Loading(share))
 
     try:
+        params = fitted(params)
         backend = build_backend(params, progress)
         engine = build_engine(backend, params)
     except StartupError as error:

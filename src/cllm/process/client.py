@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from cllm.backends.base import ModelInfo
+from cllm.core.model_info import ModelInfo
 from cllm.core.output import Embedded, Stats
 from cllm.core.request import EmbeddingRequest, Request
-from cllm.engine.build import EngineParams
-from cllm.engine.engine import Abort, Add, Close, Embed, Explain
+from cllm.engine.commands import Abort, Add, Close, Embed, Explain
+from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter

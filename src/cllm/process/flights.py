@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from cllm.core.output import TokenOutput
+from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.request import Request
-from cllm.core.sequence import FinishReason
 from cllm.errors import CLLMError
 from cllm.process.backlog import Backlog, Place
 from cllm.process.results import ResultCache, digest, renamed

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.backends.base import ModelInfo
+from cllm.core.model_info import ModelInfo
 from cllm.core.output import Embedded, Stats, TokenOutput
 from cllm.scheduler.trace import Explanation
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import msgspec
 
 from cllm.core.batch import Batch, Operation, Row, Trim
-from cllm.core.output import NO_TOKEN, Logprobs, Stats, TokenOutput
-from cllm.core.sequence import FinishReason, Sequence, Status
+from cllm.core.output import NO_TOKEN, FinishReason, Logprobs, Stats, TokenOutput
+from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
 from cllm.scheduler.deferred import Deferred

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cllm.core.batch import Batch
 from cllm.core.output import Stats
 
 if TYPE_CHECKING:
+    from cllm.core.batch import Batch
     from cllm.scheduler.scheduler import Scheduler
 
 MAX_STEPS = 512

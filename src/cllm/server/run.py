@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cllm.config import Settings
-from cllm.engine.build import EngineParams, build_vocabulary
+from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.process.backlog import QueueLimits
 from cllm.process.client import EngineClient
@@ -25,6 +25,7 @@ from cllm.process.launch import Popen
 from cllm.process.results import ResultCache
 
 if TYPE_CHECKING:
+    from cllm.backends.base import Vocabulary
     from cllm.server.http_server import HttpServer
     from cllm.service import Service
 
@@ -80,6 +81,7 @@ async def run(
             else:
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays: nobody has to look through it again
+                gc.enable()
                 on_ready(opened.service)
 
         opened.early = early
@@ -100,10 +102,16 @@ async def run(
 def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
     """Import and open it; the vocabulary is read meanwhile."""
     with ThreadPoolExecutor(1) as thread:
-        vocabulary = thread.submit(build_vocabulary, params)
+        vocabulary = thread.submit(read_vocabulary, params)
         from cllm.server import http_server
 
         return http_server.open_server(settings, vocabulary.result(), model_name, engine)
+
+
+def read_vocabulary(params: EngineParams) -> Vocabulary:
+    from cllm.engine.build import build_vocabulary  # half a second: NumPy and llama.cpp
+
+    return build_vocabulary(params)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:

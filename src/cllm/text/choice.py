@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cllm.core.output import TokenOutput
+from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.core.sequence import FinishReason
 from cllm.text.alignment import Alignment, ToldToken
 from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer

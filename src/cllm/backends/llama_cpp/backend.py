@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.base import Blank, Logits, ModelInfo, Vectors
+from cllm.backends.base import Blank, Logits, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
+from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,7 +41,9 @@ class LlamaVocabulary:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        return [self._piece(token, special=False) for token in range(self.size)]
+        read, vocab, size, buffer = lib.llama_token_to_piece, self._vocab, 64, ctypes.create_string_buffer(64)
+        lengths = ((token, read(vocab, token, buffer, size, 0, False)) for token in range(self.size))
+        return [buffer.raw[:n] if n >= 0 else self._piece(token, special=False) for token, n in lengths]
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)
@@ -71,7 +73,7 @@ class LlamaVocabulary:
 
     @cached_property
     def _attributes(self) -> list[int]:
-        return [int(lib.llama_vocab_get_attr(self._vocab, token)) for token in range(self.size)]
+        return list(map(partial(lib.llama_vocab_get_attr, self._vocab), range(self.size)))
 
     def _with(self, attributes: int) -> list[int]:
         return [token for token, has in enumerate(self._attributes) if has & attributes]
