@@ -142,7 +142,7 @@ class Service:
 
     async def close(self) -> None:
         """Nothing is served any longer."""
-        self.renderer.close()
+        await self.renderer.close()
         await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -8,7 +8,8 @@ import re
 import zlib
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
@@ -19,6 +20,7 @@ from cllm.errors import BadRequest, StartupError
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
+    from cllm.text.worker import Work
 
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -178,6 +180,12 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
     whole = "|".join(map(re.escape, control_tokens))
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
     return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
+
+
+def prepare(texts: dict[str, Any]) -> Work:
+    """The work of a process that renders: messages, tools and variables. ``texts``: what it needs of a Vocabulary."""
+    template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
+    return lambda asked: template.render(asked[0], asked[1], **asked[2])
 
 
 class TemplateRefusal(Exception):
