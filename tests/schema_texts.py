@@ -8,11 +8,12 @@ import random
 import jsonschema
 import numpy as np
 
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
 
 BYTES = bytes_tokenizer({}, 257)
-CHECKER = Checker(Special(257, {}))
+CHECKER = Checker(Special(257, {}), MAX_LEXER_STATES)
 VALIDATOR = jsonschema.Draft202012Validator
 CLOSING = set(b'"]}')
 

@@ -142,7 +142,7 @@ class Service:
 
     async def close(self) -> None:
         """Nothing is served any longer."""
-        self.renderer.close()
+        await self.renderer.close()
         await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -187,7 +187,7 @@ class Service:
         tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
         prompt = await self.encode_chat(chat, terms, param)
-        if chat.tool_choice == "required" or params.grammar:
+        if chat.tool_choice == "required" or params.grammar or chat.strict_tools:
             reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
             if bound.grammar != params.grammar:
                 await self.grammar(Constraint("lark", bound.grammar), "tools")

@@ -15,7 +15,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.errors import EngineError
-from cllm.sampling.extensions import XTC_STREAM
+from cllm.sampling.extensions import XTC_STREAM, typical
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed, uniform
 
@@ -264,3 +264,21 @@ def test_mirostat_with_tokens_that_were_not_drawn():
     seq.append(150)  # by force
     seq.append(151)
     assert sample([seq], [logits[4]], one) == sample([seq], [logits[4]], other)
+
+
+def test_typical_of_equal_surprise_takes_the_first():
+    """Of tokens with the same logit those with the smaller ids stay, whatever sorts them."""
+    for seed in range(20):
+        values = np.sort(np.random.default_rng(seed).normal(0, 3, 1000).round())[::-1]
+        kept = typical(values, 0.5)
+        for value in np.unique(values[kept]):
+            equal = kept[values[kept] == value]
+            assert equal.tolist() == np.flatnonzero(values == value)[: len(equal)].tolist()
+
+
+def test_a_row_in_which_everything_is_forbidden_is_an_error():
+    """And no token that does not exist."""
+    forbidden = np.full(600, -np.inf, np.float32)
+    for params in ({}, {"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}):
+        with pytest.raises(EngineError):
+            sample([sequence(**params)], [forbidden])

@@ -61,11 +61,15 @@ class Server:
         """Remove the log."""
         self._folder.cleanup()
 
+    def children(self, word: str) -> list[int]:
+        """Processes of the server that have ``word`` in their command."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [pid for pid in children if b"cllm.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engines) == 1, children
-        return int(engines[0])
+        (engine,) = self.children("cllm.process.child")
+        return engine
 
     def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:
         """The stats once nothing runs or waits."""

@@ -203,6 +203,27 @@ def test_a_dead_api_process_takes_the_engine_with_it(start_server):
         pass
 
 
+@pytest.mark.slow
+def test_the_process_that_renders_chats(start_server):
+    """Is there before the first one, replaced when it has died, and does not outlive the server."""
+    server = start_server(*FAKE)
+
+    def renderers():
+        return server.children("cllm.text.chat_template")
+
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    wait_for(renderers)
+    first = renderers()
+    assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert renderers() == first
+    os.kill(first[0], signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{first[0]}").exists())  # the server has been told
+    assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
+    (second,) = renderers()
+    server.stop(signal.SIGKILL)
+    wait_for(lambda: not alive(second), timeout=2)
+
+
 def cpu_seconds(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

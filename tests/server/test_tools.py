@@ -77,6 +77,22 @@ def test_a_streamed_call(choice, create) -> None:
     assert whole["num_deltas"] > 3
 
 
+def test_strict_arguments_follow_their_schema_where_a_call_is_not_forced(create) -> None:
+    """The model would say Paris; and it may still say something else than a call."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    strict = {"name": "get_weather", "parameters": schema | {"additionalProperties": False}, "strict": True}
+    tools = [{"type": "function", "function": strict}]
+    answer = create(ASK, tools=tools).choices[0]
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    assert create(SUM, tools=tools).choices[0].message.content
+    refused = {"not": {}} | schema
+    tools = [{"type": "function", "function": strict | {"parameters": refused}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(ASK, tools=tools)
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("name", ["multiply", "get_time"])
 def test_a_named_tool_is_called_whatever_was_asked(name, create) -> None:
     choice = {"type": "function", "function": {"name": name}}

@@ -50,6 +50,30 @@ DSML = """<｜DSML｜{0}>
 </｜DSML｜{0}>"""
 WEATHER |= {"deepseek_v32": DSML.format("function_calls"), "deepseek_v4": DSML.format("tool_calls")}
 WEATHER["spoken"] = WEATHER["hermes"]
+WEATHER["llama4"] = WEATHER["llama3"]
+WEATHER["pythonic"] = '[get_weather(city="Oslo", days=2)]'
+WEATHER["lfm2"] = f"<|tool_call_start|>{WEATHER['pythonic']}<|tool_call_end|>"
+WEATHER["function_gemma"] = "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:2}<end_function_call>"
+WEATHER["functionary"] = '<function=get_weather>{"city": "Oslo", "days": 2}</function>'
+WEATHER["seed"] = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n"
+    "</function>\n</seed:tool_call>"
+)
+WEATHER["minicpm"] = (
+    '<function name="get_weather"><param name="city">Oslo</param><param name="days">2</param></function>'
+)
+LIST = '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]'
+WEATHER |= {
+    "granite3": f"<|tool_call|>{LIST}",
+    "phi4": f"<|tool_call|>{LIST}<|/tool_call|>",
+    "nemotron2": f"<TOOLCALL>{LIST}</TOOLCALL>",
+    "tool_calls": f"<tool_calls>{LIST}</tool_calls>",
+    "gigachat": f"<|message_sep|>\n\nfunction call<|role_sep|>\n{LIST[1:-1]}",
+    "gigachat31": f"<|function_call|>{LIST[1:-1]}",
+    "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 2}}]<|tools_suffix|>',
+    "command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    '"parameters": {"city": "Oslo", "days": 2}}\n]<|END_ACTION|>',
+}
 
 
 class Bytes:
@@ -177,3 +201,26 @@ def test_a_schema_that_cannot_be_enforced_is_refused(name: str, schema: dict) ->
     with pytest.raises(BadRequest) as caught:
         grammar_of(forms()[name], {"f": schema})
     assert caught.value.param == "tools"
+
+
+JSON = sorted(name for name in CALLING if forms()[name].calls.writes_json and name != "spoken")
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_text_is_free_and_calls_in_it_are_bound(name: str, tokenizer) -> None:
+    """Any text passes, and a call with the right arguments behind it; no wrong call."""
+    form, call = with_thoughts(name), WEATHER[name]
+    say = forms()["harmony"].header.final if form.header else ""
+    then = "<|end|><|start|>assistant" if form.header else ""
+    grammar = grammar_of(form, free=True)
+    for text in ("", "a < b and { [ so on\n", "<tool_", "\n\nhello"):
+        assert follows(tokenizer, grammar, say + text), text
+    assert follows(tokenizer, grammar, call)
+    if not form.calls.bare:
+        assert follows(tokenizer, grammar, f"{say}I look.\n{then}{call}")
+    for wrong in (call.replace("2", '"x"'), call.replace("get_weather", "get_news"), call.replace('"city"', '"town"')):
+        assert not follows(tokenizer, grammar, wrong)
+    thinks = grammar_of(form, free=True, thinks=True)
+    if not form.header:
+        assert follows(tokenizer, thinks, f"{form.reasoning.open}hm{form.reasoning.close}\n{call}")
+    assert not follows(tokenizer, grammar_of(form, free=True, parallel=False), call + then + call)

@@ -116,6 +116,17 @@ def test_forced_calls_need_tools_and_a_known_form() -> None:
     assert read(THINKING, "a", Chat([], TOOLS))[1].grammar == ""
 
 
+def test_strict_tools_bind_their_calls() -> None:
+    """With a choice, where calls are JSON; others may have any arguments."""
+    strict = [{"type": "function", "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}}}]
+    grammar = read(THINKING, "a", Chat([], [*TOOLS, *strict]))[1].grammar
+    assert '"x"' in grammar
+    assert grammar.count("%json") == 2
+    assert read(THINKING, "a", Chat([], [*TOOLS, *strict], allowed_tools=("f",)))[1].grammar == ""
+    assert read(THINKING, "a", Chat([], strict, "none"))[1].grammar == ""
+    assert read(THINKING + "<arg_key>", "a", Chat([], strict))[1].grammar == ""
+
+
 def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
     assert read("{{ messages }}", "a", Chat([]), grammar='start: "a"')[1].grammar == 'start: "a"'
     assert "@answer" in read(THINKING, "a", Chat([]), grammar='start: "a"')[1].grammar

@@ -115,7 +115,8 @@ def test_one_begin_token_where_the_template_writes_it():
         "{{ ''['__class__']['__base__'] }}",
         "{{ ('' | attr('__class__')).__base__ }}",
         "{{ '{0.__class__.__base__}'.format('') }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ messages.append.__self__ }}",
         "{{ messages[0].update({'role': 'system'}) }}",
         "{{ self.__init__.__globals__ }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
@@ -163,6 +164,24 @@ def test_a_template_that_fails_in_other_ways(source):
         ChatTemplate(FakeVocabulary(), source).encode([{"role": "user", "content": "hi"}], [tools])
 
 
+def test_lists_that_grow():
+    """A template may keep a queue, as some do for the ids of calls; what it was given stays as it was."""
+    source = (
+        "{%- set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.content) %}{% endfor %}"
+        "{{ ns.ids.pop(0) }}{{ ns.ids | length }}{% set _ = messages.append(1) %}"
+    )
+    messages = [{"role": "user", "content": content} for content in "ab"]
+    template = ChatTemplate(FakeVocabulary(), source)
+    assert template.render(messages, []) == template.render(messages, []) == "a1"
+
+
+def test_json_of_what_filters_make():
+    """A generator is a list; what has no form in JSON is refused."""
+    assert text(encode("{{ messages | map(attribute='role') | tojson }}")) == '["user"]'
+    with pytest.raises(BadRequest, match="no form in JSON"):
+        encode("{{ raise_exception | tojson }}")
+
+
 def test_a_model_without_a_template():
     """It has no chat, and says so."""
     vocabulary = FakeVocabulary()
@@ -179,6 +198,13 @@ def test_tools_and_variables_reach_the_template():
     template = ChatTemplate(FakeVocabulary(), source)
     assert text(template.encode([], [{"name": "é"}], thinking=True)) == 'é[{"name": "é"}] True'
     assert text(template.encode([], [], thinking="x")) == "none x"
+
+
+def test_tools_by_another_name():
+    """SmolLM3's template asks for xml_tools, which nobody else may have."""
+    source = "{% if xml_tools %}{{ xml_tools[0].name }}{% else %}none{% endif %}"
+    template = ChatTemplate(FakeVocabulary(), source)
+    assert (template.render([], [{"name": "x"}]), template.render([], [])) == ("x", "none")
 
 
 def test_what_templates_expect():

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
 
 BYTES = bytes_tokenizer({}, 257)
-CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}))
+CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}), MAX_LEXER_STATES)
 
 
 def accepts(grammar: str, text: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from cllm.errors import BadRequest, EngineError
-from cllm.text import grammar_process
+from cllm.text import grammar_process, workers
 from cllm.text.grammar import Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 
@@ -98,7 +97,7 @@ def test_hostile_ones_are_refused_soon(name):
         assert len(await hostile) < 700
         return time.monotonic() - begun
 
-    assert Checks().run(use) < grammar_process.TIMEOUT + 5
+    assert Checks().run(use) < grammar_process.WALL_LIMIT + 5
 
 
 def test_legal_ones_that_look_bad():
@@ -111,32 +110,50 @@ def test_legal_ones_that_look_bad():
     Checks().run(use)
 
 
-def test_a_process_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(grammar_process, "TIMEOUT", 0.0)
+def test_one_that_takes_too_long_is_refused():
+    """It, and nobody who waits behind it."""
 
     async def use(process):
+        process._wall_limit = 0.0
         assert "too complex" in await refusal(process, NUMBER)
-        monkeypatch.undo()
+        process._wall_limit = grammar_process.WALL_LIMIT
         assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
 
     Checks().run(use)
 
 
-def test_a_process_that_computes_too_long_is_ended_by_the_system():
-    """In whatever code it is."""
-    code = "from cllm.text.grammar_process import limit_time; limit_time(0.05)\nwhile True: pass"
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
-    assert done.returncode == -signal.SIGPROF
+def test_a_process_that_has_died_is_started_again():
+    """Nobody is refused for that."""
 
-
-def test_a_process_that_dies_is_started_again():
     async def use(process):
         await process.check(NUMBER, "field")
-        process._process.kill()
-        await process._process.wait()
+        (idle,) = process._idle
+        idle.kill()
+        await idle.wait()
         assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
 
     Checks().run(use)
+
+
+def test_a_process_that_does_not_start(monkeypatch):
+    """Is our fault: nothing is refused, or remembered."""
+
+    async def use(process):
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "START_LIMIT", 0.0)
+            with pytest.raises(EngineError, match="does not start"):
+                await process.check(NUMBER, "field")
+        assert (await process.check(NUMBER, "field")).startswith("start: %json")
+
+    Checks().run(use)
+
+
+def test_what_a_process_imports():
+    """Little but llguidance, for whose sake it is there."""
+    code = "import sys, cllm.text.worker, cllm.text.grammar; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    roots = {name.split(".")[0] for name in done.stdout.split()}
+    assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "jinja2", "logging"}
 
 
 def test_who_goes_away_leaves_nobody_without_an_answer():
@@ -149,8 +166,19 @@ def test_who_goes_away_leaves_nobody_without_an_answer():
         await asyncio.sleep(0)
         gone.cancel()
         assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+        assert gone.cancelled()
 
     Checks().run(use)
+
+
+def test_the_same_asked_by_many_is_checked_once():
+    checks = Checks()
+
+    async def use(process):
+        assert len({*await asyncio.gather(*(process.check(NUMBER, "field") for _ in range(9)))}) == 1
+
+    checks.run(use)
+    assert len(checks.seconds) == 1
 
 
 def test_memory_is_bounded(monkeypatch):

@@ -17,6 +17,7 @@ from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Constraint
 from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
+from cllm.text.schema_faults import fault_of
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
 dependents = st.dictionaries(names, st.lists(names, max_size=2, unique=True), min_size=1, max_size=2)
@@ -366,3 +367,30 @@ def test_features_with_the_built_in_model(builtin):
 def test_any_schema_with_the_built_in_model(builtin, schema):
     with contextlib.suppress(BadRequest):
         follow(builtin, [{**schema, "$defs": DEFINITIONS}], temperature=2.0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "dict"}, "no type 'dict'"),
+        ({"type": [["string"]]}, "no type"),
+        ({"properties": [1]}, "'properties' must be an object"),
+        ({"properties": {"a": {"items": {"type": 7}}}}, "at properties.a.items"),
+        ({"anyOf": {"type": "string"}}, "'anyOf' must be a list"),
+        ({"items": [{"type": "x"}]}, "at items.0"),
+        ({"required": ["a", 1]}, "'required' must be"),
+        ({"enum": "ab"}, "'enum' must be"),
+        ({"not": 5}, "must be an object or a boolean at not"),
+    ],
+)
+def test_what_is_no_schema(schema: dict, why: str) -> None:
+    assert why in fault_of(schema)
+
+
+def test_what_nobody_enforces_is_a_schema_all_the_same() -> None:
+    """Keywords that cannot be enforced or that nobody knows, and null for what is not there; deep is too deep."""
+    schema = {"not": {"type": "string"}, "x-mine": 5, "required": None, "properties": {"type": {"type": ["null"]}}}
+    assert fault_of(schema | {"format": "what", "items": True, "enum": None}) == ""
+    for _ in range(60):
+        schema = {"items": schema}
+    assert "deeper" in fault_of(schema)

@@ -69,6 +69,7 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
             "ordinal": str(ordinal),
             "arguments": bare(arguments) if how.quote else json.dumps(arguments),
             "pairs": pairs,
+            "keywords": ", ".join(f"{key}={value!r}" for key, value in arguments.items()),
         }
         return re.sub(r"\$(\w+)", lambda match: words[match[1]], how.write)
 
@@ -171,6 +172,12 @@ def test_without_tools_and_reasoning_text_is_text(name, data) -> None:
         ("llama3", '{"name": "Anna", "age": {"years": 5}}'),
         ("llama3", '{"answer": 42}'),
         ("llama3", "<|python_tag|>print(1)"),
+        ("llama3", '["name", {"type": "list"}]'),
+        ("pythonic", "[see(the manual)] for more"),
+        ("pythonic", "[a link](https://example.org)"),
+        ("lfm2", "<|tool_call_start|>nothing"),
+        ("seed", "<seed:tool_call>\n<function=broken"),
+        ("command", '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>'),
         ("mistral", "[TOOL_CALLS] is a mark"),
         ("deepseek_v31", "<｜tool▁call▁begin｜>no call<｜tool▁call▁end｜>"),
         ("gemma4", "<|tool_call>call it what you like"),
@@ -187,12 +194,31 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
     [
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call>', '{"a": 1}'),
         ("hermes", '<tool_call>{"name": "x"}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": [1, {"b": 2}</tool_call>', '{"a": [1, {"b": 2}]}'),
+        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>', '{"a": "</tool_call>"}'),
+        ("kimi", "<|tool_call_begin|>x:0<|tool_call_argument_begin|>{<|tool_call_end|>", "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": null}</tool_call>', "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "b', '{"a": "b'),
+        (
+            "hermes",
+            '<tool_call>{"type": "function", "function": {"name": "x", "arguments": {"a": 1}}}</tool_call>',
+            '{"a": 1}',
+        ),
+        ("hermes", '<tool_call>{"function": {"arguments": {"a": 1}, "name": "x"}}</tool_call>', '{"a": 1}'),
+        ("llama3", '[{"name": "get_time", "parameters": {"a": "]"}}]', '{"a": "]"}'),
+        ("llama3", '{"function": {"name": "get_time", "parameters": {"a": 1}}}', '{"a": 1}'),
         ("glm", "<tool_call>x<arg_key>a</arg_key><arg_value>b", '{"a": "b"}'),
         ("qwen3_coder", "<tool_call><function=x>\n</function></tool_call>", "{}"),
         ("qwen3_coder", "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>", '{"city": "12"}'),
         ("qwen3_coder", "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", '{"any": true}'),
+        (
+            "minicpm",
+            '<function name="x"><param name="a"><![CDATA[</param>\n]]></param></function>',
+            '{"a": "</param>\\n"}',
+        ),
+        ("minicpm", '<function name="x"><param name="a"></param></function>', '{"a": ""}'),
+        ("phi4", 'functools[{"name": "x", "arguments": {"a": 1}}]', '{"a": 1}'),
         ("mistral", '[TOOL_CALLS]x[ARGS]{"a": 1}', '{"a": 1}'),
         ("mistral_args", '[TOOL_CALLS]x[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
         ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {}}', "{}"),
@@ -201,6 +227,65 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
 def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
     for chunks in ([message], list(message)):
         assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [(Channel.CALL, expected)]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("(city='Oslo', days=2)", {"city": "Oslo", "days": 2}),
+        ("()", {}),
+        ("( a = -1.5e3 , b = None, c=True,d=false )", {"a": -1500.0, "b": None, "c": True, "d": False}),
+        (r"""(a="it's \"so\"\n\t\\", b='"', c='')""", {"a": 'it\'s "so"\n\t\\', "b": '"', "c": ""}),
+        (r"(a='\x41\u00e9\U0001F600\101\d')", {"a": "Aé😀A\\d"}),
+        ('(a=\'\'\'one\n"two" \'\'\', b="""3 " 4""")', {"a": 'one\n"two" ', "b": '3 " 4'}),
+        ("(a=[1, 'x', (2, 3),], b={'k': [True, {}]}, c=[])", {"a": [1, "x", [2, 3]], "b": {"k": [True, {}]}, "c": []}),
+        ("(unit=celsius, s='a, b=c)')", {"unit": "celsius", "s": "a, b=c)"}),
+    ],
+)
+def test_keywords_in_python(written: str, expected: dict) -> None:
+    """Literals become JSON, in any chunking, and what stands behind the bracket is not touched."""
+    message = f"<|tool_call_start|>[x{written}, get_time(city='a')]<|tool_call_end|>so"
+    for chunks in ([message], list(message)):
+        first, second, text = read(forms()["lfm2"], chunks)
+        assert (first[1], json.loads(first[3])) == ("x", expected)
+        assert (second[1], second[3]) == ("get_time", '{"city": "a"}')
+        assert text == (Channel.TEXT, "", 0, "so")
+
+
+def test_calls_in_reasoning_that_was_not_closed() -> None:
+    """They end it in families that forget to; if they are of a declared function, or else they are thoughts."""
+    form = with_thoughts("kimi")
+    call = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    )
+    for chunk in (list, lambda text: [text]):
+        parts = read(form, chunk("hm " + call.format("get_time")), inside=True)
+        assert parts == [(Channel.REASONING, "", 0, "hm"), (Channel.CALL, "get_time", 0, "{}")]
+        parts = read(form, chunk("hm " + call.format("no_tool") + "</think>so"), inside=True)
+        assert [part[0] for part in parts] == [Channel.REASONING, Channel.TEXT]
+        assert "no_tool" in parts[0][3]
+
+
+@pytest.mark.parametrize("chunk", [list, lambda text: [text]])
+def test_marks_that_are_never_text(chunk) -> None:
+    """Those around what is said are dropped, and reasoning behind text is told apart where its mark can be no text."""
+    form = forms()["command"]
+    message = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>"
+    expected = [(Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "b")]
+    assert read(form, chunk(message)) == read(form, chunk(message), tools={}) == expected
+    message = "b<|channel>thought\na<channel|>c<channel|>"
+    expected = [(Channel.TEXT, "", 0, "b"), (Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "c")]
+    assert read(forms()["gemma4"], chunk(message)) == expected
+
+
+@pytest.mark.parametrize("broken", ['{"a": 1}', '{"a": 1', '{"a": 1}}}'])
+def test_text_behind_a_call_that_is_closed_badly_is_not_lost(broken: str) -> None:
+    """Brackets that are missing, or too many."""
+    message = f'<tool_call>{{"name": "x", "arguments": {broken}\n</tool_call>\nAnd so on.'
+    for chunks in ([message], list(message)):
+        call, *text = read(forms()["hermes"], chunks)
+        assert json.loads(call[3]) == {"a": 1}
+        assert "".join(part[3] for part in text).endswith("And so on.")
 
 
 def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> None:
@@ -227,6 +312,11 @@ def test_it_is_done_after_as_many_calls_as_may_be() -> None:
         ('{{ "<tool_call><arg_key>" }}{{ "<think>" }}', "<think>", "<arg_key>"),
         ('{{ "[TOOL_CALLS]" }}[THINK]', "[THINK]", '{"name"'),
         ('{{ "[TOOL_CALLS]" }}[ARGS]', None, "[ARGS]"),
+        ("<seed:tool_call><function=example_function_name><seed:think>", "<seed:think>", "<seed:tool_call>"),
+        ('<function=example_function_name>{"a": 1}</function>', None, "<function="),
+        ("<|START_ACTION|><|START_THINKING|>", "<|START_THINKING|>", '"tool_name"'),
+        ("<tool_call> so <tool_calls>[</tool_calls>", None, '{"name"'),
+        ("List of tools: <|tool_list_start|>", None, "$keywords"),
         ("nothing", None, None),
     ],
 )

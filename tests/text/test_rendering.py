@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -39,7 +40,7 @@ def with_renderer(source, use):
         try:
             return await use(renderer)
         finally:
-            renderer.close()
+            await renderer.close()
 
     return asyncio.run(run())
 
@@ -67,6 +68,7 @@ def test_a_process_is_kept():
     assert 1 <= num_processes <= rendering.MAX_PROCESSES
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 BOMBS = [
     "{{ '%999999999d' % 1 }}",
     "{{ 'a' * 10 ** 10 }}",
@@ -74,7 +76,7 @@ BOMBS = [
     "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
     "{% for i in range(99999) %}{{ '%99999d' % 1 }}{% endfor %}",
     "{% macro m(n) %}{% for i in range(n) %}{{ m(n - 1) }}{% endfor %}{% endmacro %}{{ m(15) }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    ENDLESS,
     "{{ 9 ** (9 ** 9) }}",
     "{{ 'a' | center(10 ** 10) }}",
 ]
@@ -112,26 +114,47 @@ def test_a_text_has_a_limit(monkeypatch):
 def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
     """The parent kills what does not answer."""
     monkeypatch.setattr(rendering, "WALL_LIMIT", 0.7)
-    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     begun = time.monotonic()
     with pytest.raises(BadRequest, match="seconds") as refused:
-        with_renderer(source, render)
+        with_renderer(ENDLESS, render)
     assert refused.value.code == "template_limit"
     assert time.monotonic() - begun < 1.9, "its own limit would have come later"
 
 
-@pytest.mark.skipif(not hasattr(os, "kill") or sys.platform == "win32", reason="signals")
+def test_nested_too_deeply():
+    """What JSON cannot be made of is refused here, and what a template cannot follow there."""
+
+    async def use(renderer):
+        for levels in (100, 330, 900, 100_000):
+            deep: list = []
+            for _ in range(levels):
+                deep = [deep]
+            try:
+                await renderer.render([{"role": "user", "content": deep}], [])
+            except BadRequest as error:
+                assert error.param == "messages"
+                assert error.code is None, "no process was lost"
+        assert await render(renderer) == "hi"
+
+    with_renderer("{{ messages[0].content }}", use)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_process_that_was_killed_is_replaced():
     """Whoever asked it is refused; whoever comes next is not."""
 
     async def use(renderer):
-        await render(renderer)
-        os.kill(renderer._idle[0]._process.pid, signal.SIGKILL)
-        with pytest.raises(BadRequest):
-            await render(renderer)
+        assert await render(renderer) == "x"
+        pid = renderer._idle[0].pid
+        asked = asyncio.create_task(render(renderer, "bomb"))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(BadRequest) as refused:
+            await asked
+        assert refused.value.code == "template_limit"
         return await render(renderer)
 
-    assert with_renderer("x", use) == "x"
+    assert with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use) == "x"
 
 
 def test_one_who_does_not_wait_leaves_nothing_behind():
@@ -143,8 +166,17 @@ def test_one_who_does_not_wait_leaves_nothing_behind():
         for task in source_takes_long:
             task.cancel()
         await asyncio.gather(*source_takes_long, return_exceptions=True)
-        assert not renderer._busy
+        await asyncio.gather(*renderer._ending)
+        assert not renderer._idle
         return await render(renderer)
 
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    assert with_renderer("{% if messages[0].content == 'bomb' %}" + loop + "{% endif %}x", use) == "x"
+    assert with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use) == "x"
+
+
+def test_what_a_process_imports():
+    """Nothing large: there is one of them in every server."""
+    code = "import sys, cllm.text.worker, cllm.text.chat_template; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    roots = {name.split(".")[0] for name in done.stdout.split()}
+    assert roots & {"jinja2"}
+    assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "logging"}

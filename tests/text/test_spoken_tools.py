@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
+
 from cllm.backends.fake import FakeVocabulary
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.form import forms
+from cllm.text.form import Form, forms
 from cllm.text.parser import Parser
 from cllm.text.spoken_tools import spoken
 
@@ -51,7 +53,7 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
 def test_a_template_with_tools_gets_what_it_was_given() -> None:
     form = ChatForm(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
     assert form.messages(Chat(TALK), TOOLS) == TALK
-    declares = spoken(TALK[:2], TOOLS, forms()["hermes"].calls, "tool_calls")
+    declares = spoken(TALK[:2], TOOLS, forms()["hermes"].calls, "tool_calls", knows_results=False)
     assert "get_time" in declares[1]["content"]
 
 
@@ -89,6 +91,39 @@ def test_arguments_come_as_the_template_wants_them() -> None:
     assert rendered(loop("call.function.arguments | tojson"), [{**TALK[2], "tool_calls": [broken]}]) == '"{broken"'
     given = {**CALL, "function": {"name": "f", "arguments": {"a": [1]}}}
     assert rendered(loop("'<' + call.function.arguments"), [{**TALK[2], "tool_calls": [given]}]) == '<{"a": [1]}'
+
+
+def test_calls_are_shown_by_templates_that_want_no_content() -> None:
+    """Where the calls stand under ``content is none``, it is None, even if there was some text."""
+    told = "{%- for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}"
+    told += "<{{ m.content }}>{% endif %}{% endfor %}"
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    name = CALL["function"]["name"]
+    assert rendered(told, [calls]) == rendered(told, [{**calls, "content": "so"}]) == name
+    assert rendered(told, [{"role": "assistant", "content": ""}]) == "<>"
+    both = loop("call.function.name") + "{%- for m in messages if m.content is not none %}<{{ m.content }}>{% endfor %}"
+    assert rendered(both, [calls]) == name
+    assert rendered(both, [{**calls, "content": "so"}]) == f"{name}<so>"
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("lfm2", "<|tool_call_start|>[f(city='Rome\\n', deep={'a': [True, None]})]<|tool_call_end|>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=city>\nRome\n\n</parameter>\n<parameter=deep>\n"),
+    ],
+)
+def test_calls_that_a_template_does_not_know_are_written_as_the_model_would(family: str, expected: str) -> None:
+    """With their arguments, which the parser reads again; their results keep their role."""
+    calls = forms()[family].calls
+    function = {"name": "f", "arguments": '{"city": "Rome\\n", "deep": {"a": [true, null]}}'}
+    talk = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, TALK[-1]]
+    message, result = spoken(talk, [], calls, "{{ tools }}", knows_results=True)
+    assert message["content"].replace('"', "'").startswith(expected)
+    assert result == TALK[-1]
+    parser = Parser(Form((), calls), {"f": {}})
+    parts = parser.feed(message["content"]) + parser.flush()
+    assert json.loads("".join(part.text for part in parts)) == json.loads(function["arguments"])
 
 
 def test_ids_of_nine_characters_for_those_who_insist() -> None:

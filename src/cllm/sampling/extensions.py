@@ -40,7 +40,7 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
 
 def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
     """What top-n-sigma and top-k leave, in falling order; of equal logits the first."""
-    if np.isnan(row.max()):
+    if not np.isfinite(row.max()):
         raise EngineError("the model computes what is not a number")
     if 0 < params.top_k < row.shape[0]:
         ids, logits = top_k(row, params.top_k)
@@ -79,7 +79,7 @@ def typical(values: Values, mass: float) -> Ids:
         surprise = -np.log(probabilities)
     some = probabilities > 0
     entropy = float((probabilities[some] * surprise[some]).sum())
-    order = np.abs(surprise - entropy).argsort()
+    order = np.abs(surprise - entropy).argsort(kind="stable")
     cumulated = probabilities[order].cumsum()
     return np.sort(order[: int(cumulated.searchsorted(mass)) + 1])
 
@@ -116,7 +116,7 @@ class Mirostat:
         mu = self._mu[known]
         self._mu = {at: old for at, old in self._mu.items() if first <= at <= position or at == known}
         largest = float(row.max())
-        if math.isnan(largest):
+        if not math.isfinite(largest):
             raise EngineError("the model computes what is not a number")
         scaled = (row - np.float64(largest)) / temperature
         norm = math.log(float(np.exp(scaled).sum()))

@@ -137,7 +137,7 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
     if 0 < params.top_k < row.shape[0]:
         return pick(*top_k(row, params.top_k), params, number)
     largest = row.max()
-    if np.isnan(largest):
+    if not np.isfinite(largest):
         raise EngineError("the model computes what is not a number")
     if params.top_p == 1 and params.min_p == 0:
         cumulated = np.exp((row - largest) / np.float64(params.temperature)).cumsum()

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import pydantic
 import pydantic_core
@@ -14,6 +14,7 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
+from cllm.text.schema_faults import fault_of
 
 Model = TypeVar("Model", bound="Body")
 
@@ -221,6 +222,18 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return value
+
+
+def declares(schema: dict[str, Any]) -> dict[str, Any]:
+    if fault := fault_of(schema):
+        raise ValueError(fault)
+    if schema.get("type", "object") not in ("object", None, ["object"]):
+        raise ValueError("the type of a function's arguments must be 'object'")
+    return schema
+
+
+# The schema of a function's arguments. Whether it can be enforced is asked where it has to be.
+ArgumentSchema = Annotated[dict[str, Any], pydantic.AfterValidator(declares)]
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)
         await super().startup(sockets)
+        if self.service.vocabulary.chat_template:
+            self._starting = self._loop.create_task(self.service.renderer.start())  # beside the engine, which loads
         if self._batches is not None:
             self._batches.start()
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, Protocol
 
-from cllm.text.form import MAX_HEAD, Tags
+from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
 
-OUTSIDE = re.compile(r'["{}\[\]]')
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
+STRING_PAIR = re.compile(r'string="true|type="string')  # what some write behind the key of a string
+PYTHON_WORD = re.compile(r"""[^\s()\[\]{},:='"]+""")
+PYTHON_STRING = re.compile(r"""["']|\\""")
+ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[^xuU0-7])", re.DOTALL)
+ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
+ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{1,2})?")
 
 
 class Reader(Protocol):
@@ -24,19 +30,22 @@ class Reader(Protocol):
 
 
 class Object:
-    """A JSON object, as it stands."""
+    """A JSON object, as it stands. One that is not closed before a mark that ends the call is closed there."""
 
-    def __init__(self, depth: int = 0) -> None:
-        """``depth``: how many brackets are open already."""
-        self._depth = depth
+    def __init__(self, depth: int = 0, ends: tuple[str, ...] = ()) -> None:
+        """``depth``: how many objects are open already. ``ends``: those marks."""
+        self._closes = ["}"] * depth
+        self._outside, self._begun = outside(ends), marks_of(ends).begun
+        self._held = ""
         self._in_string = False
         self._escaped = False
 
     def feed(self, text: str) -> tuple[str, str | None]:
+        text, self._held = self._held + text, ""
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
-        while match := (INSIDE if self._in_string else OUTSIDE).search(text, at):
+        while match := (INSIDE if self._in_string else self._outside).search(text, at):
             at = match.end()
             if self._in_string:
                 if match[0] == '"':
@@ -47,14 +56,27 @@ class Object:
                     at += 1
             elif match[0] == '"':
                 self._in_string = True
-            else:
-                self._depth += 1 if match[0] in "{[" else -1
-                if not self._depth:
+            elif match[0] in "{[":
+                self._closes.append("}" if match[0] == "{" else "]")
+            elif match[0] in "}]":
+                self._closes.pop()
+                if not self._closes:
                     return text[:at], text[at:]
+            else:
+                return text[: match.start()] + "".join(reversed(self._closes)), text[match.start() :]
+        if not self._in_string and (found := self._begun.search(text, at)):
+            text, self._held = text[: found.start()], text[found.start() :]
         return text, None
 
     def close(self) -> str:
-        return ""
+        held, self._held = self._held, ""
+        return held
+
+
+@cache
+def outside(ends: tuple[str, ...]) -> re.Pattern[str]:
+    """What matters in JSON that is not in a string."""
+    return re.compile(f'["{{}}\\[\\]]|{any_of(set(ends))}')
 
 
 class Bare:
@@ -108,6 +130,98 @@ class Bare:
         return escaped(held) + '"' if self._in_string else held
 
 
+class Keywords:
+    """A function's keyword arguments in Python, from bracket to bracket: values are literals, or words."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._quote = ""  # of the string that it is in
+        self._closes: list[str] = []  # of the brackets that are open, what ends them in JSON
+        self._is_key = False
+        self._lead = ""  # the comma that stands before the next value, if there is one
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        self._buffer += text
+        written: list[str] = []
+        while self._buffer and (self._string(written) if self._quote else self._token(written)):
+            if not self._closes:
+                rest, self._buffer = self._buffer, ""
+                return "".join(written), rest
+        return "".join(written), None
+
+    def _token(self, written: list[str]) -> bool:
+        buffer, size = self._buffer, 1
+        first = buffer[0]
+        if first in "\"'":
+            if len(buffer) < 3 and buffer == first * len(buffer):
+                return False  # it may be an empty string, or a triple quote
+            self._quote = first * 3 if buffer.startswith(first * 3) else first
+            self._begin(written, '"')
+            size = len(self._quote)
+        elif first in "([{":
+            self._begin(written, "{" if first == "{" or not self._closes else "[")
+            self._is_key = not self._closes
+            self._closes.append("}" if first == "{" or self._is_key else "]")
+        elif first in ")]}":
+            written.append(self._closes.pop())
+            self._lead = ""
+        elif first == ",":
+            self._lead, self._is_key = ", ", len(self._closes) == 1
+        elif first in "=:":
+            written.append(": ")
+            self._is_key = False
+        elif match := PYTHON_WORD.match(buffer[:MAX_HEAD]):
+            size = match.end()
+            if size == len(buffer) < MAX_HEAD:
+                return False
+            self._begin(written, json.dumps(match[0]) if self._is_key else value_of(match[0], set()))
+        self._buffer = buffer[size:]
+        return True
+
+    def _begin(self, written: list[str], value: str) -> None:
+        written.append(self._lead + value)
+        self._lead = ""
+
+    def _string(self, written: list[str]) -> bool:
+        """Up to an escape, or to the end of the string."""
+        buffer = self._buffer
+        match = PYTHON_STRING.search(buffer)
+        at = match.start() if match else len(buffer)
+        written.append(escaped(buffer[:at]))
+        self._buffer = buffer = buffer[at:]
+        if buffer.startswith("\\"):
+            if ESCAPE_BEGUN.fullmatch(buffer):
+                return False
+            found = ESCAPE.match(buffer)
+            written.append(unescaped(found[0]) if found else escaped("\\"))
+            self._buffer = buffer[found.end() if found else 1 :]
+        elif buffer.startswith(self._quote):
+            written.append('"')
+            self._buffer, self._quote = buffer[len(self._quote) :], ""
+        elif self._quote.startswith(buffer):
+            return False
+        else:  # the other quote, or one of three
+            written.append(escaped(buffer[0]))
+            self._buffer = buffer[1:]
+        return True
+
+    def close(self) -> str:
+        held, self._buffer = self._buffer, ""
+        return escaped(held) if self._quote else ""
+
+
+def unescaped(text: str) -> str:
+    """An escape of Python's inside of a JSON string."""
+    kind, digits = text[1], text[2:]
+    if kind == "u":
+        return text
+    if kind in "xU" and int(digits, 16) < 0x110000:
+        return json.dumps(chr(int(digits, 16)))[1:-1]
+    if kind.isdecimal():
+        return escaped(chr(int(text[1:], 8)))
+    return escaped(ESCAPED.get(kind, kind if kind in "\\'\"" else text))
+
+
 class Pairs:
     """Keys and values between tags. A value that the schema calls a string is streamed, others when they are whole."""
 
@@ -121,6 +235,7 @@ class Pairs:
         self._types: set[str] = set()
         self._value: list[str] = []
         self._is_first = False
+        self._value_close = tags.value_close
 
     def feed(self, text: str) -> tuple[str, str | None]:
         self._buffer += text
@@ -150,10 +265,15 @@ class Pairs:
             written.append("{}" if self._lead == "{" else "}")
             self._step = self._end
             return False
-        self._buffer = rest[len(tags.value_open) :]
+        rest = rest[len(tags.value_open) :]
+        wrap, unwrap = tags.wrapped
+        if wrap.startswith(rest) and len(rest) < len(wrap):
+            return False
+        is_wrapped = bool(wrap) and rest.startswith(wrap)
+        self._buffer, self._value_close = (rest[len(wrap) :], unwrap) if is_wrapped else (rest, tags.value_close)
         name, _, attribute = key.strip().partition('"')
         written.append(f"{self._lead}{json.dumps(name, ensure_ascii=False)}: ")
-        self._types = types_of(self._properties.get(name)) or ({"string"} if 'string="true' in attribute else set())
+        self._types = types_of(self._properties.get(name)) or ({"string"} if STRING_PAIR.search(attribute) else set())
         self._is_first, self._step = True, self._text if self._types == {"string"} else self._whole
         if self._step == self._text:
             written.append('"')
@@ -161,9 +281,9 @@ class Pairs:
 
     def _piece(self) -> tuple[str, bool]:
         """What of the value is certain, and whether that was its end."""
-        body, found, rest = self._buffer.partition(self._tags.value_close)
+        body, found, rest = self._buffer.partition(self._value_close)
         if not found:
-            keep = num_begun(body, self._tags.value_close)
+            keep = num_begun(body, self._value_close)
             if self._tags.trim and body[: len(body) - keep].endswith("\n"):
                 keep += 1
             body, rest = body[: len(body) - keep], body[len(body) - keep :]

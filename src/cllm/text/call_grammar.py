@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from cllm.errors import BadRequest
 from cllm.text.arguments import types_of
@@ -16,7 +18,7 @@ from cllm.text.grammar import json_term, text_term
 Schemas = Mapping[str, dict[str, Any]]
 
 MAX_DEPTH = 16  # of a schema that is spelled out here
-PLACES = re.compile(r"\$(name|word|ordinal|arguments|pairs|key|value)")
+PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs|key|value)")
 KNOWN_KEYWORDS = {"type", "properties", "required", "items", "enum", "description", "title", "default", "examples"} | {
     "additionalProperties",
     "$schema",
@@ -39,6 +41,7 @@ class CallGrammar:
         answer: str,
         *,
         calls: bool,
+        free: bool = False,
         parallel: bool,
         thinks: bool,
         inside: bool,
@@ -46,6 +49,7 @@ class CallGrammar:
         """The grammar of a message.
 
         answer: the grammar of its text, "" if there must be none. calls: whether it may be calls of ``tools`` instead.
+        free: it is any text, but the calls in it are bound; this is for those whose arguments are JSON.
         thinks, inside: it may begin with reasoning, or begins in the middle of it. It is not compiled yet. Raises
         BadRequest (tools) for a schema that cannot be enforced.
         """
@@ -54,7 +58,9 @@ class CallGrammar:
         options = []
         if answer:
             options.append((self._text(header.final) + " " if header else "") + "@answer")
-        if calls:
+        if free:
+            options.append(self._text_with_calls(tools, parallel=parallel))
+        elif calls:
             options.append(self._calls(tools, parallel=parallel))
         thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
         lark = "\n".join([f"start: {thoughts}({' | '.join(options)})", *self._rules])
@@ -92,6 +98,24 @@ class CallGrammar:
             return f"{self._until(form.reasoning.close)} {space}?"
         return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
 
+    def _text_with_calls(self, tools: Schemas, *, parallel: bool) -> str:
+        calls, header, anything = self._form.calls, self._form.header, self._rule("/(?s:.*)/")
+        assert calls
+        if header:
+            begin, close = self._text("<|channel|>"), self._text(header.close)
+            said = f'{begin} ("final" | "commentary") {close} {anything}'
+            call, then = self._calls(tools, parallel=False), self._text(header.end[0] + header.open[0] + "assistant")
+            return f"{call} | {said} ({then} {call})?"
+        if calls.bare:  # what begins like an object or a list is a call
+            said = self._rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
+            return f"{self._calls(tools, parallel=parallel)} | {said}"
+        opening = calls.begin or calls.write
+        mark = next(mark for mark in (*calls.open, *calls.skip) if opening.startswith(mark))
+        rest = {"begin" if calls.begin else "write": opening.removeprefix(mark)}
+        self._form = msgspec.structs.replace(self._form, calls=msgspec.structs.replace(calls, **rest))
+        call = f"{self._until(mark)} {self._calls(tools, parallel=parallel and bool(calls.begin))}"
+        return f"({call})* {anything}" if parallel else f"{call} | {anything}"
+
     def _calls(self, tools: Schemas, *, parallel: bool) -> str:
         calls = self._form.calls
         assert calls
@@ -113,6 +137,8 @@ class CallGrammar:
                     terms.append("/[0-9]/")
                 case "arguments":
                     terms.append(self._bare(schema) if self._form.calls.quote else json_term(schema, "tools"))
+                case "keywords":
+                    terms.append(self._members(schema, "=", ", ", json_value))
                 case "pairs":
                     terms += self._pairs(schema)
                 case _:
@@ -163,24 +189,28 @@ class CallGrammar:
                 item = self._rule(self._bare(schema.get("items", {}), depth + 1))
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "object":
-                check_keywords(schema)
-                return f'"{{" {self._members(schema, depth)} "}}"'
-        return json_term(schema, "tools")
+                members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
+                return f'"{{" {members} "}}"'
+        return json_value(schema)
 
-    def _members(self, schema: dict[str, Any], depth: int) -> str:
+    def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[dict[str, Any]], str]) -> str:
+        """The properties of an object, the required ones first, and of the others any in their order."""
         required: list[str] = []
         optional: list[str] = []
         for key, inner, is_required in properties_of(schema):
-            member = f"{self._text(key + ':')} {self._bare(inner, depth + 1)}"
+            member = f"{self._text(key + equals)} {value(inner)}"
             (required if is_required else optional).append(self._rule(member))
-        body = ' "," '.join(required)
-        # from the last to the first: any of those that are left, with commas between
-        rest = ""
+        between = f" {text_term(comma)} "
+        # from the last to the first: what may follow a property, and what may stand where none has been
+        follow, begin = '""', '""'
         for member in reversed(optional):
-            rest = self._rule(f'"," {member} {rest} | {rest or chr(34) * 2}')
-        if required or not optional:
-            return f"{body} {rest}"
-        raise not_enforceable("an object must have a required property")
+            begin = self._rule(f"{member} {follow} | {begin}")
+            follow = self._rule(f"{between}{member} {follow} | {follow}")
+        return f"{between.join(required)} {follow}" if required else begin
+
+
+def json_value(schema: dict[str, Any]) -> str:
+    return json_term(schema, "tools")
 
 
 def properties_of(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:

@@ -51,6 +51,11 @@ class Chat:
     effort: Effort | None = None
     variables: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def strict_tools(self) -> set[str]:
+        """Names of those whose arguments must follow their schema."""
+        return {tool["function"]["name"] for tool in self.tools if tool["function"].get("strict") is True}
+
 
 class Part(msgspec.Struct, gc=False):
     """A piece of what a model writes. call: its ordinal, from 0; name: of the function, with a call's first part."""

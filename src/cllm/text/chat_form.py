@@ -68,7 +68,11 @@ class ChatForm:
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of ``chat``, with what the template does not tell of ``tools`` and calls."""
-        return spoken(chat.messages, tools, self.form.calls, self._template) if self.form.calls else chat.messages
+        calls = self.form.calls
+        if calls is None:
+            return chat.messages
+        knows_results = calls is not forms()["spoken"].calls
+        return spoken(chat.messages, tools, calls, self._template, knows_results=knows_results)
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """What the template is told of thinking; what ``chat`` says itself comes first."""
@@ -91,17 +95,23 @@ class ChatForm:
         """
         tools = schemas_of(chat)
         inside, thinks = self._begins(prompt)
-        form = self.form if inside or thinks else msgspec.structs.replace(self.form, reasoning=None)
+        form = self.form
+        if form.reasoning and not inside and form.reasoning.close not in self._template:
+            form = msgspec.structs.replace(form, reasoning=None)
         if chat.tool_choice == "required" and not (tools and form.calls):
             why = "names no declared tool" if form.calls else "cannot be enforced: this model's calls are not known"
             raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
         is_required = chat.tool_choice == "required"
         may_call = bool(tools and form.calls)
-        if is_required or (params.grammar and (may_call or thinks or inside)):
+        strict = () if params.grammar or is_required else self._strict(chat)
+        if is_required or strict or (params.grammar and (may_call or thinks or inside)):
             grammar = CallGrammar(form, self._control).write(
-                tools,
+                {name: schema if name in strict else {"type": "object"} for name, schema in tools.items()}
+                if strict
+                else tools,
                 "" if is_required else params.grammar,
                 calls=may_call,
+                free=bool(strict),
                 parallel=chat.parallel_tool_calls,
                 thinks=thinks,
                 inside=inside,
@@ -113,6 +123,13 @@ class ChatForm:
             return None, params
         max_calls = None if chat.parallel_tool_calls else 1
         return Reading(self._pieces, lambda: Parser(form, tools, inside=inside, max_calls=max_calls)), params
+
+    def _strict(self, chat: Chat) -> set[str]:
+        """Those that may be called whose arguments shall follow their schemas, if this form can be held to it."""
+        calls = self.form.calls
+        if calls is None or not calls.writes_json or calls is forms()["spoken"].calls:
+            return set()
+        return chat.strict_tools & schemas_of(chat).keys()
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Whether the message begins in the middle of reasoning, and whether it may begin with it."""

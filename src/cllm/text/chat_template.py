@@ -6,8 +6,10 @@ import datetime
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
@@ -18,6 +20,7 @@ from cllm.errors import BadRequest, StartupError
 
 if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
+    from cllm.text.worker import Work
 
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -43,6 +46,7 @@ class ChatTemplate:
         self._source = source or ""
         self._template = compile_template(source) if source else None
         self._wants_short_ids = bool(re.search(r"length\s*!=\s*9", self._source))  # Mistral
+        self._asks_for_none = bool(re.search(r"\bcontent\W{0,3} is (?:not )?none", self._source))
         self._wants_thinking = "message.thinking" in self._source  # gpt-oss
 
     @cached_property
@@ -50,8 +54,16 @@ class ChatTemplate:
         """Whether arguments must be an object; some templates want JSON, others take both and text is more exact."""
         if "arguments is string" in self._source:
             return False
-        shown = self._probe({"probe_key": 1})
-        return "'probe_key'" not in shown if shown is not None else self._probe("{}") is None
+        content = "" if self._shows_calls[""] else None
+        shown = self._probe({"probe_key": 1}, content)
+        return "'probe_key'" not in shown if shown is not None else self._probe("{}", content) is None
+
+    @cached_property
+    def _shows_calls(self) -> dict[str | None, bool]:
+        """Whether it does, by the content of their message: some templates want it to be None."""
+        forms: tuple[Any, ...] = ({}, "{}")
+        shown = {content: [self._probe(given, content) or "" for given in forms] for content in ("", None)}
+        return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
@@ -66,6 +78,8 @@ class ChatTemplate:
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
         parts, room = [], MAX_LENGTH
+        if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
+            variables = {"xml_tools": tools or None, **variables}
         try:
             for part in self._template.generate(
                 messages=self.fenced(self._adapted(messages)),
@@ -113,6 +127,9 @@ class ChatTemplate:
         if self._wants_short_ids and "tool_call_id" in message:
             message["tool_call_id"] = short_id(message["tool_call_id"])
         if calls := message.get("tool_calls"):
+            is_silent = self._asks_for_none and not message.get("content")
+            if self._shows_calls[None] and (is_silent or not self._shows_calls[""]):
+                message["content"] = None
             message["tool_calls"] = [self._adapted_call(call) for call in calls]
         return message
 
@@ -130,10 +147,10 @@ class ChatTemplate:
         call = {**call, "function": function}
         return {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
 
-    def _probe(self, arguments: Any) -> str | None:
+    def _probe(self, arguments: Any, content: str | None) -> str | None:
         """A conversation with a call that has these arguments; None if the template refuses it."""
         call = {"id": "probe1234", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
         try:
             return (
                 self._template.render(messages=messages, **self._vocabulary.special_texts) if self._template else None
@@ -165,13 +182,19 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
     return re.compile(f"{whole}|(?:{partial})\\s*\\Z" if control_tokens else r"(?!)")
 
 
+def prepare(texts: dict[str, Any]) -> Work:
+    """The work of a process that renders: messages, tools and variables. ``texts``: what it needs of a Vocabulary."""
+    template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
+    return lambda asked: template.render(asked[0], asked[1], **asked[2])
+
+
 class TemplateRefusal(Exception):
     """The template called raise_exception."""
 
 
 def compile_template(source: str) -> jinja2.Template:
     """The template in a sandbox, with what transformers gives templates. Raises StartupError on a syntax error."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, Generation]
     )
     environment.code_generator_class = Unfolded
@@ -182,6 +205,13 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
         raise StartupError(f"the model's chat template has a syntax error: {error}") from None
+
+
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A template may append to lists and take from them, as Kimi K2's does: those it sees were made for one text."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
 
 class Unfolded(jinja2.compiler.CodeGenerator):
@@ -199,7 +229,14 @@ class Unfolded(jinja2.compiler.CodeGenerator):
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **({"default": as_list} | options))
+
+
+def as_list(value: Any) -> list[Any]:
+    """What filters like ``map`` make is a generator."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def refuse(message: str) -> NoReturn:

@@ -11,16 +11,26 @@ import msgspec
 
 MAX_HEAD = 2048  # characters in which it must be clear whether something is a call
 
-# A JSON object up to its arguments.
-JSON_HEAD = (
-    r'\s*\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*'
-)
+HEADS = {
+    # A JSON object up to its arguments.
+    "json": (
+        r'\s*\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*(?:"function"\s*:\s*\{\s*)?'
+        r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    ),
+    # A function in Python up to its arguments.
+    "python": r"\s*\[?\s*(?P<name>[A-Za-z_][\w.-]*)",
+}
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """skip: marks that are dropped where they stand in what is said. anywhere: it may also begin behind text, as its
+    mark is none that a text could be about.
+    """
+
     open: str
     close: str
+    skip: tuple[str, ...] = ()
+    anywhere: bool = False
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,24 +48,28 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments as keys and values. trim: a line break after the opening and before the closing tag of a value."""
+    """Arguments as keys and values. trim: a line break after the opening and before the closing tag of a value.
+    wrapped: what opens and closes a value otherwise.
+    """
 
     key_open: str
     key_close: str
     value_close: str
     value_open: str = ""
     trim: bool = False
+    wrapped: tuple[str, str] = ("", "")
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a call looks: a mark of ``open``, one of ``head``, the arguments, and then perhaps marks of ``close``.
 
     head: regular expressions with the group ``name``, for what lies between the mark and the arguments; "json" is an
-    object with name and arguments; inner: marks that occur in them. bare: a message may also begin with that object.
-    quote: arguments are written without quotes around keys and with this mark around strings. tags: they are keys and
-    values. skip: other marks, which are dropped. separator: stands before a further call in place of ``open``.
-    begin, write, between, end: how calls are to be written, with $name and $arguments (tags: $pairs, each as ``pair``
-    with $key, $value, and $string, whether it is one).
+    object with name and arguments, "python" a function's name, whose arguments are keywords in brackets; inner: marks
+    that occur in them. bare: a message may also begin with that. quote: arguments are written without quotes around
+    keys and with this mark around strings. tags: they are keys and values. skip: other marks, which are dropped.
+    separators: stand before a further call in place of ``open``. ends_reasoning: models of this family forget to close
+    their reasoning before they call. begin, write, between, end: how calls are to be written, with $name and $arguments
+    (tags: $pairs, each as ``pair`` with $key, $value, and $string, whether it is one; Python: $keywords).
     """
 
     write: str
@@ -64,14 +78,19 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inner: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
-    separator: str = ""
+    separators: tuple[str, ...] = ()
     bare: bool = False
+    ends_reasoning: bool = False
     quote: str = ""
     tags: Tags | None = None
     begin: str = ""
     between: str = ""
     end: str = ""
     pair: str = ""
+
+    @property
+    def writes_json(self) -> bool:
+        return "$arguments" in self.write and not self.quote
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +106,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """All that may be a control token."""
         marks: set[str] = set()
         if self.reasoning:
-            marks |= {self.reasoning.open, self.reasoning.close}
+            marks |= {self.reasoning.open, self.reasoning.close, *self.reasoning.skip}
         if self.header:
             marks |= {*self.header.open, self.header.close, *self.header.end}
         if self.calls:
@@ -118,7 +137,7 @@ def any_of(texts: set[str]) -> str:
 
 @cache
 def pattern(source: str) -> re.Pattern[str]:
-    return re.compile(JSON_HEAD if source == "json" else source)
+    return re.compile(HEADS.get(source, source))
 
 
 @cache

@@ -6,20 +6,20 @@ but llguidance, whose own never backtrack.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
-
-from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.text.json_schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from cllm.text.worker import Work
 
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
@@ -30,7 +30,7 @@ WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexi
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
 
-class Constraint(msgspec.Struct, frozen=True, array_like=True):
+class Constraint(NamedTuple):
     """kind json_object has no value; json_schema: a schema (dict or bool); regex: a pattern that the whole text
     matches; choice: a list of texts; grammar: a client's Lark or GBNF; lark: our own, which may name special tokens.
     """
@@ -39,7 +39,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     value: Any = None
 
 
-class Special(msgspec.Struct, frozen=True, array_like=True):
+class Special(NamedTuple):
     """Of a vocabulary: its size, and the texts of its special tokens by id."""
 
     vocabulary_size: int
@@ -112,8 +112,9 @@ def invalid(param: str, why: str) -> BadRequest:
 class Checker:
     """Compiles grammars without a model, to find out whether they can be."""
 
-    def __init__(self, special: Special) -> None:
+    def __init__(self, special: Special, max_lexer_states: int) -> None:
         self._special = special
+        self._max_lexer_states = max_lexer_states
 
     @cached_property
     def _clients(self) -> LLTokenizer:
@@ -128,7 +129,7 @@ class Checker:
         from llguidance import LLMatcher, LLParserLimits
 
         text = to_lark(constraint, param)
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=self._max_lexer_states, verbose_errors=False)
         if constraint.kind == "grammar":
             _, warnings = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
             if any("no tokenizer" in warning for warning in warnings):
@@ -160,6 +161,26 @@ def reason(error: str) -> str:
     lines = error.strip().splitlines()
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
     return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
+
+
+def prepare(begin: list[Any]) -> Work:
+    """The work of a process that checks constraints, given as kind, value and param; ``begin`` has the size of the
+    vocabulary, its special tokens as pairs, and max_lexer_states.
+    """
+    importlib.import_module("llguidance")  # now, or it would be on the account of the first one
+    size, tokens, max_lexer_states = begin
+    checker = Checker(Special(size, dict(tokens)), max_lexer_states)
+
+    def check(asked: list[Any]) -> str:
+        kind, value, param = asked
+        try:
+            return checker.check(Constraint(kind, value), param)
+        except (RecursionError, MemoryError):
+            raise invalid(param, "it is too complex") from None
+        except UnicodeError:
+            raise invalid(param, "it has a lone surrogate") from None
+
+    return check
 
 
 def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:

@@ -6,20 +6,25 @@ one, or the head of what may be a call, MAX_HEAD characters at most.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cllm.text.arguments import Bare, Object, Pairs, Reader
+from cllm.text.arguments import Bare, Keywords, Object, Pairs, Reader
 from cllm.text.chat import Channel, Part
 from cllm.text.form import MAX_HEAD, Calls, Form, any_of, marks_of, pattern
 
 MAX_SPACE = 256  # characters of white space that are held back
 MAX_MARK = 64  # characters of the longest mark, and more
-BARE = re.compile(r'\{\s{0,64}"(?:id|type|name)"')
-BARE_BEGUN = re.compile(r'\{\s{0,64}(?:"[a-z]{0,4})?')
+# What a call without a mark begins with, and the beginnings of that.
+BARE = re.compile(r'(?:\[\s{0,64})?\{\s{0,64}"(?:id|type|name|function)"')
+BARE_BEGUN = re.compile(r'(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[a-z]{0,8})?)?')
+PYTHON = re.compile(r"\[\s{0,64}[A-Za-z_][\w.-]{0,255}\(")
+PYTHON_BEGUN = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.-]{0,255})?")
+STRING = re.compile(r'"[^"]*"')
 
 NO_CALLS = Calls(write="")
 
@@ -28,7 +33,8 @@ class Parser:
     """One text. White space around reasoning and calls is dropped; all else comes out.
 
     What looks like a call and is none is text. A call whose text ends early has the arguments that have come.
-    Reasoning is recognised before any text, or between calls; what is in it is never a call.
+    Reasoning is recognised before any text, or between calls; what is in it is no call, but for a call of a declared
+    function in families that forget to close it.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Parser:
         self._reasoning = form.reasoning
         self._header = form.header
         self._calls = form.calls if tools and form.calls else NO_CALLS
+        self._long_closes = long_closes(self._calls)
         self._tools = tools
         self._max_calls = max_calls
         self._buffer = ""
@@ -51,6 +58,7 @@ class Parser:
         self._opener = ""
         self._num_seen = 0  # characters of a head in which there is nothing
         self._reader: Reader = Object()
+        self._depth = 0  # of the object that the arguments are in
         self._state: Callable[[], bool] = self._in_text
         self._then: Callable[[], bool] = self._after_call  # when the arguments have ended
         self.channel = Channel.TEXT
@@ -63,8 +71,10 @@ class Parser:
             ends = (*form.header.open, *form.header.end)
             self._state = self._in_header
         elif form.reasoning:
-            openers.append(form.reasoning.open)
+            openers += [form.reasoning.open, *form.reasoning.skip]
             ends = (form.reasoning.close,)
+            if self._calls.ends_reasoning:
+                ends += self._calls.open + self._calls.skip
         self._openers, self._ends = marks_of(tuple(openers)), marks_of(ends)
         if inside:
             self.channel, self._state = Channel.REASONING, self._in_region
@@ -91,11 +101,12 @@ class Parser:
 
     def _in_text(self) -> bool:
         if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
-            if BARE.match(text):
+            bare, begun = (PYTHON, PYTHON_BEGUN) if "python" in self._calls.head else (BARE, BARE_BEGUN)
+            if bare.match(text):
                 self._say(self._buffer[: len(self._buffer) - len(text)])
                 self._buffer = text
                 return self._begin_head("")
-            if not self._is_last and BARE_BEGUN.fullmatch(text):
+            if not self._is_last and begun.fullmatch(text):
                 return False
         found = self._openers.whole.search(self._buffer)
         if not found:
@@ -107,7 +118,7 @@ class Parser:
         if mark in self._calls.open:
             return self._begin_head(mark)
         if self._reasoning and mark == self._reasoning.open:
-            if self._has_spoken:
+            if self._has_spoken and not self._reasoning.anywhere:
                 self._say(mark)
             else:
                 self._begin_region(Channel.REASONING)
@@ -126,6 +137,10 @@ class Parser:
         self._say(self._buffer[: found.start()])
         is_opener = self._header is not None and found[0] in self._header.open
         self._buffer = self._buffer[found.start() if is_opener else found.end() :]
+        if found[0] in self._calls.open:
+            return self._begin_head(found[0])
+        if found[0] in self._calls.skip:
+            return True
         if self.channel == Channel.CALL:
             return self._end_call()
         self._begin_text()
@@ -153,11 +168,11 @@ class Parser:
         for match in ends.finditer(self._buffer, self._num_seen, limit):
             self._num_seen = match.end()
             head = self._buffer[: match.start()]
-            if match[0] == "{" or self._calls.tags:
+            if match[0] in "{(" or self._calls.tags:
                 for source in self._calls.head:
                     if found := pattern(source).fullmatch(head):
-                        return self._begin_arguments(found["name"], match.start(), is_inner=source == "json")
-            if match[0] != "{":
+                        return self._begin_arguments(found["name"], head)
+            if match[0] not in "{(":
                 return self._is_whole_call(head) or self._is_no_call()
         if self._is_last:
             return self._is_whole_call(self._buffer) or self._is_no_call()
@@ -185,11 +200,11 @@ class Parser:
 
     def _after_call(self) -> bool:
         self._buffer = self._buffer.lstrip()
-        marks = [*self._calls.close, *([self._calls.separator] if self._calls.separator else [])]
+        marks = (*self._calls.close, *self._calls.separators)
         for mark in marks:
             if self._buffer.startswith(mark):
                 self._buffer = self._buffer[len(mark) :]
-                return self._begin_head(mark) if mark == self._calls.separator else True
+                return self._begin_head(mark) if mark in self._calls.separators else True
         if not self._is_last and any(mark.startswith(self._buffer) for mark in marks):
             return False
         self._begin_text()
@@ -210,11 +225,15 @@ class Parser:
         return True
 
     def _may_call(self, name: str) -> bool:
-        """Where an object without a mark may be a call, it must name a tool."""
-        return not self._calls.bare or name in self._tools
+        """Where an object without a mark may be a call, or where there should be none, it must name a tool."""
+        return name in self._tools or not (self._calls.bare or self.channel == Channel.REASONING)
 
     def _is_no_call(self) -> bool:
-        """Go on with what was held as text; True."""
+        """Go on with what was held as text, or as the reasoning that it stands in; True."""
+        if self.channel == Channel.REASONING:
+            self._state = self._in_region
+            self._say(self._opener)
+            return True
         self.channel, self._state = Channel.TEXT, self._in_text
         self._say(self._opener)
         self._has_spoken = True
@@ -229,10 +248,15 @@ class Parser:
         except (ValueError, RecursionError):
             return False
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        name = value.get("name") if isinstance(value, dict) else None
+        inner = value.get("function", value) if isinstance(value, dict) else None
+        value = inner if isinstance(inner, dict) else {}
+        name = value.get("name")
         if not isinstance(name, str) or not self._may_call(name):
             return False
         arguments = value.get("arguments", value.get("parameters")) or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             return False
         self._begin_call(name)
@@ -246,22 +270,25 @@ class Parser:
         self._parts.append(Part(Channel.CALL, "", self.num_calls, name))
         self.num_calls += 1
 
-    def _begin_arguments(self, name: str, at: int, *, is_inner: bool) -> bool:
+    def _begin_arguments(self, name: str, head: str) -> bool:
         if not self._may_call(name):
             return self._is_no_call()
         self._begin_call(name)
-        self._buffer = self._buffer[at:]
+        self._buffer = self._buffer[len(head) :]
         if self._calls.tags:
             self._reader = Pairs(self._calls.tags, self._tools.get(name, {}))
+        elif self._buffer[0] == "(":
+            self._reader = Keywords()
         else:
-            self._reader = Bare(self._calls.quote) if self._calls.quote else Object()
-        self._then = self._in_rest if is_inner else self._after_call
+            self._reader = Bare(self._calls.quote) if self._calls.quote else Object(0, self._long_closes)
+        self._depth = 0 if self._calls.tags else STRING.sub("", head).count("{")
+        self._then = self._in_rest if self._depth else self._after_call
         self._state = self._in_arguments
         return True
 
     def _end_call(self) -> bool:
         self._state, self._then = self._then, self._after_call
-        self._reader = Object(depth=1)
+        self._reader = Object(self._depth, self._long_closes)
         self.done = self.num_calls == self._max_calls
         return True
 
@@ -300,6 +327,10 @@ class Parser:
 @cache
 def head_ends(calls: Calls) -> re.Pattern[str]:
     """What ends the head of a call: the beginning of its arguments, or a mark that shows that there are none."""
-    begins = {calls.tags.key_open} if calls.tags else {"{"}
-    closes = {mark for mark in calls.close if len(mark) > 3}  # a bracket or a fence stands in heads too
-    return re.compile(any_of({*begins, *calls.open[:1], *closes}))
+    begins = {calls.tags.key_open} if calls.tags else {"(" if head == "python" else "{" for head in calls.head}
+    return re.compile(any_of({*begins, *calls.open[:1], *long_closes(calls)}))
+
+
+def long_closes(calls: Calls) -> tuple[str, ...]:
+    """Marks that end a call and nothing else; a bracket or a fence stands in heads too."""
+    return tuple(mark for mark in calls.close if len(mark) > 3)

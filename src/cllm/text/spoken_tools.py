@@ -8,6 +8,7 @@ from typing import Any
 
 from cllm.text.form import Calls
 
+PLACE = re.compile(r"\$(\w+)")
 INTRODUCTION = """You can call functions. These are declared:
 {declarations}
 To call one, answer with nothing but this, once for each call, and wait for the result:
@@ -15,14 +16,15 @@ To call one, answer with nothing but this, once for each call, and wait for the 
 
 
 def spoken(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], calls: Calls, template: str
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], calls: Calls, template: str, *, knows_results: bool
 ) -> list[dict[str, Any]]:
     """``messages`` in which the first of a user declares ``tools``, unless ``template`` does that by itself.
 
-    If it does not know calls either, those of the assistant become its text, and their results a user's.
+    If it does not know calls either, those of the assistant become its text; and their results a user's, unless it
+    ``knows_results``.
     """
     if "tool_calls" not in template:
-        messages = without_calls(messages, calls)
+        messages = without_calls(messages, calls, knows_results=knows_results)
     if not tools or re.search(r"\btools\b", template):
         return messages
     declarations = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -35,11 +37,11 @@ def spoken(
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
-def without_calls(messages: list[dict[str, Any]], calls: Calls) -> list[dict[str, Any]]:
+def without_calls(messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
     for message in messages:
         text = message.get("content") or ""
-        if message["role"] == "tool":
+        if message["role"] == "tool" and not knows_results:
             text = f"<tool_response>\n{text}\n</tool_response>"
             if changed and changed[-1]["role"] == "user":  # many templates want the roles to alternate
                 changed[-1] = {**changed[-1], "content": f"{changed[-1]['content']}\n{text}"}
@@ -48,7 +50,8 @@ def without_calls(messages: list[dict[str, Any]], calls: Calls) -> list[dict[str
         elif message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
             texts = [written(calls, function["name"], as_text(function["arguments"])) for function in functions]
-            changed.append({"role": "assistant", "content": "\n".join([*([text] if text else []), *texts])})
+            said = {"role": "assistant", "content": "\n".join([*([text] if text else []), *texts])}
+            changed.append({key: value for key, value in message.items() if key != "tool_calls"} | said)
         else:
             changed.append(message)
     return changed
@@ -60,5 +63,27 @@ def as_text(arguments: Any) -> str:
 
 def written(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
-    text = re.sub(r"\$(\w+)", lambda match: words.get(match[1], ""), calls.write)
-    return calls.begin + text + calls.end
+    if "$keywords" in calls.write:
+        words["keywords"] = ", ".join(f"{key}={literal(value)}" for key, value in object_of(arguments).items())
+    if "$pairs" in calls.write:
+        words["pairs"] = "".join(pair(calls, key, value) for key, value in object_of(arguments).items())
+    return calls.begin + PLACE.sub(lambda match: words.get(match[1], ""), calls.write) + calls.end
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def literal(value: Any) -> str:
+    """In Python."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def pair(calls: Calls, key: str, value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    words = {"key": key, "string": json.dumps(isinstance(value, str)), "value": text}
+    return PLACE.sub(lambda match: words[match[1]], calls.pair)

@@ -127,7 +127,6 @@ Item = Annotated[
 
 class FunctionTool(Function):
     type: Literal["function"]
-    strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}

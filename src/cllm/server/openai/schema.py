@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, at_most, example
+from cllm.server.body import ArgumentSchema, Body, at_most, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
@@ -228,7 +228,8 @@ class Function(Body):
     model_config = pydantic.ConfigDict(extra="allow")
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ArgumentSchema | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):

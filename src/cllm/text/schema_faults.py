@@ -1,0 +1,50 @@
+"""What is wrong with a schema that only a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any
+
+from cllm.text.json_schema import MAX_DEPTH, TYPES
+
+# What the values of keywords must be, if they are there: schemas by name, schemas in a list, a schema.
+BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+SINGLE = {"items", "additionalProperties", "additionalItems", "not", "contains", "propertyNames", "if", "then", "else"}
+
+
+def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
+    """Why this is no schema, or "". For those that nothing has to enforce: which keywords there are is not asked."""
+    at = f" at {where[:100]}" if where else ""
+    if isinstance(schema, bool):
+        return ""
+    if not isinstance(schema, dict):
+        return f"a schema must be an object or a boolean{at}"
+    if depth > MAX_DEPTH:
+        return f"it is nested deeper than {MAX_DEPTH} levels"
+    kind, required = schema.get("type"), schema.get("required")
+    for name in kind if isinstance(kind, list) else [] if kind is None else [kind]:
+        if not (isinstance(name, str) and name in TYPES):
+            return f"there is no type {str(name)[:40]!r}{at}"
+    if not (required is None or (isinstance(required, list) and all(isinstance(name, str) for name in required))):
+        return f"'required' must be a list of strings{at}"
+    if not isinstance(schema.get("enum", []), (list, NoneType)):
+        return f"'enum' must be a list{at}"
+    for keyword, value in schema.items():
+        if value is None:
+            continue
+        parts: Iterable[tuple[Any, Any]] = [("", value)] if keyword in SINGLE else []
+        if keyword in BY_NAME:
+            if not isinstance(value, dict):
+                return f"'{keyword}' must be an object{at}"
+            parts = value.items()
+        elif keyword in LISTS or (keyword == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                return f"'{keyword}' must be a list{at}"
+            parts = enumerate(value)
+        for name, part in parts:
+            place = f"{where}.{keyword}.{name}".strip(".")
+            if fault := fault_of(part, place, depth + 1):
+                return fault
+    return ""

@@ -1,0 +1,100 @@
+"""The child of workers.py: ``python -m cllm.text.worker MODULE FUNCTION CPU_LIMIT``.
+
+Over stdin and stdout go frames of a 4-byte length and JSON. The first is for FUNCTION, which gives the Work; READY says
+that it has, so that no question has to pay for that. Then come questions, one at a time, and for each goes a Reply.
+
+There may be several of these processes, so this file and those it is used for import as little as they can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
+
+from cllm.errors import BadRequest
+
+HEAD = 4  # bytes of a frame's length
+READY = b'"+"'
+MEMORY_LIMIT = 1 << 30  # bytes of address space
+
+Work = Callable[[Any], str]  # it may raise BadRequest
+
+
+class Reply(NamedTuple):
+    """A text; or, if there is an ``error``, what a BadRequest says."""
+
+    text: str
+    error: str = ""
+    param: str | None = None
+    code: str | None = None
+
+    def get(self) -> str:
+        """The text. Raises the BadRequest."""
+        if self.error:
+            raise BadRequest(self.error, param=self.param, code=self.code)
+        return self.text
+
+
+def refusal(error: BadRequest) -> Reply:
+    return Reply("", str(error), error.param, error.code)
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(HEAD, "little") + body
+
+
+def read(stream: IO[bytes]) -> Any:
+    """The value of the next frame. Raises EOFError at the end of the stream."""
+    size = int.from_bytes(stream.read(HEAD), "little")
+    body = stream.read(size)
+    if not body or len(body) < size:
+        raise EOFError
+    return json.loads(body)
+
+
+def limit_time(seconds: float) -> None:
+    """The system ends this process when it has computed for so long, in whatever code it is; 0: never."""
+    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends what takes too much
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -> None:
+    work = prepare(read(sys.stdin.buffer))
+    answer = READY
+    while True:
+        output.write(frame(answer))
+        output.flush()
+        question = read(sys.stdin.buffer)
+        limit_time(cpu_limit)
+        try:
+            reply = Reply(work(question))
+        except BadRequest as error:
+            reply = refusal(error)
+        answer = to_json(reply)
+        limit_time(0)
+
+
+def main(module: str, function: str, cpu_limit: str) -> None:
+    own_stdout = os.dup(1)
+    os.dup2(2, 1)  # whatever libraries print
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    with contextlib.suppress(EOFError, BrokenPipeError), os.fdopen(own_stdout, "wb") as output:  # the parent is gone
+        serve(getattr(importlib.import_module(module), function), float(cpu_limit), output)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

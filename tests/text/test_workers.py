@@ -1,0 +1,294 @@
+"""Processes that can be killed: what they answer, what they may take, and who notices when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import worker_tasks
+
+from cllm.errors import BadRequest, EngineError
+from cllm.text import workers
+from cllm.text.worker import READY, Reply, frame, to_json
+from cllm.text.workers import INHERITED, Workers
+
+LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop]
+with contextlib.suppress(ImportError):
+    import uvloop
+
+    LOOPS.append(uvloop.new_event_loop)
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
+Use = Callable[[Workers], Awaitable]
+
+
+@pytest.fixture(params=LOOPS, ids=lambda make: make.__module__.split(".")[0])
+def run(request, monkeypatch, caplog) -> Iterator[Callable]:
+    """``run(use, ...)``: what ``use(workers)`` gives. No process is left, and nobody else has anything to say of it."""
+    path = [str(Path(worker_tasks.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    launched: list[int] = []
+
+    async def launch(*command, **options):
+        process = await launch_one(*command, **options)
+        launched.append(process.pid)
+        return process
+
+    launch_one = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", launch)
+
+    def run(use: Use, prepare=worker_tasks.prepare, *, num=2, cpu_limit=0.3, wall_limit=20.0):
+        async def main():
+            made = Workers(prepare, lambda: b'"begin"', num, cpu_limit, wall_limit)
+            try:
+                return await use(made)
+            finally:
+                await made.close()
+
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            return runner.run(main())
+
+    yield run
+    assert [pid for pid in launched if exists(pid)] == []
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def exists(pid: int) -> bool:
+    """Also if it has ended and nobody has waited for it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def ask(made: Workers, *question) -> str | None:
+    reply = await made.ask(to_json(question))
+    return None if reply is None else reply.get()
+
+
+async def pid_of(made: Workers) -> int:
+    return int(await ask(made, "pid"))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # nobody would set an event
+            await asyncio.sleep(0.01)
+
+
+TEXTS = ["", "gr\u00fcn \U0001f600", "\ud83d", "x" * 5_000_000]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["none", "some", "half a character", "much"])
+def test_a_text_comes_back(run, text):
+    assert run(lambda made: ask(made, "echo", text)) == text
+
+
+def test_processes_are_kept(run):
+    """Many questions, at the same time too, go to few processes, and each answer to who has asked."""
+
+    async def use(made):
+        texts = [f"<{i}>" for i in range(40)]
+        assert await asyncio.gather(*(ask(made, "echo", text) for text in texts)) == texts
+        return len({await pid_of(made) for _ in range(10)} | {process.pid for process in made._idle})
+
+    assert 1 <= run(use) <= 2
+
+
+def test_a_refusal_is_an_answer(run):
+    """It is told as it was, and costs no process."""
+
+    async def use(made):
+        before = await pid_of(made)
+        with pytest.raises(BadRequest, match="not so") as refused:
+            await ask(made, "refuse", "not so")
+        assert (refused.value.param, refused.value.code) == ("field", "reason")
+        assert await pid_of(made) == before
+
+    run(use)
+
+
+@posix
+@pytest.mark.parametrize("what", ["spin", "eat", "die", "crash"])
+def test_what_takes_too_much_ends_its_process_alone(run, what):
+    """Long before its time on the clock is up; and the next question, which waits behind it, is answered."""
+
+    async def use(made):
+        before, begun = await pid_of(made), time.monotonic()
+        answers = await asyncio.gather(ask(made, what), ask(made, "echo", "next"))
+        assert answers == [None, "next"]
+        assert time.monotonic() - begun < 15  # of 20
+        assert await pid_of(made) != before
+
+    run(use, num=1)
+
+
+def test_who_does_not_compute_has_a_limit_too(run):
+    async def use(made):
+        assert await ask(made, "sleep", 600) is None
+        return await ask(made, "sleep", 0.1)
+
+    assert run(use, wall_limit=1.0) == "slept"
+
+
+def test_to_start_is_on_nobodys_account(run):
+    """Neither the processor's time nor that on the clock."""
+    echo = run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, wall_limit=worker_tasks.SLOWLY - 0.1)
+    assert echo == "x"
+
+
+@pytest.mark.parametrize("prepare", [worker_tasks.fail, worker_tasks.hang])
+def test_one_that_does_not_start_is_our_fault(run, monkeypatch, prepare):
+    """And is tried again, in its turn."""
+    monkeypatch.setattr(workers, "START_LIMIT", 0.5)
+
+    async def use(made):
+        for _ in range(2):
+            with pytest.raises(EngineError, match="does not start"):
+                await ask(made, "echo", "x")
+        await made.start()
+        assert not made._idle
+
+    run(use, prepare, num=1)
+
+
+def test_a_system_without_room_for_it_is_our_fault(run, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    async def use(made):
+        with pytest.raises(EngineError, match="does not start"):
+            await ask(made, "echo", "x")
+
+    run(use)
+
+
+def test_it_can_be_started_before(run):
+    """Once: a second start finds it, and so does a question that comes meanwhile."""
+
+    async def use(made):
+        _, pid = await asyncio.gather(made.start(), pid_of(made))
+        await made.start()
+        (process,) = made._idle
+        assert pid == await pid_of(made) == process.pid
+
+    run(use)
+
+
+@posix
+def test_an_idle_one_that_has_died_is_replaced(run):
+    """Whoever comes next does not notice."""
+
+    async def use(made):
+        for _ in range(3):
+            os.kill(dead := await pid_of(made), signal.SIGKILL)
+            await made._idle[0].wait()
+            assert await pid_of(made) != dead
+
+    run(use, num=1)
+
+
+@posix
+def test_a_busy_one_that_is_killed_is_replaced(run):
+    async def use(made):
+        pid = await pid_of(made)
+        asked = asyncio.create_task(ask(made, "sleep", 600))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        assert await asked is None
+        assert await pid_of(made) != pid
+
+    run(use, num=1)
+
+
+def test_one_who_does_not_wait_costs_the_process(run):
+    """What he has asked for is not taken for the answer to the next question, and his place is free."""
+
+    async def use(made):
+        for seconds in (0.0, 0.001, 0.1):
+            pid = await pid_of(made)
+            asked = asyncio.create_task(ask(made, "echo", "his") if seconds == 0.0 else ask(made, "sleep", 600))
+            await asyncio.sleep(seconds)
+            asked.cancel()
+            assert await ask(made, "echo", "mine") == "mine"
+            assert asked.cancelled()
+            await until(lambda pid=pid: not exists(pid))
+
+    run(use, num=1)
+
+
+@pytest.mark.parametrize("prepare", [worker_tasks.prepare, worker_tasks.hang])
+def test_one_who_does_not_wait_for_the_start_leaves_nothing_behind(run, prepare):
+    async def use(made):
+        asked = [asyncio.create_task(ask(made, "sleep", 600)) for _ in range(5)]
+        for task in asked:
+            await asyncio.sleep(0.1)
+            task.cancel()
+        await asyncio.wait(asked)
+        await until(lambda: not made._clocks and not made._ending)
+        assert not made._free.locked()
+
+    run(use, prepare)
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.002, 0.02, 0.3])
+def test_closed_while_it_is_busy(run, seconds):
+    """Who is answered, who waits, and who comes later: all are told, at whatever point of a start that is."""
+
+    async def use(made):
+        if seconds is None:
+            await made.start()
+        asked = [asyncio.create_task(ask(made, "sleep", 600)) for _ in range(5)]
+        await asyncio.sleep(seconds or 0.0)
+        async with asyncio.timeout(15):
+            await made.close()
+            await made.start()
+            answers = await asyncio.gather(*asked, ask(made, "echo", "later"), return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["The server is shutting down."] * 6
+        assert {type(answer) for answer in answers} == {EngineError}
+
+    run(use)
+
+
+def test_what_libraries_print_is_no_answer(run):
+    async def use(made):
+        assert await ask(made, "say", "printed") == "said"
+        return await ask(made, "echo", "x")
+
+    assert run(use, worker_tasks.chat) == "x"
+
+
+@posix
+def test_what_a_process_has_of_ours(run, monkeypatch):
+    """A session of its own, few variables, and no modules from the current folder."""
+    monkeypatch.setenv("SECRET", "1")
+
+    async def use(made):
+        return int(await pid_of(made)), (await ask(made, "surroundings")).split()
+
+    pid, (session, *names) = run(use)
+    assert int(session) == pid
+    assert "PYTHONPATH" in names
+    assert {*names} <= {*INHERITED, "LC_CTYPE"}, "python itself sets LC_CTYPE"
+
+
+def test_a_process_ends_with_its_parent():
+    """When there is nobody left who could ask."""
+    command = [sys.executable, "-P", "-m", "cllm.text.worker", "cllm.text.chat_template", "prepare", "1"]
+    begin = frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
+    done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == (frame(READY), b"")
+
+
+def test_a_reply_is_a_text_or_an_error():
+    assert Reply("").get() == ""
+    with pytest.raises(BadRequest, match="why"):
+        Reply("", "why").get()

@@ -1,0 +1,84 @@
+"""What test_workers.py has processes do."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from cllm.errors import BadRequest
+
+SLOWLY = 1.0  # seconds
+
+
+def prepare(begin):
+    """Each question is the name of a function below and its arguments; ``begin`` is "begin"."""
+    assert begin == "begin"
+    return lambda asked: globals()[asked[0]](*asked[1:])
+
+
+def prepare_slowly(begin):
+    """Computes for longer than a question may."""
+    end = time.process_time() + SLOWLY
+    while time.process_time() < end:
+        pass
+    return prepare(begin)
+
+
+def fail(begin):
+    raise RuntimeError(f"no work for {begin}")
+
+
+def hang(begin):
+    time.sleep(600)
+
+
+def chat(begin):
+    """Prints before it works."""
+    print("hello from a library", flush=True)  # noqa: T201
+    os.write(1, b"and from one in C")
+    return prepare(begin)
+
+
+def echo(text):
+    return text
+
+
+def say(text):
+    print(text, flush=True)  # noqa: T201
+    return "said"
+
+
+def pid():
+    return str(os.getpid())
+
+
+def surroundings():
+    """What of the parent's a process has: session, variables, and whether the current folder is a place for modules."""
+    return " ".join([str(os.getsid(0)), *os.environ, *({"", str(Path.cwd())} & {*sys.path})])
+
+
+def refuse(text):
+    raise BadRequest(text, param="field", code="reason")
+
+
+def crash():
+    raise KeyError("a mistake of ours")
+
+
+def spin():
+    while True:
+        pass
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+    return "slept"
+
+
+def eat():
+    return str(len(bytearray(4 << 30)))
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
