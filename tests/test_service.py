@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from cllm.answer import Answer, Generation, Terms, request_of
 from cllm.backends.fake import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.process.flights import Stream
-from cllm.service import Answer, Generation, Terms, request_of
 
 
 class Engine:

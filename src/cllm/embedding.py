@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cllm.answer import RequestTimeout, Terms
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import BadRequest
 from cllm.process.backlog import QueueFull
 from cllm.process.embeddings import Waiter
-from cllm.service import LONG_TEXT, RequestTimeout, Service, Terms
+from cllm.service import LONG_TEXT, Service
 
 Vectors = npt.NDArray[np.float32]
 

@@ -9,10 +9,10 @@ import httpx2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.answer import Delta, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.anthropic.stream import MessageEvents, collect
-from cllm.service import Delta, Generation
 from cllm.text.chat import Channel
 
 TEXTS = st.text(max_size=20)

@@ -13,6 +13,7 @@ import httpx2
 import openai
 import pytest
 
+from cllm.answer import Generation, Terms
 from cllm.backends.fake import FakeVocabulary
 from cllm.config import Settings
 from cllm.core.output import Stats
@@ -22,7 +23,7 @@ from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
-from cllm.service import Generation, Service, Terms
+from cllm.service import Service
 from cllm.text.chat import Chat
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server

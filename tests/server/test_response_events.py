@@ -7,12 +7,12 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response import Response
 
+from cllm.answer import Delta, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, EngineError
 from cllm.server.openai.response_schema import MessageItem, messages_of
 from cllm.server.openai.response_store import ResponseStore
 from cllm.server.openai.response_stream import ResponseEvents
-from cllm.service import Delta, Generation
 from cllm.text.chat import Channel
 
 HEAD = {

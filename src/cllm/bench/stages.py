@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cllm.answer import Generation
 from cllm.backends.base import Backend, Vocabulary
 from cllm.bench.dialects import DIALECTS, Api
 from cllm.bench.load import Target, connections, printable
@@ -40,7 +41,7 @@ from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient
 from cllm.process.messages import Stepped, frame
 from cllm.sampling.pipeline import Sampler
-from cllm.service import Generation, Service
+from cllm.service import Service
 from cllm.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from cllm.answer import RequestTimeout
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
 from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
-from cllm.service import RequestTimeout
 
 log = logging.getLogger("cllm.server")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cllm.answer import Terms
 from cllm.errors import BadRequest
-from cllm.service import Service, Terms
+from cllm.service import Service
 
 
 async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:

@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 
+from cllm.answer import Terms
 from cllm.config import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import Place
 from cllm.server.body import Body
-from cllm.service import Terms
 
 BATCH_OWNER = "cllm.batch_owner"  # in the scope of a request that a batch makes: on whose account it was created
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.service import Answer, Delta
+from cllm.answer import Answer, Delta
 
 T = TypeVar("T")
 

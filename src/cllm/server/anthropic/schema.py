@@ -8,12 +8,12 @@ import pydantic
 from pydantic import Field
 from starlette.requests import Request
 
+from cllm.answer import Terms
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import ArgumentSchema, Body, example, named
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
-from cllm.service import Terms
 from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512

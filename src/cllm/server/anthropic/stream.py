@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cllm.answer import Answer, Delta, Generation, Usage
 from cllm.server.anthropic.errors import error_event
 from cllm.server.arguments import object_of
-from cllm.service import Answer, Delta, Generation, Usage
 from cllm.text.chat import Channel
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -16,12 +16,13 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.answer import Generation, Terms
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.native.answers import Benchmark
 from cllm.server.sse import until_disconnect
-from cllm.service import Generation, Service, Terms
+from cllm.service import Service
 
 router = APIRouter(tags=["cLLM"])
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
+from cllm.answer import Answer, Delta, Generation
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
@@ -34,7 +35,7 @@ from cllm.server.native.answers import (
 )
 from cllm.server.queueing import TermsBody, place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Delta, Generation, Service
+from cllm.service import Service
 
 router = APIRouter(tags=["cLLM"])
 

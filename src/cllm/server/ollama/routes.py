@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.engine.build import uses_gpu
@@ -46,7 +47,7 @@ from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, loaded
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import written
-from cllm.service import Generation, Service
+from cllm.service import Service
 
 router = APIRouter(tags=["Ollama"])
 

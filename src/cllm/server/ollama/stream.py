@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cllm.answer import Answer, Delta, Generation
 from cllm.backends.base import Vocabulary
 from cllm.server.arguments import object_of
 from cllm.server.logprobs import token_objects
 from cllm.server.ollama.errors import error_line
-from cllm.service import Answer, Delta, Generation
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 

@@ -23,6 +23,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.types import Message
 
+from cllm.answer import RequestTimeout
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
 from cllm.server.errors import describe, openai_form
@@ -30,7 +31,7 @@ from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord, chec
 from cllm.server.openai.file_store import FileStore, StateFolder, disk_fault, new_file, new_id
 from cllm.server.queueing import BATCH_OWNER
 from cllm.server.request_id import request_id
-from cllm.service import RequestTimeout, Service
+from cllm.service import Service
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.answer import Answer, Delta, Generation
 from cllm.core.params import SamplingParams
 from cllm.server.body import documented, read_body
 from cllm.server.infill import infill
@@ -19,7 +20,7 @@ from cllm.server.openai.routes import check_model, head_of, headers_of, json_ans
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, Counted, usage_object
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Delta, Generation, Service
+from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_schema import new_id
-from cllm.service import Delta, Generation, Usage
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 

@@ -12,6 +12,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.logprobs import chat_logprobs
@@ -23,7 +24,7 @@ from cllm.server.openai.routes import chat_generation, check_model
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import BATCH_OWNER, account, place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Generation, Service
+from cllm.service import Service
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 

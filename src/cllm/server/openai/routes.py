@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm import __version__
+from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
@@ -24,7 +25,7 @@ from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Answer, Generation, Service
+from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import error_event
-from cllm.service import Delta, Generation, Usage
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
