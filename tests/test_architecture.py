@@ -18,6 +18,7 @@ FLOORS = [
     {"server"},
     {"embedding"},
     {"service"},
+    {"answer"},
     {"text", "process", "llm"},
     {"engine"},
     {"scheduler", "sampling", "backends"},
