@@ -96,6 +96,17 @@ def test_prompts_get_what_keeps_the_latency_target(fake_engine):
     assert engine.finish() == ["C.0 0+200", "C.0 200+200 sample"], "nobody decodes: full chunks"
 
 
+def test_prompts_that_come_together_are_not_all_computed_together(fake_engine):
+    """Two of them are enough for an efficient step; more would only have their first token with the last of them."""
+    engine = fake_engine(max_num_batched_tokens=400, costs=Costs(step=0.004, row=0.001, token=0.001))
+    engine.add("A", [1] * 96, ignore_eos=True, max_tokens=100)
+    engine.finish()
+    for name in "BCDE":
+        engine.add(name, [ord(name)] * 60, max_tokens=2)
+    assert engine.step() == "B.0 0+60 sample | C.0 0+60 sample"
+    assert engine.step() == "B.0 60+1 sample | C.0 60+1 sample | D.0 0+60 sample | E.0 0+60 sample"
+
+
 def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
     """If the decoding rows alone take longer than the target, prompts still get a tile of tokens."""
     engine = fake_engine(max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from cllm.scheduler.step_cost import StepCost
@@ -22,6 +24,15 @@ def test_the_budget_is_what_the_target_leaves():
     assert cost.per_token == pytest.approx(0.001)
     assert cost.num_tiles(4, 0.2) == 15
     assert cost.num_tiles(4, 0.01) == 1
+
+
+def test_enough_is_where_reading_the_weights_hardly_counts():
+    """Twenty times as long as a step of one row; whatever fits while nothing is known."""
+    cost = StepCost(10)
+    assert cost.enough == math.inf
+    cost.observe(0, 100, 0.2)
+    cost.observe(1, 0, 0.01)
+    assert cost.enough == pytest.approx(100)
 
 
 def test_a_part_of_a_tile_counts_as_one():

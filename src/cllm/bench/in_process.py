@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -77,19 +76,19 @@ def measure(job: Job) -> Found:
 
 def params_of(job: Job) -> EngineParams:
     """What ``cllm serve`` would make of the flags that it is started with."""
-    scheduler: dict[str, Any] = {"max_num_seqs": job.num_seqs, "speculation": "off"}
-    if job.depth:
-        scheduler["target_itl_ms"] = None  # or fewer would run at a time where a step of all takes longer
     settings = Settings.model_validate(
         {
             "model": {"max_context_length": job.context},
-            "scheduler": scheduler,
+            "scheduler": {"max_num_seqs": job.num_seqs, "speculation": "off"},
             "kv": {"layout": "partitioned" if job.depth else "auto", "ram_cache_mb": 0},
             "backend": {"llama_cpp": {"n_threads": job.threads}},
             "log": {"level": "error"},
         }
     )
-    return fitted(engine_params(settings, Path(job.model)))
+    params = engine_params(settings, Path(job.model))
+    if job.depth:  # all of them at once, even if that is more than a server would take for itself
+        return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
+    return fitted(params)
 
 
 def run(job: Job) -> Found:

@@ -5,6 +5,7 @@ A policy of your own is a class like these, named as ``package.module:Class`` in
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -117,11 +118,13 @@ class Fair(Priorities):
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
 
 
-def share_out(lacking: list[Sequence], budget: int) -> Iterator[tuple[Sequence, int]]:
+def share_out(lacking: list[Sequence], budget: int, enough: float = math.inf) -> Iterator[tuple[Sequence, int]]:
     """Who of those that lack tokens gets how many of ``budget``; 0 where it has run out.
 
     In the order of class and arrival, but up to half of them first go to those whose rest is less than half as long as
-    that of the first: they need not wait for a long prompt, nor can they hold it up for ever.
+    that of the first: they need not wait for a long prompt, nor can they hold it up for ever. Once ``enough`` tokens
+    have been given, no further prompt is begun: those that are computed together have their first tokens together, when
+    the last of them could have it; one after the other, all but that one have theirs sooner.
     """
     lacking = sorted(lacking, key=lambda seq: (seq.urgency, seq.order))
     if not lacking:
@@ -138,8 +141,9 @@ def share_out(lacking: list[Sequence], budget: int) -> Iterator[tuple[Sequence, 
             yield seq, lacks
     for seq in lacking:
         if seq not in short:
-            share = min(seq.num_lacking_tokens, budget)
+            share = min(seq.num_lacking_tokens, budget) if enough > 0 else 0
             budget -= share
+            enough -= share
             yield seq, share
 
 

@@ -125,7 +125,7 @@ class Scheduler:
         self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, target_itl, shares=shares)
         self._admit_waiting(now, operations)
         busy = {row.seq for row in rows}
-        for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget):
+        for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget, self.cost.enough):
             if share == 0:
                 self.blocked = self.blocked or f"the step is full: {self.budget} tokens of prompts"
                 break

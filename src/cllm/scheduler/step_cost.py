@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 SHARE = 0.2  # of a new observation in the mean
+ENOUGH = 20  # times as long as a step of one row: reading the weights is a twentieth of such a step
 ROW_OFFSET = 3  # until a number of rows has been seen, its cost is taken as proportional to rows + this
 
 
@@ -45,6 +48,13 @@ class StepCost:
     def prefill(self, num_tokens: int) -> float:
         """Expected seconds for so many prefill tokens; 0 if none was ever seen."""
         return num_tokens * (self.per_token or 0.0)
+
+    @property
+    def enough(self) -> float:
+        """Prefill tokens of a step from which on more would hardly make it more efficient; inf while not known."""
+        if not self.per_token or not self.per_rows:
+            return math.inf
+        return ENOUGH * self.decode(1) / self.per_token
 
     def num_tiles(self, num_rows: int, seconds: float) -> int | None:
         """How many tiles of prefill tokens fit beside the decoding rows into ``seconds``, at least one.
