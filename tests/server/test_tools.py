@@ -48,6 +48,16 @@ def streamed(chunks) -> dict:
     return whole
 
 
+def test_a_declaration_in_other_words(create) -> None:
+    """As real clients write them: in another order, with titles, descriptions, optional properties, none required."""
+    city = {"title": "City", "description": 'Its name, such as "Rome"', "type": "string"}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "properties": {"city": city}, "type": "object"}
+    for more in ({}, {"required": ["city"], "additionalProperties": False}):
+        function = {"parameters": schema | more, "description": "Get the weather of a city", "name": "get_weather"}
+        (call,) = create(ASK, tools=[{"type": "function", "function": function}]).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_round_trip(choice, create) -> None:
     """The model calls a declared tool and uses its result."""
