@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
+import openai
 import pytest
 
 START_TIMEOUT = 60
@@ -117,6 +118,18 @@ def builtin_server(builtin_path: Path) -> Iterator[Server]:
     yield server
     assert server.stop() == 0, server.log
     server.forget()
+
+
+@pytest.fixture(scope="session")
+def client(builtin_server: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's, of that server; tests of other dialects have their own."""
+    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
 
 
 def starter() -> Iterator[Callable[..., Server]]:

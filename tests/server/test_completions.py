@@ -11,12 +11,6 @@ TEXT = "Once there was a clever fox"
 
 
 @pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def ask(client):
     model = client.models.list().data[0].id
 

@@ -10,17 +10,6 @@ COUNT = [{"role": "user", "content": "Count from 3 to 30."}]
 NUMBERS = " ".join(map(str, range(3, 31)))
 
 
-@pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client):
-    return client.models.list().data[0].id
-
-
 def test_a_chat_is_answered(client, model):
     """The answer, how it ended and what it cost."""
     answer = client.chat.completions.create(model=model, messages=SUM, temperature=0)

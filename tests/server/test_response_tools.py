@@ -24,12 +24,6 @@ ANSWER = "It is sunny in Paris, 21 degrees."
 
 
 @pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def create(client):
     def create(question, **options):
         return client.responses.create(model="cllm-builtin", input=question, temperature=0, **options)

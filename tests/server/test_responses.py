@@ -17,17 +17,6 @@ NUMBERS = " ".join(map(str, range(3, 21)))
 GREEDY = {"temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client):
-    return client.models.list().data[0].id
-
-
 def strict(kind, value):
     """``value`` as the client's own type, every field checked."""
     return pydantic.TypeAdapter(kind).validate_python(value)

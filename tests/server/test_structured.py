@@ -44,12 +44,6 @@ def json_schema(schema: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def fake(fake_server):
     with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -18,12 +18,6 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.fixture(scope="module")
-def client(builtin_server):
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def create(client):
     def create(messages, **options):
         return client.chat.completions.create(model="cllm-builtin", messages=messages, temperature=0, **options)

@@ -16,7 +16,8 @@ from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
 def engine_params(settings: Settings, path: Path | None) -> EngineParams:
     """Parameters for the model at ``path`` (None for the fake backend), after looking at its header.
 
-    Raises StartupError if the file is no model or the memory is not enough.
+    Raises StartupError if the file is no model or sizes contradict each other. Whether the memory is enough is asked
+    where the model is loaded (``build.fitted``): only llama.cpp knows of a GPU, and its import would hold up the start.
     """
     llama, scheduler = settings.backend.llama_cpp, settings.scheduler
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:

@@ -11,6 +11,8 @@ import re
 from functools import cache
 from typing import Any, Protocol
 
+from pydantic_core import from_json
+
 from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
 
 INSIDE = re.compile(r'["\\]')
@@ -352,3 +354,12 @@ def value_of(text: str, types: set[str]) -> str:
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return stripped
+
+
+def object_of(text: str) -> dict[str, Any]:
+    """The arguments that a call has; of a text that was cut, what is there."""
+    try:
+        value = from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

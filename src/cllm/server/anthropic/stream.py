@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from cllm.answer import Answer, Delta, Generation, Usage
 from cllm.server.anthropic.errors import error_event
-from cllm.server.arguments import object_of
+from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

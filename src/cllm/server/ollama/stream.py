@@ -11,10 +11,10 @@ from pydantic_core import to_json
 
 from cllm.answer import Answer, Delta, Generation
 from cllm.backends.base import Vocabulary
-from cllm.server.arguments import object_of
-from cllm.server.logprobs import token_objects
 from cllm.server.ollama.errors import error_line
+from cllm.server.token_logprobs import token_objects
 from cllm.text.alignment import ToldToken
+from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
 
 MEDIA_TYPE = "application/x-ndjson"

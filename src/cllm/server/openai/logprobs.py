@@ -7,7 +7,7 @@ from typing import Any
 
 from cllm.backends.base import Vocabulary
 from cllm.core.output import Logprobs
-from cllm.server.logprobs import LEAST, token_objects
+from cllm.server.token_logprobs import LEAST, token_objects
 from cllm.text.alignment import ToldToken
 from cllm.text.detokenizer import Detokenizer
 
