@@ -23,7 +23,7 @@ def main() -> None:
     launched = None
     if sys.argv[1:2] == ["serve"]:
         launched = launch()  # it imports its half of cLLM while we import ours
-        gc.disable()  # until the server is ready: a tenth of what the imports take
+        gc.disable()  # until all is imported (server/run.py), which takes a tenth less so
 
     from cllm.cli.main import main as run
 

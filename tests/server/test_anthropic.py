@@ -37,6 +37,18 @@ def client(builtin_server):
         yield client
 
 
+def asker(client, *, streamed, **options):
+    """Sends messages with ``options``, and gives the message that comes, whole or put together by the client."""
+
+    def ask(messages):
+        if not streamed:
+            return client.messages.create(messages=messages, **options, **ASKED)
+        with client.messages.stream(messages=messages, **options, **ASKED) as stream:
+            return stream.get_final_message()
+
+    return ask
+
+
 def text_of(message):
     assert {block.type for block in message.content} == {"text"}
     return "".join(block.text for block in message.content)
@@ -188,13 +200,7 @@ def test_the_beta_client_is_served_too(client):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_is_called_and_its_result_used(client, streamed):
     """The whole way round, with the client's own objects sent back."""
-
-    def ask(messages):
-        if not streamed:
-            return client.messages.create(messages=messages, tools=TOOLS, **ASKED)
-        with client.messages.stream(messages=messages, tools=TOOLS, **ASKED) as stream:
-            return stream.get_final_message()
-
+    ask = asker(client, streamed=streamed, tools=TOOLS)
     message = ask(WEATHER)
     assert message.stop_reason == "tool_use"
     (call,) = message.content
@@ -232,13 +238,7 @@ def test_tool_choice(client):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_thinking_is_a_block_of_its_own(client, streamed):
     """It is counted, and may be sent back."""
-
-    def ask(messages):
-        if not streamed:
-            return client.messages.create(messages=messages, thinking=THINKING, **ASKED)
-        with client.messages.stream(messages=messages, thinking=THINKING, **ASKED) as stream:
-            return stream.get_final_message()
-
+    ask = asker(client, streamed=streamed, thinking=THINKING)
     message = ask(SUM)
     thinking, text = message.content
     assert (thinking.type, text.type, text.text) == ("thinking", "text", "72")

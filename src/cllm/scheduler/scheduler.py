@@ -127,7 +127,7 @@ class Scheduler:
         busy = {row.seq for row in rows}
         for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget, self.cost.enough):
             if share == 0:
-                self.blocked = self.blocked or f"the step is full: {self.budget} tokens of prompts"
+                self.blocked = self.blocked or f"the step has enough tokens of prompts, of {self.budget} at most"
                 break
             count = min(share, self._until_checkpoint(seq), self._until_logits_run_out(seq, rows))
             if not self._make_room(seq, count, rows, operations):

@@ -74,6 +74,7 @@ async def run(
     server: HttpServer | None = None
     try:
         server = opened = await asyncio.to_thread(open_server, settings, params, model_name, engine)
+        gc.enable()  # which __main__ has turned off for the imports
 
         def started(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
@@ -81,7 +82,6 @@ async def run(
             else:
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays: nobody has to look through it again
-                gc.enable()
                 on_ready(opened.service)
 
         opened.early = early
