@@ -109,7 +109,7 @@ class FakeEngine:
         mine = {name.removeprefix("engine_"): options.pop(name) for name in [*options] if name.startswith("engine_")}
         self.now = 0.0
         self.backend = RecordingBackend(**options, sleep=self.sleep)
-        params = EngineParams(check=True, **{"speculation": "off", **mine})
+        params = EngineParams(**{"check": True, "speculation": "off", **mine})
         self.engine = build_engine(self.backend, params, clock=lambda: self.now)
         self.scheduler = self.engine.scheduler
         self.ledger = self.scheduler.ledger

@@ -167,3 +167,18 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"kv\.disk_cache: cannot write to"):
         start(tmp_path / "file")
+
+
+@pytest.mark.parametrize("method", ["blank", "adopt", "snapshot"])
+def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(method, tmp_path, monkeypatch):
+    """Whoever waits for the prefix is computed; what cannot be written is not; the engine goes on."""
+    first = start(tmp_path)
+    answer, _ = ask(first, LONG)
+    if method == "snapshot":
+        monkeypatch.setattr(first.backend, method, lambda key: 1 / 0)
+    close(first)
+    second = start(tmp_path)
+    assert len(second.scheduler.ledger.tiers.files) == (0 if method == "snapshot" else 1)
+    if method != "snapshot":
+        monkeypatch.setattr(second.backend, method, lambda *args: 1 / 0)
+    assert ask(second, LONG) == (answer, len(LONG) + 1)

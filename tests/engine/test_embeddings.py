@@ -171,3 +171,23 @@ def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None
         told += fake.engine.embeddings.take()
     assert [e.request_id for e in told if e.error] == ["bad"]
     assert [e.request_id for e in told if e.vectors] == ["good"]
+
+
+def test_an_exception_ends_the_requests_for_vectors_and_the_engine_goes_on(fake_engine, monkeypatch) -> None:
+    """Those that wait too: nobody knows which of them caused it. Sequences are not touched."""
+    fake = fake_engine(length=4)
+    request = fake.add("A", [1])
+    embed(fake, "a", [[1] * 500])
+    embed(fake, "b", [[3] * 100])
+    fake.step()
+    fake.engine.embeddings.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(fake.engine.embeddings, "_choose", lambda room: 1 / 0)
+        fake.step()
+    assert {e.request_id: e.error for e in fake.engine.embeddings.take()} == {
+        "a": "division by zero",
+        "b": "division by zero",
+    }
+    embed(fake, "c", [[5] * 10])
+    assert [*finish(fake)] == ["c"]
+    assert fake.tokens("A") == fake.right_tokens(request)

@@ -10,7 +10,8 @@ from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add, Close
 from cllm.engine.params import EngineParams
-from cllm.scheduler.scheduler import MAX_FAILURES
+from cllm.kv_cache.layouts import LayoutChooser
+from cllm.scheduler.sequences import MAX_FAILURES
 
 
 class Script:
@@ -180,3 +181,91 @@ def test_without_a_seed_no_two_texts_are_the_same(fake_engine):
         engine.add(name, [1], temperature=20.0, max_tokens=10, ignore_eos=True)
     engine.finish()
     assert engine.tokens("A") != engine.tokens("B")
+
+
+# --- exceptions that nobody has foreseen ------------------------------------------------------------------------------
+
+
+def survivor(**options):
+    """An engine that survives exceptions, as in a server; a test engine raises them."""
+    return build_engine(FakeBackend(**options), EngineParams(speculation="off", ram_cache_bytes=1 << 20))
+
+
+def finish(engine) -> list:
+    """What the engine says until it has no work."""
+    outputs = []
+    for _ in range(200):
+        if not engine.has_work():
+            return outputs
+        outputs += engine.step()
+        engine.scheduler.check()
+    raise AssertionError(f"no end in sight: {engine.scheduler}")
+
+
+def raise_for(monkeypatch: pytest.MonkeyPatch, owner, name: str, request_id: str) -> None:
+    """Let the method ``name`` of ``owner`` raise an exception for the sequences of one request."""
+    method = getattr(owner, name)
+
+    def faulty(seq, *args, **kwargs):
+        if seq.request.request_id == request_id:
+            raise ZeroDivisionError(request_id)
+        return method(seq, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, faulty)
+
+
+@pytest.mark.parametrize("method", ["group", "urgency", "served"])
+def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, monkeypatch):
+    """Whether it is queued, admitted or sampled at that moment."""
+    engine = survivor(length=4)
+    raise_for(monkeypatch, engine.scheduler.waiting.policy, method, "B")
+    outputs = [
+        output for name, prompt in (("A", 1), ("B", 7), ("C", 20)) for output in engine.handle(add(name, [prompt]))
+    ]
+    outputs += finish(engine)
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "stop", "B": "error", "C": "stop"}
+    assert tokens([(outputs, None)], "A") == [2, 3, 4, 5, END]
+    assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
+
+
+def test_an_exception_in_every_step_ends_all_requests_and_the_engine_goes_on(monkeypatch):
+    """Where no sequence is to blame, each is tried MAX_FAILURES times; afterwards new requests are served."""
+    engine = survivor(length=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.cost, "prefill_budget", lambda *args, **kwargs: 1 / 0)
+        engine.handle(add("A", [1]))
+        engine.handle(add("B", [7]))
+        outputs = finish(engine)
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "error", "B": "error"}
+    engine.handle(add("C", [20]))
+    assert [output.token for output in finish(engine)] == [21, 22, END]
+
+
+def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
+    """All of its sequences end once, also if some of them were queued already."""
+    engine = survivor()
+    made = []
+
+    def derive_seed(seed: int, index: int) -> int:
+        made.append(index)
+        return 1 // (2 - index)
+
+    monkeypatch.setattr("cllm.engine.engine.derive_seed", derive_seed)
+    outputs = engine.handle(add("A", [1], n=4))
+    assert sorted(output.index for output in outputs if output.finish) == [0, 1, 2, 3]
+    assert made == [0, 1, 2]
+    assert not engine.has_work()
+
+
+def test_a_layout_that_cannot_be_changed_stays(monkeypatch):
+    """The running sequences go on in the old one, and nobody tries again."""
+    engine = survivor(length=9, num_cells=2048)
+    engine._chooser = LayoutChooser(0.0, 1, None)
+    monkeypatch.setattr(engine._chooser, "wants_change", lambda *args, **kwargs: True)
+    monkeypatch.setattr(engine.backend, "change_layout", lambda layout: 1 / 0)
+    monkeypatch.setattr("cllm.engine.engine.CHOOSE_EVERY", 3)
+    engine.handle(add("A", [1]))
+    outputs = finish(engine)
+    assert tokens([(outputs, None)], "A") == [*range(2, 11), END]
+    assert engine._chooser is None
+    assert engine.backend.info.layout == "unified"

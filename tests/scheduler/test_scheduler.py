@@ -212,6 +212,24 @@ def test_parking_takes_from_the_tail(fake_engine):
     assert list(engine.ends()) == ["A.0", "B.0", "C.0", "D.0"]
 
 
+def test_a_sequence_that_is_parked_in_a_step_gets_no_row_in_it(fake_engine):
+    """An interactive prompt takes the cells of a batch prompt that was to be served in the same step."""
+    engine = fake_engine(context_length=64, max_num_seqs=8, max_num_batched_tokens=9, num_cells=277, length=60)
+    engine.scheduler.expected.output = 8.0
+    for i in range(6):
+        engine.add(f"D{i}", [10 * i] * 2, max_tokens=55, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    requests = [engine.add("B", [100] * 50, priority=Priority.BATCH, max_tokens=3)]
+    for _ in range(15):
+        engine.step()
+    requests.append(engine.add("A", [200] * 38, priority=Priority.INTERACTIVE, max_tokens=3))
+    engine.finish()
+    assert engine.scheduler.num_parked > 0
+    assert set(engine.ends().values()) == {"length"}
+    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+
+
 def test_a_parked_sequence_keeps_its_turn(fake_engine):
     """It waits at the head of the queue, before those who never ran."""
     engine = fake_engine(context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30)

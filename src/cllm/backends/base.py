@@ -73,7 +73,10 @@ class Backend(Protocol):
         ...
 
     def change_layout(self, layout: str) -> None:
-        """Lay the cells out anew, all of them empty; ``info`` changes, snapshots stay. If can_change_layout."""
+        """Lay the cells out anew, all of them empty; ``info`` changes, snapshots stay. If can_change_layout.
+
+        Raises EngineError if the layout stays what it was, and StartupError if the backend cannot be used any longer.
+        """
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cllm.core.output import NO_TOKEN, FinishReason
+from cllm.core.output import NO_TOKEN, FinishReason, TokenOutput
 from cllm.core.request import Request
 
 
@@ -157,6 +157,10 @@ class Sequence:
         if matcher is not None and matcher.stopped:
             return FinishReason.STOP, True
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
+
+    def end_output(self, reason: FinishReason) -> TokenOutput:
+        """What tells that the sequence ended for ``reason``, without a token."""
+        return TokenOutput(self.request.request_id, self.index, NO_TOKEN, reason, False)
 
     @property
     def name(self) -> str:

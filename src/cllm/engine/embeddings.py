@@ -203,6 +203,12 @@ class Embeddings:
             text.alone = True
         self._again = deque(chain(texts, self._again))
 
+    def fail_all(self, why: str) -> None:
+        """End all requests."""
+        jobs = {text.job for text in (self._going, *self._again) if text is not None}
+        for job in jobs.union(*(waiting for keys in self._jobs.values() for waiting in keys.values())):
+            self._fail(job, why)
+
     def _fail(self, job: Job, why: str) -> None:
         job.has_failed = True
         self.abort(job.request.request_id)

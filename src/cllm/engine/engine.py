@@ -18,7 +18,7 @@ from cllm.engine.commands import Abort, Add, Close, Command, Embed, Explain
 from cllm.engine.disk import DiskCache, Written
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.grammars import Grammars
-from cllm.errors import EngineError
+from cllm.errors import EngineError, StartupError
 from cllm.kv_cache.layouts import Layout, LayoutChooser, Sharing
 from cllm.sampling.grammar import Grammar
 from cllm.sampling.pipeline import Sampler
@@ -64,11 +64,6 @@ def layout_of(info: ModelInfo) -> Layout:
     return Layout(shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids)
 
 
-def end_of(seq: Sequence, reason: FinishReason) -> TokenOutput:
-    """Of one that the scheduler does not know."""
-    return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, reason, False)
-
-
 class Engine:
     """A backend, a scheduler and a sampler, stepped by one thread."""
 
@@ -109,7 +104,7 @@ class Engine:
         while True:
             outputs: list[TokenOutput] = []
             if self._chooser is not None and not self.has_work():
-                self._choose_layout(self._chooser)
+                outputs += self._choose_layout(self._chooser)
             for command in inbox.drain(block=not self.has_work() and not self._save_one_idle()):
                 match command:
                     case Close():
@@ -136,36 +131,55 @@ class Engine:
         return stats
 
     def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
-        if isinstance(command, Embed):
-            self.embeddings.add(command.request)
-            self._embeds = True
-            return []
-        if isinstance(command, Abort):
-            self.embeddings.abort(command.request_id)
-            return [*self._stop_holding(command), *self.scheduler.abort(command.request_id, command.index)]
-        request = command.request
-        seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
-        outputs = []
-        for index in range(request.params.n):
-            seq = Sequence(request, index, derive_seed(seed, index), self.backend.info.context_length)
-            grammar = self._grammars.find(request.params.grammar) if request.params.grammar else None
-            if grammar is None and request.params.grammar:
-                self._held.setdefault(request.params.grammar, []).append((self.clock(), seq))
-            else:
-                outputs += self._queue(seq, grammar, self.clock())
+        """Obey a command; returns the ends of sequences that it causes. A request that raises an exception ends."""
+        outputs: list[TokenOutput] = []
+        try:
+            self._obey(command, outputs)
+        except Exception as error:
+            log.exception("a command failed")
+            outputs += self._recover(error)
+            if isinstance(command, Add):
+                request = command.request
+                self._abort(Abort(request.request_id), outputs)
+                ended = {output.index for output in outputs if output.request_id == request.request_id}
+                for index in set(range(request.params.n)) - ended:
+                    outputs.append(TokenOutput(request.request_id, index, NO_TOKEN, FinishReason.ERROR, False))
         return outputs
+
+    def _obey(self, command: Add | Abort | Embed, outputs: list[TokenOutput]) -> None:
+        match command:
+            case Embed(request):
+                self.embeddings.add(request)
+                self._embeds = True
+            case Abort():
+                self.embeddings.abort(command.request_id)
+                self._abort(command, outputs)
+            case Add(request):
+                seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
+                for index in range(request.params.n):
+                    seq = Sequence(request, index, derive_seed(seed, index), self.backend.info.context_length)
+                    grammar = self._grammars.find(request.params.grammar) if request.params.grammar else None
+                    if grammar is None and request.params.grammar:
+                        self._held.setdefault(request.params.grammar, []).append((self.clock(), seq))
+                    else:
+                        outputs += self._queue(seq, grammar, self.clock())
+
+    def _abort(self, abort: Abort, outputs: list[TokenOutput]) -> None:
+        outputs += self._stop_holding(abort)
+        outputs += self.scheduler.abort(abort.request_id, abort.index)
 
     def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
         """Let the scheduler have a sequence that came at ``since``; or its end, if that is refused."""
-        if grammar is not None:
-            if grammar.error:
-                return [end_of(seq, FinishReason.GRAMMAR)]
-            seq.matcher = grammar.matcher()
+        if grammar is not None and grammar.error:
+            return [seq.end_output(FinishReason.GRAMMAR)]
         try:
+            seq.matcher = grammar.matcher() if grammar is not None else None
             self.scheduler.add(seq, since)
-        except ValueError:  # whoever sent it should have checked
-            log.exception("a request was refused")
-            return [end_of(seq, FinishReason.ERROR)]
+        except Exception as error:
+            log.exception("a request was refused")  # whoever sent it should have checked
+            if self.scheduler.knows(seq):
+                return self._recover(error)
+            return [seq.end_output(FinishReason.ERROR)]
         return []
 
     def _take_compiled(self) -> list[TokenOutput]:
@@ -181,34 +195,46 @@ class Engine:
         ended = []
         for text, held in self._held.items():
             kept = [entry for entry in held if not abort.means(entry[1])]
-            ended += [end_of(seq, FinishReason.ABORT) for _, seq in held if abort.means(seq)]
+            ended += [seq.end_output(FinishReason.ABORT) for _, seq in held if abort.means(seq)]
             self._held[text] = kept
         return ended
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; returns what was sampled, nothing if there is nothing to do.
 
-        Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has.
+        Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has. An exception
+        ends the sequences that caused it, and the engine goes on.
         """
-        ended = self._take_compiled() if self._held else []
+        outputs = self._take_compiled() if self._held else []
         if self._embeds:
             self.scheduler.reserved = (self.scheduler.params.target_itl or 0.0) / 2
-        batch = self.scheduler.schedule(self.clock())
+        try:
+            batch = self.scheduler.schedule(self.clock())
+            if self._disk is not None:
+                self._begin_reads(self._disk)
+            outputs += self.scheduler.take_outputs() if batch is None else self._compute(batch)
+        except Exception as error:
+            log.exception("a step failed")
+            batch = None
+            outputs += self._recover(error)
+        is_idle = batch is None or not batch.rows
         if self._disk is not None:
-            self._begin_reads(self._disk)
-        outputs = ended + (self.scheduler.take_ended() if batch is None else self._compute(batch))
-        if self._disk is not None:
-            is_idle = batch is None or not batch.rows
             self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
-        if self._chooser is not None and batch is not None and batch.rows:
+        if self._chooser is not None and not is_idle:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
-                self._choose_layout(self._chooser)
+                outputs += self._choose_layout(self._chooser)
         if self._embeds:
             self._embed()
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _recover(self, error: Exception) -> list[TokenOutput]:
+        """End the sequences in whose computation ``error`` was raised; the others go on."""
+        if self._check:
+            raise error
+        return self.scheduler.recover()
 
     def _embed(self) -> None:
         """A bite beside those who generate: what they leave of a step's time, but never nothing."""
@@ -216,8 +242,12 @@ class Engine:
         left = None
         if target is not None and self.scheduler.running:
             left = target - (begun - self.scheduler.begun)
-        num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
-        self.embeddings.observe(num_tokens, self.clock() - begun)
+        try:
+            num_tokens = self.embeddings.bite(self.embeddings.num_tokens_for(left))
+            self.embeddings.observe(num_tokens, self.clock() - begun)
+        except Exception as error:
+            log.exception("embeddings failed")
+            self.embeddings.fail_all(str(error))
         self._embeds = self.embeddings.has_work()
         if not self._embeds:
             self.scheduler.reserved = 0.0
@@ -252,8 +282,20 @@ class Engine:
             return False
         return True
 
-    def _choose_layout(self, chooser: LayoutChooser) -> None:
-        """Change the layout of the cells if that pays: everybody is parked, and goes on in the other one.
+    def _choose_layout(self, chooser: LayoutChooser) -> list[TokenOutput]:
+        """Change the layout of the cells if that pays; if that fails, it is not tried again."""
+        try:
+            self._change_layout_if_it_pays(chooser)
+        except StartupError:  # the backend has neither layout now
+            raise
+        except Exception as error:
+            log.exception("the KV layout could not be changed")
+            self._chooser = None
+            return self._recover(error)
+        return []
+
+    def _change_layout_if_it_pays(self, chooser: LayoutChooser) -> None:
+        """All running sequences are parked, and go on in the other layout.
 
         What is deferred is going to run soon, and to share what it waits for: the best time to change is before.
         """
@@ -294,8 +336,13 @@ class Engine:
     def _begin_reads(self, disk: DiskCache) -> None:
         reads, self.scheduler.reads = self.scheduler.reads, []
         for snapshot in reads:
-            blank = self._blanks[snapshot.key] = self.backend.blank(disk.size(snapshot.key))
-            disk.read(snapshot.key, blank.data)
+            try:
+                blank = self.backend.blank(disk.size(snapshot.key))
+                disk.read(snapshot.key, blank.data)
+                self._blanks[snapshot.key] = blank
+            except Exception:
+                log.exception("a prefix cannot be read from disk")
+                self.scheduler.was_read(snapshot.key, succeeded=False)
 
     def _take_in(self, disk: DiskCache, wait: float) -> None:
         """What has been read and written. A batch's operations come first: one may drop what is read again."""
@@ -304,17 +351,24 @@ class Engine:
                 for old in self.scheduler.ledger.written(result.key):
                     disk.delete(old)
                 continue
-            filled = self._blanks.pop(result.key)
-            if result.succeeded:
-                self.backend.adopt(result.key, filled)
-            self.scheduler.was_read(result.key, succeeded=result.succeeded)
+            filled, succeeded = self._blanks.pop(result.key), result.succeeded
+            try:
+                if succeeded:
+                    self.backend.adopt(result.key, filled)
+            except Exception:
+                log.exception("a prefix that was read from disk cannot be used")
+                succeeded = False
+            self.scheduler.was_read(result.key, succeeded=succeeded)
 
     def _write(self, disk: DiskCache, operations: Collection[Operation]) -> None:
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
                 snapshot = self.scheduler.ledger.tiers.ram[operation.snapshot]
-                disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key), snapshot.salt)
+                try:
+                    disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key), snapshot.salt)
+                except Exception:
+                    log.exception("a prefix cannot be written to disk")
 
     def _save_one_idle(self) -> bool:
         """Save an idle prefix that no file holds, now that nobody waits for a step; whether there was one."""

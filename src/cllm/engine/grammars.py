@@ -65,8 +65,12 @@ class Grammars:
         while True:
             text = self._jobs.get()
             begun = time.perf_counter()
-            if self._tokenizer is None:
-                self._tokenizer = self._make_tokenizer()
-            grammar = Grammar(text, self._tokenizer)
+            try:
+                if self._tokenizer is None:
+                    self._tokenizer = self._make_tokenizer()
+                grammar = Grammar(text, self._tokenizer)
+            except Exception:  # sequences wait for the result, whatever it is
+                log.exception("a grammar cannot be compiled")
+                grammar = Grammar.failed("it cannot be compiled")
             log.debug("a grammar was compiled in %.0f ms %s", (time.perf_counter() - begun) * 1000, grammar.error[:200])
             self._results.put((text, grammar))

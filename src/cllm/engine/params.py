@@ -11,7 +11,7 @@ class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
     backend: "llama_cpp" or "fake". path: the GGUF file. Sizes in tokens, memory in bytes; kv_bytes_per_token 0 means
     unknown. weight_bytes: of the model; 0 if kv_memory is not to be compared with the memory that there is. If it is, a
     kv_memory of 0 and a ram_cache_bytes of None stand for a share of that (``build.fitted``). check verifies the
-    conservation laws after every step.
+    conservation laws after every step, and raises the exceptions that an engine otherwise survives.
     """
 
     backend: str = "llama_cpp"

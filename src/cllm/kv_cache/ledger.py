@@ -457,6 +457,13 @@ class Ledger:
         """A ledger for other cells with the same snapshots; nothing is leased or idle here."""
         assert not self._leased, "a running sequence would lose its cells"
         assert not self._idle, "idle cells would be forgotten"
+        return self._anew(num_cells, layout)
+
+    def without_cells(self) -> Ledger:
+        """A ledger with the same snapshots for the same cells, whatever they hold now."""
+        return self._anew(self.cells.size, self.layout)
+
+    def _anew(self, num_cells: int, layout: Layout) -> Ledger:
         ledger = Ledger(num_cells, self.cells_per_seq, self.seq_ids.size, layout, self.tiers)
         for snapshot in {**self.tiers.ram, **self.tiers.files}.values():
             ledger._tree.insert(snapshot.tokens, snapshot, snapshot.salt)

@@ -31,6 +31,13 @@ class Grammar:
         self._matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         self.error = self._matcher.get_error()
 
+    @classmethod
+    def failed(cls, why: str) -> Grammar:
+        """One that cannot be used because of ``why``."""
+        grammar = cls.__new__(cls)
+        grammar.error = why
+        return grammar
+
     def matcher(self) -> Matcher:
         """For one more sequence, at its beginning."""
         return Matcher(self, self._matcher)

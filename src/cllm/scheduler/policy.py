@@ -117,7 +117,7 @@ class Fair(Priorities):
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
 
 
-def share_out(lacking: list[Sequence], budget: int, enough: float) -> Iterator[tuple[Sequence, int]]:
+def split_prefill_budget(lacking: list[Sequence], budget: int, enough: float) -> Iterator[tuple[Sequence, int]]:
     """Who of those that lack tokens gets how many of ``budget``; 0 where it has run out.
 
     In the order of class and arrival, but up to half of them first go to those whose rest is less than half as long as

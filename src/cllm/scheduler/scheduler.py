@@ -1,17 +1,12 @@
 """What is computed in each step, and for whom.
 
-One order: served from its head (the running ones, then the waiting ones as the policy sorts them), taken from its
-tail when cells run short. A sequence finishes in the step that samples its last token, and its seq_id and cells are
-given back in one function, ``release``, whatever ended it.
-
-Invariants: a sequence that has not finished is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING
-means a leased seq_id; between steps a seq_id holds as many cells as its sequence has computed tokens; whoever is
-deferred has a leader that runs or a snapshot that is being read.
+One order: the running sequences by class and arrival, then the waiting ones as the policy sorts them. It is served
+from its head; when cells run short, sequences are parked from its tail. A sequence finishes in the step that samples
+its last token.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Mapping
 
@@ -22,16 +17,14 @@ from cllm.core.output import NO_TOKEN, FinishReason, Logprobs, Stats, TokenOutpu
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
-from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.expectations import Expectations
-from cllm.scheduler.policy import Policy, share_out
+from cllm.scheduler.policy import Policy, split_prefill_budget
+from cllm.scheduler.sequences import Sequences, rank
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
 from cllm.scheduler.trace import MAX_STEPS, Step, stats_of, step_of
-from cllm.scheduler.waiting import Waiting
 
 NOTHING: Mapping[int, Logprobs] = {}
-MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +39,7 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     target_itl: float | None = 1.0
 
 
-class Scheduler:
+class Scheduler(Sequences):
     """Decides with values: ``schedule`` says what to do, ``update`` takes in what came of it."""
 
     def __init__(
@@ -60,85 +53,53 @@ class Scheduler:
         """``end_tokens``: the ids with which the model says that it has finished."""
         if params.max_num_batched_tokens < ledger.seq_ids.size:
             raise ValueError(f"{params.max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
-        self.ledger = ledger
+        super().__init__(ledger, policy, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
-        self.waiting = Waiting(policy)
-        self.running: list[Sequence] = []
-        self.deferred = Deferred()
         self.cost = StepCost(params.tile)
         self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
         self.reads: list[Snapshot] = []  # to be read from disk; whoever reads them empties the list
-        self._speculation = speculation
-        self._requests: dict[str, dict[int, Sequence]] = {}
-        self._expiries: list[tuple[float, int, Sequence]] = []
-        self._ended: list[TokenOutput] = []
-        self._owed: list[Operation] = []  # to be carried out before anything else in the next batch
-        self._next_order = 0
         self.expected = Expectations()
         self.begun = 0.0  # the present step, and what prompts may have of it
         self.budget = 0
         self.reserved = 0.0  # seconds of a step that are not for prompts
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
-        self.num_parked = 0
         self.num_prefill_tokens = 0
         self.num_guesses = 0
         self.num_accepted = 0
-
-    # --- arrival -----------------------------------------------------------------------------------------------------
-
-    def add(self, seq: Sequence, now: float) -> None:
-        """Queue a sequence. Raises ValueError if its prompt does not leave a cell for its first token."""
-        if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
-            raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
-        seq.arrived = now
-        seq.urgency = self.waiting.policy.urgency(seq)
-        seq.order, self._next_order = self._next_order, self._next_order + 1
-        match = self.ledger.find(seq)
-        seq.work = seq.num_tokens - max(match.num_tokens, match.num_promised)
-        request = seq.request
-        self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
-        self._requests.setdefault(request.request_id, {})[seq.index] = seq
-        self.waiting.push(seq)
-
-    def _expire_in(self, seq: Sequence, seconds: float | None) -> None:
-        seq.expires = None if seconds is None else seq.arrived + seconds
-        if seq.expires is not None:
-            heapq.heappush(self._expiries, (seq.expires, seq.order, seq))
-
-    def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self.deferred)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
         """What is to be done next: None is nothing (but maybe something is to be read from disk)."""
-        self.begun, self.blocked = now, ""
+        # 1. Expire: requests whose time is over end.
+        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its place.
+        # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the tail is parked.
+        # 4. Admit: waiting sequences start to run, in the order of the policy, until one has to go on waiting.
+        # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If cells run short, the
+        #    tail of ``unserved`` is parked. A sequence leaves it either with a row or without its cells.
+        self.begun, self.blocked, self._suspects = now, "", ()
         self._expire(now)
+        self._suspects = self.running
         self._yield_to_a_higher_class(now)
-        operations = self.take_owed()
+        operations = self._operations = self.take_owed()
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
         space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
         target_itl = None if self.params.target_itl is None else self.params.target_itl - self.reserved
         self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, target_itl, shares=shares)
         self._admit_waiting(now, operations)
-        busy = {row.seq for row in rows}
-        for seq, share in share_out([seq for seq in self.running if seq not in busy], self.budget, self.cost.enough):
-            if share == 0:
-                self.blocked = self.blocked or f"the step has enough tokens of prompts, of {self.budget} at most"
-                break
-            count = min(share, self._until_checkpoint(seq), self._until_logits_run_out(seq, rows))
-            if not self._make_room(seq, count, rows, operations):
-                break
-            rows.append(self._row(seq, count))
+        self._suspects = self.running
+        rows += self._prefill(rows, operations)
+        self._suspects = ()
         if not rows and not operations:
             return None
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
 
     def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
+        self._suspects = (seq,)
         self.ledger.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
         num_scores = seq.scores_of(seq.num_computed_tokens, count) if seq.num_unscored else 0
@@ -154,26 +115,45 @@ class Scheduler:
             if drafts:
                 drafts = {}
                 continue
-            self._park(self._tail())
+            self._park(max(self.running, key=rank))
             decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
         operations += room
         return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
-    def _make_room(self, seq: Sequence, count: int, rows: list[Row], operations: list[Operation]) -> bool:
-        """Free cells for ``count`` tokens of a prompt, parking those behind it that are not in the batch yet."""
-        busy = {row.seq for row in rows}
-        while (room := self.ledger.make_room(count)) is None:
-            tail = self._tail()
-            if tail is seq or tail in busy:
-                self.blocked = f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
-                return False
-            self._park(tail)
-        operations += room
-        return True
+    def _prefill(self, decoding: list[Row], operations: list[Operation]) -> list[Row]:
+        """Rows for those of the running sequences that lack more than one token."""
+        served = {row.seq for row in decoding}
+        lacking = [seq for seq in self.running if seq not in served]
+        unserved = dict(split_prefill_budget(lacking, self.budget, self.cost.enough))
+        rows: list[Row] = []
+        while unserved:
+            seq, share = next(iter(unserved.items()))
+            if share == 0:
+                self.blocked = self.blocked or f"the step has enough tokens of prompts, of {self.budget} at most"
+                break
+            self._suspects = (seq,)
+            count = min(share, self._until_checkpoint(seq), self._until_logits_run_out(seq, [*decoding, *rows]))
+            room = self._make_room(seq, count, unserved)
+            if room is not None:
+                del unserved[seq]
+                operations += room
+                rows.append(self._row(seq, count))
+        return rows
 
-    def _tail(self) -> Sequence:
-        """Who is taken from first: of the lowest class, the last that came."""
-        return max(self.running, key=lambda seq: (seq.urgency, seq.order))
+    def _make_room(self, seq: Sequence, count: int, unserved: dict[Sequence, int]) -> list[Operation] | None:
+        """Operations that free ``count`` cells for ``seq``, after parking from the tail of ``unserved``.
+
+        None if ``seq`` was that tail itself: then it is parked too.
+        """
+        while (room := self.ledger.make_room(count)) is None:
+            tail = max(unserved, key=rank)
+            if tail is seq:
+                self.blocked = f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
+            del unserved[tail]
+            self._park(tail)
+            if tail is seq:
+                return None
+        return room
 
     def _until_checkpoint(self, seq: Sequence) -> int:
         """How far ``seq`` may go in one step: state that cannot be trimmed must be saved where others will need it."""
@@ -198,7 +178,9 @@ class Scheduler:
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit who waits, in the order of the policy, until one has to go on waiting."""
         growth = self._expected_growth(*self.running) if self.waiting else 0
+        self._suspects = self.waiting
         while (seq := self.waiting.head(now)) is not None:
+            self._suspects = (seq,)
             if not self.ledger.seq_ids.num_free:
                 self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
                 return
@@ -221,6 +203,7 @@ class Scheduler:
             assert leased is not None, "nothing always fits"
             operations += self._admit(seq, *leased)
             growth += self._expected_growth(seq)
+            self._suspects = self.waiting
 
     def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
         """True if ``seq`` can be expected to find the cells it will need, beside the ``growth`` of those who run."""
@@ -274,11 +257,6 @@ class Scheduler:
         self.waiting.remove(seq)
         return operations
 
-    def _call_back(self, seqs: list[Sequence]) -> None:
-        """Those who were deferred wait in the queue again, at the places they had."""
-        for seq in seqs:
-            self.waiting.push(seq)
-
     def was_read(self, key: int, *, succeeded: bool) -> None:
         """What was in ``reads`` is in RAM now, or could not be read."""
         snapshot = self.ledger.tiers.find(key)
@@ -292,31 +270,12 @@ class Scheduler:
         """Park one sequence if the policy lets it give way to who waits for its seq_id or its cells."""
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        tail = self._tail()
+        tail = max(self.running, key=rank)
         if tail.urgency > head.urgency and (
             not self.ledger.seq_ids.num_free
             or not self._fits(head, self.ledger.find(head), self._expected_growth(*self.running))
         ):
             self._park(tail)
-
-    def _park(self, seq: Sequence) -> None:
-        """Take a running sequence's cells; it goes on later, from what is left of them in cells or RAM."""
-        self._give_back(seq, soon=True)
-        self.running.remove(seq)
-        seq.status = Status.PARKED
-        self.waiting.push(seq)
-        self.num_parked += 1
-
-    def empty_cells(self) -> list[Operation]:
-        """Park everybody; operations after which no cell is in use."""
-        while self.running:
-            self._park(self._tail())
-        return [*self.take_owed(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
-
-    def take_owed(self) -> list[Operation]:
-        """What has to be carried out before anything else."""
-        owed, self._owed = self._owed, []
-        return owed
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -328,13 +287,16 @@ class Scheduler:
         ``logprobs``: of those tokens whose logprobs are to be told, by their index. NO_TOKEN is of a sequence whose
         grammar allows none; it ends.
         """
-        outputs = self.take_ended()
+        self._num_recoveries = 0
+        self._operations = []  # they have been carried out
         if not batch.rows:
-            return outputs
+            return self.take_outputs()
+        outputs = self._outputs
         num_prefill = num_guesses = num_accepted = num_rows = 0
         begin = end = 0
         for row in batch.rows:
             seq = row.seq
+            self._suspects = (seq,)
             begin, end = end + row.num_scores, end + row.num_samples
             found = tokens[begin:end]
             if row.num_scores:
@@ -367,8 +329,9 @@ class Scheduler:
         self.num_prefill_tokens += num_prefill
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
+        self._suspects = ()
         self.trace.append(step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted))
-        return outputs
+        return self.take_outputs()
 
     def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
         if seq.status is Status.RUNNING:
@@ -406,94 +369,7 @@ class Scheduler:
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs)
 
-    def fail(self, batch: Batch) -> list[TokenOutput]:
-        """Take back a batch that could not be computed; what all that it touched holds is unknown.
-
-        Its sequences are computed again from their tokens. Those that were in MAX_FAILURES such batches end.
-        """
-        touched, owed = self.ledger.doubt(batch.operations)
-        touched |= {row.seq.seq_id for row in batch.rows}
-        self._owed += owed
-        failed = {row.seq for row in batch.rows}
-        for seq in [seq for seq in self.running if seq.seq_id in touched]:
-            seq.num_computed_tokens = 0
-            seq.num_failures += seq in failed
-            if seq.num_failures < MAX_FAILURES:
-                self._park(seq)
-            else:
-                self._end(seq, FinishReason.ERROR)
-        self._owed += self.ledger.distrust(touched)
-        return self.take_ended()
-
-    # --- ends --------------------------------------------------------------------------------------------------------
-
-    def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
-        """End a request's sequences (all, or the one with ``index``), wherever they are."""
-        seqs = self._requests.get(request_id, {})
-        for seq in [seq for i, seq in seqs.items() if index in (None, i)]:
-            self._end(seq, FinishReason.ABORT)
-        return self.take_ended()
-
-    def _expire(self, now: float) -> None:
-        while self._expiries and self._expiries[0][0] <= now:
-            expires, _, seq = heapq.heappop(self._expiries)
-            if seq.expires == expires and seq.status is not Status.FINISHED:
-                self._end(seq, FinishReason.TIMEOUT)
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence from outside, without a token."""
-        if seq in self.waiting:
-            self.waiting.remove(seq)
-        elif not self.deferred.discard(seq):
-            self.running.remove(seq)
-        self.release(seq)
-        self._ended.append(TokenOutput(seq.request.request_id, seq.index, -1, reason, False))
-
-    def take_ended(self) -> list[TokenOutput]:
-        """What was ended from outside since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def release(self, seq: Sequence) -> None:
-        """Forget a sequence and give back what it holds. The only place where that happens."""
-        self._give_back(seq)
-        seq.status = Status.FINISHED
-        siblings = self._requests[seq.request.request_id]
-        del siblings[seq.index]
-        if not siblings:
-            del self._requests[seq.request.request_id]
-        if self._speculation is not None:
-            self._speculation.forget(seq)
-
-    def _give_back(self, seq: Sequence, *, soon: bool = False) -> None:
-        if seq.seq_id >= 0:
-            seq_id, seq.seq_id = seq.seq_id, -1
-            self.ledger.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
-            seq.num_computed_tokens = 0
-            self._call_back(self.deferred.stopped(seq))
-
     # --- sight -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return stats_of(self)
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken; to be called between steps."""
-        self.ledger.check()
-        for seq in self.running:
-            assert seq.status is Status.RUNNING, repr(seq)
-            assert self.ledger.seq_ids.is_leased(seq.seq_id), repr(seq)
-            assert 0 <= seq.num_computed_tokens < seq.num_tokens, repr(seq)
-            assert self.ledger.num_cells_of(seq.seq_id) == seq.num_computed_tokens, repr(seq)
-        assert self.ledger.seq_ids.num_leased == len(self.running), str(self)
-        for seq in [*self.waiting, *self.deferred]:
-            assert seq.status in (Status.WAITING, Status.PARKED), repr(seq)
-            assert seq.seq_id == -1, repr(seq)
-        self.deferred.check(self.running)
-        places = [*self.running, *self.waiting, *self.deferred]
-        assert len(set(places)) == len(places), f"a sequence in two places: {self}"
-        known = {seq for seqs in self._requests.values() for seq in seqs.values()}
-        assert known == set(places), f"a sequence is lost: {self}"
-
-    def __str__(self) -> str:
-        return f"<Scheduler running {self.running} waiting {len(self.waiting)}+{len(self.deferred)} {self.ledger}>"

@@ -209,7 +209,11 @@ class LlamaCppBackend:
     def change_layout(self, layout: str) -> None:
         lib.llama_free(self._context)
         self._context = None
-        self._open_context(layout)
+        try:
+            self._open_context(layout)
+        except StartupError as error:
+            self._open_context(self.info.layout)
+            raise EngineError(f"the KV layout stays {self.info.layout}: {error}") from None
         num_spare_ids = self._num_ids - self._sizes.max_num_seqs
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 

@@ -1,0 +1,235 @@
+"""The sequences that have not finished: where each is, and how it gets from one place to the next.
+
+A sequence ends in one function, ``release``, whatever ended it; its seq_id and cells are given back there.
+
+Invariants: a sequence that has not finished is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING
+means a leased seq_id; between steps a seq_id holds as many cells as its sequence has computed tokens; whoever is
+deferred has a leader that runs or a snapshot that is being read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable
+
+from cllm.core.batch import Batch, Operation
+from cllm.core.output import FinishReason, TokenOutput
+from cllm.core.sequence import Sequence, Status
+from cllm.kv_cache.ledger import Ledger
+from cllm.scheduler.deferred import Deferred
+from cllm.scheduler.policy import Policy
+from cllm.scheduler.speculation import Speculation
+from cllm.scheduler.waiting import Waiting
+
+log = logging.getLogger("cllm.engine")
+
+MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
+
+
+def rank(seq: Sequence) -> tuple[int, int]:
+    """The place of a running sequence: by class, then by arrival. The last one is parked first."""
+    return seq.urgency, seq.order
+
+
+class Sequences:
+    """Moves sequences, and makes its books anew if an exception has left them half written."""
+
+    def __init__(self, ledger: Ledger, policy: Policy, speculation: Speculation | None) -> None:
+        self.ledger = ledger
+        self.waiting = Waiting(policy)
+        self.running: list[Sequence] = []
+        self.deferred = Deferred()
+        self.num_parked = 0
+        self._speculation = speculation
+        self._requests: dict[str, dict[int, Sequence]] = {}
+        self._expiries: list[tuple[float, int, Sequence]] = []
+        self._next_order = 0
+        self._outputs: list[TokenOutput] = []  # that no step has returned yet
+        self._owed: list[Operation] = []  # to be carried out before anything else in the next batch
+        self._operations: list[Operation] = []  # of the batch that is being computed
+        self._suspects: Iterable[Sequence] = ()  # whose fault an exception would be now
+        self._num_recoveries = 0  # since the last step
+
+    # --- arrival -----------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, now: float) -> None:
+        """Queue a sequence. Raises ValueError if its prompt does not leave a cell for its first token."""
+        self._suspects = (seq,)
+        if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
+            raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
+        seq.arrived = now
+        seq.urgency = self.waiting.policy.urgency(seq)
+        seq.order, self._next_order = self._next_order, self._next_order + 1
+        match = self.ledger.find(seq)
+        seq.work = seq.num_tokens - max(match.num_tokens, match.num_promised)
+        request = seq.request
+        self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
+        self._requests.setdefault(request.request_id, {})[seq.index] = seq
+        self.waiting.push(seq)
+        self._suspects = ()
+
+    def _expire_in(self, seq: Sequence, seconds: float | None) -> None:
+        seq.expires = None if seconds is None else seq.arrived + seconds
+        if seq.expires is not None:
+            heapq.heappush(self._expiries, (seq.expires, seq.order, seq))
+
+    def knows(self, seq: Sequence) -> bool:
+        """Whether ``seq`` was added and has not finished."""
+        return seq.index in self._requests.get(seq.request.request_id, {})
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting or self.deferred)
+
+    # --- parked and called back ----------------------------------------------------------------------------------
+
+    def _park(self, seq: Sequence) -> None:
+        """Take a running sequence's cells; it goes on later, from what is left of them in cells or RAM."""
+        self._give_back(seq, soon=True)
+        self.running.remove(seq)
+        seq.status = Status.PARKED
+        self.waiting.push(seq)
+        self.num_parked += 1
+
+    def empty_cells(self) -> list[Operation]:
+        """Park everybody; operations after which no cell is in use."""
+        while self.running:
+            self._park(max(self.running, key=rank))
+        return [*self.take_owed(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
+
+    def take_owed(self) -> list[Operation]:
+        """What has to be carried out before anything else."""
+        owed, self._owed = self._owed, []
+        return owed
+
+    def _call_back(self, seqs: list[Sequence]) -> None:
+        """Those who were deferred wait in the queue again, at the places they had."""
+        for seq in seqs:
+            self.waiting.push(seq)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
+        """End a request's sequences (all, or the one with ``index``), wherever they are."""
+        seqs = self._requests.get(request_id, {})
+        for seq in [seq for i, seq in seqs.items() if index in (None, i)]:
+            self._end(seq, FinishReason.ABORT)
+        return self.take_outputs()
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            expires, _, seq = heapq.heappop(self._expiries)
+            if seq.expires == expires and seq.status is not Status.FINISHED:
+                self._end(seq, FinishReason.TIMEOUT)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence from outside, without a token."""
+        self._suspects = (seq,)
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        elif not self.deferred.discard(seq):
+            self.running.remove(seq)
+        output = seq.end_output(reason)
+        self.release(seq)
+        self._outputs.append(output)
+        self._suspects = ()
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """What no call has returned yet."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def release(self, seq: Sequence) -> None:
+        """Forget a sequence and give back what it holds. The only place where that happens."""
+        self._give_back(seq)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
+        seq.status = Status.FINISHED
+        siblings = self._requests[seq.request.request_id]
+        del siblings[seq.index]
+        if not siblings:
+            del self._requests[seq.request.request_id]
+
+    def _give_back(self, seq: Sequence, *, soon: bool = False) -> None:
+        if seq.seq_id >= 0:
+            seq_id, seq.seq_id = seq.seq_id, -1
+            self.ledger.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
+            seq.num_computed_tokens = 0
+            self._call_back(self.deferred.stopped(seq))
+
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def fail(self, batch: Batch) -> list[TokenOutput]:
+        """Take back a batch that could not be computed; what all that it touched holds is unknown.
+
+        Its sequences are computed again from their tokens. Those that were in MAX_FAILURES such batches end.
+        """
+        touched, owed = self.ledger.doubt(batch.operations)
+        touched |= {row.seq.seq_id for row in batch.rows}
+        self._owed += owed
+        failed = {row.seq for row in batch.rows}
+        for seq in [seq for seq in self.running if seq.seq_id in touched]:
+            seq.num_computed_tokens = 0
+            seq.num_failures += seq in failed
+            if seq.num_failures < MAX_FAILURES:
+                self._park(seq)
+            else:
+                self._end(seq, FinishReason.ERROR)
+        self._owed += self.ledger.distrust(touched)
+        return self.take_outputs()
+
+    def recover(self) -> list[TokenOutput]:
+        """Go on after an exception in any other method, which may have left the books half written.
+
+        They are made anew from what is certain, the sequences and their tokens; nothing is left in the cells. A
+        sequence that was being worked on ends. If there were several, each has failed once, as in ``fail``. If that
+        helps nobody to a step, all end.
+        """
+        suspects = {seq for seq in self._suspects if self.knows(seq)}
+        self._num_recoveries += 1
+        self.ledger = self.ledger.without_cells()
+        _, dropped = self.ledger.doubt([*self._operations, *self._owed])
+        seq_ids = range(self.ledger.seq_ids.size + self.ledger.layout.num_spare_ids)
+        self._operations, self._owed = [], [*dropped, *self.ledger.distrust(set(seq_ids))]
+        self.waiting, self.deferred, self.running = Waiting(self.waiting.policy), Deferred(), []
+        for seq in [seq for seqs in self._requests.values() for seq in seqs.values()]:
+            seq.status = Status.WAITING if seq.num_cached_tokens is None else Status.PARKED
+            seq.seq_id, seq.num_computed_tokens = -1, 0
+            seq.num_failures += seq in suspects
+            is_culprit = suspects == {seq} or max(seq.num_failures, self._num_recoveries) >= MAX_FAILURES
+            if is_culprit or not self._could_push(seq):
+                self.release(seq)
+                self._outputs.append(seq.end_output(FinishReason.ERROR))
+        return self.take_outputs()
+
+    def _could_push(self, seq: Sequence) -> bool:
+        try:
+            self.waiting.push(seq)
+        except Exception:
+            log.exception("%s cannot be queued", seq.name)
+            return False
+        return True
+
+    # --- laws --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken; to be called between steps."""
+        self.ledger.check()
+        for seq in self.running:
+            assert seq.status is Status.RUNNING, repr(seq)
+            assert self.ledger.seq_ids.is_leased(seq.seq_id), repr(seq)
+            assert 0 <= seq.num_computed_tokens < seq.num_tokens, repr(seq)
+            assert self.ledger.num_cells_of(seq.seq_id) == seq.num_computed_tokens, repr(seq)
+        assert self.ledger.seq_ids.num_leased == len(self.running), str(self)
+        for seq in [*self.waiting, *self.deferred]:
+            assert seq.status in (Status.WAITING, Status.PARKED), repr(seq)
+            assert seq.seq_id == -1, repr(seq)
+        self.deferred.check(self.running)
+        places = [*self.running, *self.waiting, *self.deferred]
+        assert len(set(places)) == len(places), f"a sequence in two places: {self}"
+        known = {seq for seqs in self._requests.values() for seq in seqs.values()}
+        assert known == set(places), f"a sequence is lost: {self}"
+
+    def __str__(self) -> str:
+        waiting = f"{len(self.waiting)}+{len(self.deferred)}"
+        return f"<{type(self).__name__} running {self.running} waiting {waiting} {self.ledger}>"
