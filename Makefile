@@ -41,3 +41,5 @@ bench: ## measure what the engine adds to llama.cpp; makes what it needs for tha
 docs: ## derive the pages under docs/ that are made from the code
 	@$(RUN) cllm config docs > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
+	@$(RUN) cllm config api > docs/api.md.new
+	@mv docs/api.md.new docs/api.md

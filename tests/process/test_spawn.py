@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.engine.commands import Add
+from cllm.process import messages
 from cllm.process.messages import Failed, Loading, frame
 from cllm.process.spawn import EngineProcess
 
@@ -48,3 +50,8 @@ def test_after_what_is_not_understood_nothing_is(rest):
     child.data_received(frame(Loading(0.1)) + frame(Loading(0.2)) + rest)
     child.data_received(frame(Loading(0.4)))
     assert (taken, process.kills) == ([0.1, 0.2], 1)
+
+
+def test_the_border_names_the_module_of_its_commands():
+    path = "/".join(Add.__module__.split(".")[1:]) + ".py"
+    assert f"then commands ({path})" in messages.__doc__

@@ -54,6 +54,13 @@ def test_examples_are_valid(document) -> None:
                 assert schemas[content["schema"]["$ref"].rpartition("/")[2]].get("examples"), path
 
 
+def test_an_uploaded_file_has_no_limit_of_characters(document) -> None:
+    """The limit that there is, storage.max_file_mb, is the operator's."""
+    file = document["components"]["schemas"]["UploadBody"]["properties"]["file"]
+    assert file["format"] == "binary"
+    assert "maxLength" not in file
+
+
 def test_every_reference_leads_somewhere(document) -> None:
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
     assert names

@@ -1,6 +1,6 @@
 """What crosses the border: frames of a 4-byte length and MessagePack, over the child's stdin and stdout.
 
-To the child: EngineParams once, then commands (engine/engine.py). From the child: the structs below
+To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs below
 and Embedded (core/output.py).
 """
 

@@ -27,11 +27,18 @@ router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 CHUNK = 1 << 20
 MAX_OTHER_BYTES = 65_536  # of an upload: its other fields, and what is between
 MAX_FIELDS = 10
+MAX_NAME = 1024  # characters
 
 
 class ExpiresAfter(Body):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+def short_name(name: str) -> str:
+    if len(name) > MAX_NAME:
+        raise ValueError(f"the name of a file has at most {MAX_NAME} characters, not {len(name)}")
+    return name
 
 
 class UploadBody(Body):
@@ -41,8 +48,11 @@ class UploadBody(Body):
         file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
     )
 
+    # Checked here is the name of the file; a limit of the schema would speak of its content.
     file: Annotated[
-        str, Field(max_length=1024, description="JSON lines, one request each.", json_schema_extra={"format": "binary"})
+        str,
+        pydantic.AfterValidator(short_name),
+        Field(description="JSON lines, one request each.", json_schema_extra={"format": "binary"}),
     ]
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
