@@ -44,6 +44,23 @@ def test_every_route_that_reads_a_body_says_so():
     assert [path for path in silent if not path.endswith(WITHOUT_BODY)] == []
 
 
+def test_make_docs_writes_every_page_that_is_made_from_the_code():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2]
+    pages = [path for path in (ROOT / "docs").glob("*.md") if "This page is made from" in path.read_text()]
+    assert len(pages) >= 2
+    assert [page.name for page in pages if f"mv docs/{page.name}.new docs/{page.name}" not in recipe] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [("/v1/chat/completions", "above 2 is an extension"), ("/v1/messages", "above 1 is an extension")],
+)
+def test_a_temperature_above_the_originals_is_called_an_extension(path, limit):
+    (model,) = (body_model(route) for route in routes() if route.path == path and "POST" in route.methods)
+    rows = {name: what for name, _, what in body_rows(model)}
+    assert limit in rows["temperature"]
+
+
 def test_every_route_is_on_the_page():
     text = page()
     assert [route.path for route in routes() if route.tags and f" {route.path}\n" not in text] == []

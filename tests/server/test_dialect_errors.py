@@ -87,7 +87,7 @@ def check_ollama(answer, status):
         ({"thinking": {"type": "enabled"}}, "budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": {"type": 5}}, "thinking.type"),
         ({"thinking": True}, "thinking"),
         ({"tools": "x"}, "tools"),
         ({"tools": [5]}, "tools[0]"),

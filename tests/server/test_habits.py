@@ -59,6 +59,61 @@ def test_a_wrong_base_url_is_told_of_the_right_path(fake, asked, meant):
     assert "there is" not in fake.post("/v1/nothing", json={}).text
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (CHAT, {"messages": ASK, "max_tokens": -1}),
+        (CHAT, {"messages": ASK, "max_completion_tokens": -1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": -1}),
+    ],
+)
+def test_minus_one_is_no_limit_of_tokens(fake, path, asked):
+    """The answer ends where the context does; 0 and -2 are still refused where an answer is wanted."""
+    answer = fake.post(path, json={**asked, "ignore_eos": True}).json()
+    assert answer["usage"]["total_tokens"] == 512
+    (limit,) = (name for name in asked if "tokens" in name)
+    for wrong in (-2, -1.0, 0 if "prompt" not in asked else -3):
+        assert fake.post(path, json={**asked, limit: wrong}).json()["error"]["param"] == limit
+
+
+def test_tools_may_have_long_names_and_no_type(fake):
+    function = {**TOOL["function"], "name": "a" * 65}
+    body = {"messages": ASK, "tools": [{"function": function}], **LIMIT}
+    assert fake.post(CHAT, json=body).status_code == 200
+    body["tools"][0] = {"function": {**function, "name": "a" * 257}}
+    assert fake.post(CHAT, json=body).json()["error"]["param"] == "tools[0].function.name"
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled", "interleaved"])
+def test_anthropic_may_think_in_other_ways(fake, kind):
+    body = {"model": "fake", "max_tokens": 4, "messages": ASK, "thinking": {"type": kind, "budget_tokens": 2}}
+    assert fake.post("/v1/messages", json=body).status_code == 200
+
+
+def test_responses_truncation_auto_is_accepted_and_shown_as_disabled(fake):
+    answer = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "truncation": "auto"}).json()
+    assert answer["truncation"] == "disabled"
+    answer = fake.post("/v1/responses", json={"input": "a" * 600, "truncation": "auto"})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("nothing", [{}, {"input": ""}, {"input": []}, {"input": None}])
+def test_a_response_goes_on_from_another_without_input(fake, nothing):
+    first = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()
+    then = fake.post("/v1/responses", json={**nothing, "previous_response_id": first["id"], "max_output_tokens": 2})
+    assert then.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    items = fake.get(f"/v1/responses/{then.json()['id']}/input_items").json()["data"]
+    assert [item["role"] for item in items] == ["assistant", "user"]
+
+
+def test_an_empty_after_is_the_beginning_of_a_list(fake):
+    name = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["id"]
+    for path in (f"/v1/responses/{name}/input_items", "/v1/files", "/v1/batches"):
+        first, whole = fake.get(f"{path}?after="), fake.get(path)
+        assert (first.status_code, first.json()) == (200, whole.json())
+
+
 def test_a_model_tells_its_length_and_has_a_tag(fake):
     model = fake.get("/v1/models/fake:latest").json()
     assert model["id"] == "fake"

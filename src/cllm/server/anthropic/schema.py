@@ -26,6 +26,7 @@ CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "tool": "required",
     "none": "none",
 }
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 ONE_KIND = "there is one kind of service for all; priority and deadline_ms say what is urgent"
 CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
 NOWHERE = "nothing is run on the server; declare a client tool"
@@ -108,7 +109,7 @@ class ToolChoice(Body):
 class Thinking(Body):
     ignored: ClassVar = {"display": "reasoning is always shown as the model wrote it"}
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str = Field(description="enabled, adaptive or disabled; any other leaves it to the model.")
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @pydantic.model_validator(mode="after")
@@ -178,7 +179,7 @@ class CountBody(Body):
             tool_choice=CHOICES[choice.type],
             allowed_tools=(choice.name or "",) if choice.type == "tool" else (),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            thinking=None if thinking is None else thinking.type != "disabled",
+            thinking=THINKING.get(thinking.type) if thinking else None,
             thinking_budget=thinking.budget_tokens if thinking else None,
             effort=EFFORTS[effort] if effort else None,
         )
@@ -240,7 +241,9 @@ class MessagesBody(CountBody, TermsBody):
     metadata: Metadata | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
-    temperature: float | None = None
+    temperature: float | None = Field(
+        default=None, description="From 0 to 100; above 1 is an extension of Anthropic's API."
+    )
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
 

@@ -8,12 +8,12 @@ from cllm.errors import BadRequest
 
 
 def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Those of ``objects`` that come after the one with the id ``after``, up to ``limit``.
+    """The ``objects`` after the one with the id ``after``, at most ``limit``; from the first one if ``after`` is empty.
 
     Raises BadRequest if that is not among them.
     """
     begin = 0
-    if after is not None:
+    if after:
         ids = [entry["id"] for entry in objects]
         if after not in ids:
             raise BadRequest(f"There is no {after[:100]!r} in this list.", param="after", code="invalid_value")

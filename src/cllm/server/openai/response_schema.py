@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, explain
-from cllm.server.openai.schema import ChatBody, Count, Function, GenerationBody, Metadata
+from cllm.server.openai.schema import ChatBody, Function, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000
 Identifier = Annotated[str, Field(max_length=200)]
@@ -210,7 +210,9 @@ class ResponseBody(GenerationBody):
         "moderation": "there is no moderation model",
     }
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
+    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS)] | None = Field(
+        default=None, description="Needed unless there is a previous_response_id."
+    )
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # has other options than a chat's
     instructions: str | None = None
     previous_response_id: Identifier | None = None
@@ -228,10 +230,10 @@ class ResponseBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="Only disabled: a prompt that is too long is refused, with both numbers."
+        default=None, description="auto is read as disabled: a prompt that is too long is refused, with both numbers."
     )
     include: Annotated[list[str], Field(max_length=20)] | None = Field(
         default=None, description="message.output_text.logprobs; what else there is belongs to built-in tools."
@@ -239,15 +241,16 @@ class ResponseBody(GenerationBody):
     n: Literal[1] | None = Field(default=None, description="A response is one answer.")
 
     def check(self) -> None:
-        """Raise BadRequest for what would change the answer and cannot be done."""
-        if self.truncation == "auto":
-            raise self.refuse("truncation", "can be 'disabled' only; items are not dropped from a conversation")
+        """Raise BadRequest if there is nothing to answer."""
+        if not self.input and self.previous_response_id is None:
+            message = "Missing required parameter: 'input'."
+            raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
         """What was sent, as the resources that are kept."""
         if isinstance(self.input, str):
-            return [MessageItem(role="user", content=self.input).resource()]
-        return [item.resource() for item in self.input]
+            return [MessageItem(role="user", content=self.input).resource()] if self.input else []
+        return [item.resource() for item in self.input or []]
 
     def chat(self, items: list[dict[str, Any]]) -> ChatBody:
         """The chat that asks for the same after ``items``. Raises BadRequest."""

@@ -24,7 +24,16 @@ MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
 
-Count = Annotated[int, Field(ge=1)]
+
+def unlimited(value: Any) -> Any:
+    """None for -1, which is how llama-server's clients ask for no limit."""
+    return None if type(value) is int and value == -1 else value
+
+
+# How many tokens are generated at most.
+Limit = Annotated[
+    Annotated[int, Field(ge=1)] | None, pydantic.BeforeValidator(unlimited), Field(description="-1 is no limit.")
+]
 ShortText = Annotated[str, Field(max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -69,8 +78,10 @@ class GenerationBody(TermsBody, ConstrainedBody):
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    max_tokens: Count | None = None
-    temperature: float | None = None
+    max_tokens: Limit = None
+    temperature: float | None = Field(
+        default=None, description="From 0 to 100; above 2 is an extension of OpenAI's API."
+    )
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -226,14 +237,14 @@ class Message(Body):
 
 class Function(Body):
     model_config = pydantic.ConfigDict(extra="allow")
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
     description: str | None = None
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -302,7 +313,7 @@ class ChatBody(GenerationBody):
     }
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -367,7 +378,9 @@ class CompletionBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {**GenerationBody.refused, "prompt_logprobs": "use echo with logprobs"}
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(unlimited)] = Field(
+        default=16, description="0 computes the prompt alone; -1 is no limit."
+    )
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
