@@ -10,9 +10,10 @@ from openai.types.responses.response import Response
 from cllm.answer import Delta, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, EngineError
-from cllm.server.openai.response_schema import MessageItem, messages_of
+from cllm.server.openai.response_items import MessageItem, messages_of
 from cllm.server.openai.response_store import ResponseStore
 from cllm.server.openai.response_stream import ResponseEvents
+from cllm.server.openai.response_tools import Called, input_of
 from cllm.text.chat import Channel
 
 HEAD = {
@@ -30,9 +31,9 @@ HEAD = {
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def events_of(deltas, end="end", on_end=lambda response: None):
+def events_of(deltas, end="end", on_end=lambda response: None, called=None):
     """The events that ``deltas`` give, one at a time, as dicts; and the response."""
-    events = ResponseEvents(Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end)
+    events = ResponseEvents(Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end, called or {})
     data = events.begin() + b"".join(events.deltas([delta]) for delta in deltas)
     data += events.end() if end == "end" else events.fault(EngineError("The engine went away."))
     blocks = data.decode().strip().split("\n\n")
@@ -134,7 +135,7 @@ def test_a_fault_ends_the_stream_in_its_own_form_and_is_not_kept():
 
 
 def add(store, name, previous=None, text="x", owner="o"):
-    store.add(owner, {"id": name, "previous_response_id": previous, "output": [{"n": name}]}, [{"t": text}])
+    store.add(owner, {"id": name, "previous_response_id": previous, "output": [{"id": f"msg_{name}"}]}, [{"t": text}])
 
 
 def test_the_store_is_bounded_in_bytes_too():
@@ -148,15 +149,77 @@ def test_the_store_is_bounded_in_bytes_too():
     assert 0 < sum(stored.num_bytes for stored in store._stored.values()) == store._num_bytes <= 1000
     add(store, "huge", text="x" * 2000)
     assert [*store._stored] == kept, "what cannot be kept drives nothing out"
+    assert store._response_ids == {f"msg_{name}": name for name in kept}
 
 
 def test_a_history_is_whole_or_an_error():
     store = ResponseStore(3, 10_000)
     add(store, "a")
     add(store, "b", "a")
-    assert store.history("b", "o") == [{"t": "x"}, {"n": "a"}, {"t": "x"}, {"n": "b"}]
+    assert store.history("b", "o") == [{"t": "x"}, {"id": "msg_a"}, {"t": "x"}, {"id": "msg_b"}]
     store.delete("a", "o")
     with pytest.raises(BadRequest, match="'a' is not known"):
         store.history("b", "o")
     with pytest.raises(BadRequest):
         store.history("b", "another")
+
+
+PATCH = '*** Begin Patch\n+a "b"\n*** End Patch'
+CALLED = {"apply_patch": Called("apply_patch", is_custom=True), "mcp__docs__find": Called("find", "mcp__docs__")}
+
+
+def call_of(name, *pieces):
+    return [Delta(0, piece, 1, channel=Channel.CALL, name=name if i == 0 else "") for i, piece in enumerate(pieces)]
+
+
+def test_a_call_of_a_custom_tool_has_its_own_items_and_events():
+    arguments = json.dumps({"input": PATCH})
+    deltas = [*call_of("apply_patch", "", arguments[:9], arguments[9:]), Delta(0, "", 1, "tool_calls")]
+    events, response = events_of(deltas, called=CALLED)
+    added, delta, done, ended = events[2:6]
+    assert [short(event["type"]) for event in events[2:]] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert (added["item"]["type"], added["item"]["name"], added["item"]["input"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        "",
+    )
+    assert delta["delta"] == done["input"] == ended["item"]["input"] == PATCH
+    assert response["output"] == [ended["item"]]
+    assert "arguments" not in ended["item"]
+
+
+def test_a_call_of_a_tool_in_a_namespace_names_both():
+    events, response = events_of([*call_of("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED)
+    (item,) = response["output"]
+    assert (item["type"], item["name"], item["namespace"], item["arguments"]) == (
+        "function_call",
+        "find",
+        "mcp__docs__",
+        "{}",
+    )
+    assert [event["name"] for event in events if event["type"].endswith("arguments.done")] == ["find"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "a", "more": 1}', "a"),
+        ('{"patch": "a"}', "a"),
+        ('{"input": "cut o', "cut o"),
+        ('{"inp', ""),
+        ("{", ""),
+        ("", ""),
+        ('{"a": "b", "c": "d"}', '{"a": "b", "c": "d"}'),
+        ('{"input": ["a"]}', '{"input": ["a"]}'),
+        ("ls -l", "ls -l"),
+    ],
+)
+def test_the_input_of_a_custom_tool_is_found_in_what_the_model_wrote(arguments, text):
+    assert input_of(arguments) == text

@@ -57,6 +57,22 @@ def test_a_call_is_streamed(create):
     assert events[-1].response.output[0].arguments == done.arguments
 
 
+def test_a_custom_tool_is_called_with_plain_text(create):
+    """Streamed as the client's own types; the call and its result are read back by the id of the response."""
+    tool = {"type": "custom", "name": "note", "description": "Writes a note down."}
+    choice = {"type": "custom", "name": "note"}
+    events = list(create(ASK, tools=[tool], tool_choice=choice, max_output_tokens=100, stream=True))
+    for event in events:
+        pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    (call,) = events[-1].response.output
+    assert (call.type, call.name) == ("custom_tool_call", "note")
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert done.input == call.input
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "written"}
+    then = create([result], tools=[tool], previous_response_id=events[-1].response.id, max_output_tokens=100)
+    assert then.usage.input_tokens > events[-1].response.usage.input_tokens
+
+
 def test_the_streaming_helper_puts_a_call_together(client):
     with client.responses.stream(model="cllm-builtin", input=ASK, tools=DECLARED, temperature=0) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]

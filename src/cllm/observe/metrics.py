@@ -123,6 +123,12 @@ class Metrics:
             ("model_name", "reason"),
             registry=self._registry,
         )
+        self._skipped = Counter(
+            "cllm:skipped_parts",
+            "tools and items of requests that cannot be served and were left out, by their type",
+            ("model_name", "type"),
+            registry=self._registry,
+        )
         self._finish = Counter(
             "cllm:request_success",
             "choices that finished, by reason",
@@ -144,6 +150,9 @@ class Metrics:
 
     def unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
+
+    def skipped(self, kind: str) -> None:
+        self._skipped.labels(self._model_name, kind).inc()
 
     def grammar(self, seconds: float | None) -> None:
         """One was checked in ``seconds``; None: it had been before."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Field
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, explain
-from cllm.server.openai.schema import ChatBody, Function, GenerationBody, Limit, Metadata
+from cllm.server.openai.response_items import Identifier, Item, MessageItem, messages_of
+from cllm.server.openai.response_tools import Tool, Toolset
+from cllm.server.openai.schema import MAX_TOOLS, ChatBody, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000
-Identifier = Annotated[str, Field(max_length=200)]
-TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
 # The names of a chat's parameters in this dialect, for errors.
 NAMES = {
     "messages": "input",
@@ -27,123 +26,34 @@ NAMES = {
 }
 
 
-def served(default: str | None, kinds: Iterable[str], what: str) -> BeforeValidator:
-    """Names the type of what is not served."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type", default) if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            raise ValueError(f"{what} of the type '{kind[:40]}' are not served, only {', '.join(kinds)}")
-        return value
-
-    return BeforeValidator(check)
+CHOICES = ("function", "custom", "allowed_tools")
 
 
-class Part(Body):
-    """A part of a content; what is no text is refused."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _is_text(self) -> Part:
-        if self.type not in TEXT_PARTS or (self.text is None and self.refusal is None):
-            raise ValueError(f"this model takes text parts, not '{self.type[:40]}'")
-        return self
-
-
-Content = str | list[Part]
-
-
-def text_of(content: Content | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text or part.refusal or "" for part in content)
-
-
-class MessageItem(Body):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-
-    def resource(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": "input_text", "text": text_of(self.content)}
-        if self.role == "assistant":
-            part = {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
-        return {"id": new_id("msg"), "type": "message", "status": "completed", "role": self.role, "content": [part]}
-
-
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
-    call_id: Identifier
-    name: Identifier
-    arguments: str
-
-    def resource(self) -> dict[str, Any]:
-        return {"id": new_id("fc"), **self.model_dump(), "status": "completed"}
-
-
-class FunctionCallOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: Identifier
-    output: Content
-
-    def resource(self) -> dict[str, Any]:
-        return {
-            "id": new_id("fco"),
-            "type": self.type,
-            "call_id": self.call_id,
-            "output": text_of(self.output),
-            "status": "completed",
-        }
-
-
-class ReasoningItem(Body):
-    type: Literal["reasoning"]
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
-
-    def resource(self) -> dict[str, Any]:
-        text = text_of(self.content) or text_of(self.summary)
-        content = [{"type": "reasoning_text", "text": text}] if text else []
-        return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": "completed"}
-
-
-def kind_of(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"item:{kind}"
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("item:message")]
-    | Annotated[FunctionCallItem, Tag("item:function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("item:function_call_output")]
-    | Annotated[ReasoningItem, Tag("item:reasoning")],
-    Discriminator(kind_of, custom_error_type="item_type", custom_error_message="an item must be an object with a type"),
-    served("message", ("message", "function_call", "function_call_output", "reasoning"), "items"),
-]
-
-
-class FunctionTool(Function):
-    type: Literal["function"]
-
-    def of_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
-
-    def resource(self) -> dict[str, Any]:
-        return {"parameters": None, "strict": None, **self.model_dump(exclude_unset=True)}
+def can_be_chosen(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in CHOICES:
+        raise ValueError(f"tools of the type '{kind[:40]}' cannot be chosen, only {', '.join(CHOICES)}")
+    return value
 
 
 class NamedTool(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
+
+
+class AllowedTool(Body):
+    """One of the tools that are declared; those without a name are among those that are left out."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
 
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Body):
@@ -201,6 +111,7 @@ class ResponseBody(GenerationBody):
         "context_management": "nothing is compacted; a prompt that is too long is refused with both numbers",
         "image": "there are no images",
         "access_programs": "there are none",
+        "client_metadata": "it is for the client's own services",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **GenerationBody.refused,
@@ -220,12 +131,14 @@ class ResponseBody(GenerationBody):
         default=None, description="Kept in memory for a while, unless false; in a batch, only if true."
     )
     metadata: Metadata | None = None
-    tools: (
-        Annotated[list[Annotated[FunctionTool, served(None, ("function",), "tools")]], Field(max_length=128)] | None
-    ) = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None,
+        description="Functions and custom tools, in namespaces or not; tools of other types are left out, and named in "
+        "x-cllm-skipped.",
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None,
-        served(None, ("function", "allowed_tools"), "choices"),
+        pydantic.BeforeValidator(can_be_chosen),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -247,7 +160,7 @@ class ResponseBody(GenerationBody):
             raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
-        """What was sent, as the resources that are kept."""
+        """What was sent, as resources; references and what is left out among them."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input).resource()] if self.input else []
         return [item.resource() for item in self.input or []]
@@ -258,15 +171,11 @@ class ResponseBody(GenerationBody):
         shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
         values = self.model_dump(include=shared, by_alias=True)
         values["messages"] = messages_of(items, self.instructions)
-        choice, tools = self.tool_choice, self.tools
-        if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools}
-            tools, choice = [tool for tool in tools or [] if tool.name in allowed], choice.mode
-        if tools:
-            values["tools"] = [tool.of_chat() for tool in tools]
-        if choice is not None:
-            named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
-            values["tool_choice"] = named
+        toolset = self.toolset()
+        if toolset.functions:
+            values["tools"] = toolset.functions
+        if (choice := self._choice(toolset)) is not None:
+            values["tool_choice"] = choice
         if self.parallel_tool_calls is not None:
             values["parallel_tool_calls"] = self.parallel_tool_calls
         if self.text is not None and self.text.format.type != "text":
@@ -281,6 +190,29 @@ class ResponseBody(GenerationBody):
             return ChatBody.model_validate(values)
         except pydantic.ValidationError as error:
             raise renamed(explain(error)) from None
+
+    def toolset(self) -> Toolset:
+        toolset = Toolset()
+        toolset.add(self.tools or [])
+        return toolset
+
+    def _choice(self, toolset: Toolset) -> str | dict[str, Any] | None:
+        """``tool_choice`` in the words of a chat, which knows functions alone."""
+        choice = self.tool_choice
+        if choice is None or isinstance(choice, str):
+            return choice
+        if isinstance(choice, NamedTool):
+            (name, *_) = toolset.flat_names(choice.name, choice.namespace) or [choice.name]
+            return named(name)
+        names = [name for tool in choice.tools if tool.name for name in toolset.flat_names(tool.name, tool.namespace)]
+        if not names and choice.mode == "required":
+            raise self.refuse("tool_choice", "requires a call, and none of the tools that it allows is served")
+        if not names:
+            return "none"
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": [named(name) for name in names]},
+        }
 
     @property
     def wants_logprobs(self) -> bool:
@@ -297,56 +229,6 @@ def renamed(error: BadRequest) -> BadRequest:
     return error
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(16)}"
-
-
-def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat. What an assistant thought, said and called in a row is one message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    for item in items:
-        PLACES[item["type"]](messages, item)
-    return messages
-
-
-def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    role, content = item["role"], "".join(part["text"] for part in item["content"])
-    if role in ("system", "developer") and [message["role"] for message in messages] == ["system"]:
-        messages[0]["content"] += f"\n\n{content}"  # many templates take one system message and no second
-    elif role == "assistant":
-        last = assistant(messages)
-        if last.get("content") or "tool_calls" in last:
-            messages.append(last := {"role": "assistant"})
-        last["content"] = content
-    else:
-        messages.append({"role": role, "content": content})
-
-
-def place_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
-    assistant(messages).setdefault("tool_calls", []).append(call)
-
-
-def place_call_output(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-
-
-def place_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    text = "".join(part["text"] for part in item["content"])
-    messages.append({"role": "assistant", "reasoning_content": text})
-
-
-def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that others would be added to."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"})
-    return messages[-1]
-
-
-PLACES: dict[str, Callable[[list[dict[str, Any]], dict[str, Any]], None]] = {
-    "message": place_message,
-    "function_call": place_call,
-    "function_call_output": place_call_output,
-    "reasoning": place_reasoning,
-}
+def named(name: str) -> dict[str, Any]:
+    """A choice of a chat: this function."""
+    return {"type": "function", "function": {"name": name}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,16 @@ from cllm.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``response`` and ``items`` (what was sent with it) are JSON, so that what they take is known."""
+    """``response`` and ``items`` (what was sent with it) are JSON, so that what they take is known.
+
+    item_ids: of the output, as clients refer to it.
+    """
 
     owner: str
     response: bytes
     items: bytes
     previous_id: str | None
+    item_ids: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -33,17 +38,25 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._num_bytes = 0
+        self._response_ids: dict[str, str] = {}  # by the ids of the items of their output
 
     def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Keep ``response``, unless it is too large alone; those not used for longest make room."""
-        stored = Stored(owner, to_json(response), to_json(items), response["previous_response_id"])
+        item_ids = tuple(item["id"] for item in response["output"])
+        stored = Stored(owner, to_json(response), to_json(items), response["previous_response_id"], item_ids)
         if stored.num_bytes > self._max_bytes:
             return
         self._stored[response["id"]] = stored
         self._num_bytes += stored.num_bytes
+        self._response_ids |= dict.fromkeys(item_ids, response["id"])
         while len(self._stored) > self._max_count or self._num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self._remove(next(iter(self._stored)))
+
+    def _remove(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id)
+        self._num_bytes -= stored.num_bytes
+        for item_id in stored.item_ids:
+            del self._response_ids[item_id]
 
     def get(self, response_id: str, owner: str, param: str = "response_id") -> Stored:
         """Raises BadRequest (404) for what is not there, or another's."""
@@ -61,8 +74,22 @@ class ResponseStore:
 
     def delete(self, response_id: str, owner: str) -> None:
         """Raises BadRequest (404)."""
-        self._num_bytes -= self.get(response_id, owner).num_bytes
-        del self._stored[response_id]
+        self.get(response_id, owner)
+        self._remove(response_id)
+
+    def items(self, item_ids: Iterable[str], owner: str) -> dict[str, dict[str, Any]]:
+        """By their ids, the items of these that are in the output of responses kept for ``owner``, which count as used.
+
+        A response is read once, however many of its items are asked for.
+        """
+        wanted, found = dict.fromkeys(item_ids), dict[str, dict[str, Any]]()
+        for item_id in wanted:
+            response_id = self._response_ids.get(item_id, "")
+            stored = self._stored.get(response_id)
+            if item_id not in found and stored is not None and stored.owner == owner:
+                self._stored.move_to_end(response_id)
+                found |= {item["id"]: item for item in from_json(stored.response)["output"] if item["id"] in wanted}
+        return found
 
     def history(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[dict[str, Any]]:
         """All items that were sent and given up to the end of a response, the first ones first.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
 from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import describe_in_stream
-from cllm.server.openai.response_schema import new_id
+from cllm.server.openai.response_items import new_id
+from cllm.server.openai.response_tools import Called, input_of
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
@@ -20,6 +21,7 @@ DELTAS = {
     Channel.REASONING: "response.reasoning_text",
     Channel.CALL: "response.function_call_arguments",
 }
+CUSTOM_DELTA = "response.custom_tool_call_input"
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -33,15 +35,18 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class OutputItem:
-    """One item of the output as it grows: a message, a reasoning or a function call."""
+    """One item of the output as it grows: a message, a reasoning or a call of a function.
 
-    def __init__(self, channel: Channel, index: int, call: int = 0, name: str = "") -> None:
-        """``index``: its place in the output. ``call`` and ``name`` are those of a function call."""
-        self.channel, self.index, self.call, self.name = channel, index, call, name
-        self.id, self.call_id = new_id(PREFIXES[channel]), new_id("call")
+    A custom tool is shown as it was declared, so its input is known when the arguments of its function are complete.
+    """
+
+    def __init__(self, channel: Channel, index: int, call: int, tool: Called) -> None:
+        """``index``: its place in the output. ``call`` and ``tool`` are those of a call."""
+        self.channel, self.index, self.call, self.tool = channel, index, call, tool
+        self.id, self.call_id = new_id("ctc" if tool.is_custom else PREFIXES[channel]), new_id("call")
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self.kind = DELTAS[channel]
+        self.kind = CUSTOM_DELTA if tool.is_custom else DELTAS[channel]
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if channel != Channel.CALL:
             self.place["content_index"] = 0
@@ -50,8 +55,10 @@ class OutputItem:
         self._plain = self._head + (b',"logprobs":[]' if channel == Channel.TEXT else b"")
 
     def add(self, text: str, logprobs: list[dict[str, Any]], sequence_number: int) -> bytes:
-        """The event that says what has come."""
+        """The event that says what has come; nothing where that cannot be said yet."""
         self._texts.append(text)
+        if self.tool.is_custom:
+            return b""
         head = self._plain
         if logprobs:
             self._logprobs += logprobs
@@ -64,7 +71,8 @@ class OutputItem:
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        text = "".join(self._texts)
+        return input_of(text) if self.tool.is_custom else text
 
     def part(self, text: str) -> dict[str, Any]:
         if self.channel == Channel.REASONING:
@@ -77,7 +85,11 @@ class OutputItem:
         text = self.text if begun else ""
         item: dict[str, Any]
         if self.channel == Channel.CALL:
-            item = {"type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": text}
+            tool = self.tool
+            kind, content = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
+            item = {"type": kind, "call_id": self.call_id, "name": tool.name, content: text}
+            if tool.namespace:
+                item["namespace"] = tool.namespace
         elif self.channel == Channel.REASONING:
             item = {"type": "reasoning", "summary": [], "content": [self.part(text)] if begun else []}
         else:
@@ -93,15 +105,18 @@ class ResponseEvents:
         generation: Generation,
         head: dict[str, Any],
         on_end: Callable[[dict[str, Any]], None],
+        called: Mapping[str, Called],
         logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
     ) -> None:
         """``head``: the response before anything was computed. ``on_end`` gets it when all has been.
 
-        ``logprobs``: those of some tokens as a chat has them, if they are wanted.
+        ``called``: the tools that functions stand for, by the names of these. ``logprobs``: those of some tokens as a
+        chat has them, if they are wanted.
         """
         self._generation = generation
         self._logprobs = logprobs
         self._on_end = on_end
+        self._called = called
         self._sequence_number = 0
         self._item: OutputItem | None = None
         self._finish = ""
@@ -132,13 +147,13 @@ class ResponseEvents:
             data = self._close("completed") + self._open(delta.channel, delta.call, delta.name)
             item = self._item
             assert item is not None
-        if delta.text or told:
-            data += item.add(delta.text, told, self._sequence_number)
+        if (delta.text or told) and (event := item.add(delta.text, told, self._sequence_number)):
+            data += event
             self._sequence_number += 1
         return data
 
     def _open(self, channel: Channel, call: int = 0, name: str = "") -> bytes:
-        self._item = item = OutputItem(channel, len(self._output), call, name)
+        self._item = item = OutputItem(channel, len(self._output), call, self._called.get(name) or Called(name))
         added = {"output_index": item.index, "item": item.resource("in_progress")}
         data = self._event("response.output_item.added", **added)
         if channel == Channel.CALL:
@@ -152,8 +167,11 @@ class ResponseEvents:
             return b""
         text, resource = item.text, item.resource(status)
         self._output.append(resource)
-        if item.channel == Channel.CALL:
-            data = self._event(f"{item.kind}.done", **item.place, name=item.name, arguments=text)
+        if item.tool.is_custom:
+            data = self._event(f"{item.kind}.delta", **item.place, delta=text)
+            data += self._event(f"{item.kind}.done", **item.place, input=text)
+        elif item.channel == Channel.CALL:
+            data = self._event(f"{item.kind}.done", **item.place, name=item.tool.name, arguments=text)
         else:
             data = self._event(f"{item.kind}.done", **item.place, text=text, **item.logprobs)
             data += self._event("response.content_part.done", **item.place, part=item.part(text))

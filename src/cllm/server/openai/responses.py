@@ -10,19 +10,22 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
-from cllm.server.openai.response_schema import ResponseBody, new_id, renamed
+from cllm.server.openai.response_items import PLACES, new_id
+from cllm.server.openai.response_schema import ResponseBody, renamed
 from cllm.server.openai.response_store import ResponseStore
 from cllm.server.openai.response_stream import ResponseEvents
+from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation, check_model
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import BATCH_OWNER, account, place_headers
+from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 
@@ -38,12 +41,12 @@ async def create(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
-    generation, items = await generation_of(request, body)
+    generation, items, skipped = await generation_of(request, body)
     head = response_head(request, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
-    events = ResponseEvents(generation, head, keeper(request, items), logprobs)
+    events = ResponseEvents(generation, head, keeper(request, items), body.toolset().called, logprobs)
     answer = service.submit(generation)
-    headers = {"x-request-id": generation.request_id, **place_headers(answer.place)}
+    headers = {"x-request-id": generation.request_id, **place_headers(answer.place), **skipped}
     if body.stream:
         return EventStream(answer, events, headers)
     with answer:
@@ -52,10 +55,11 @@ async def create(request: Request) -> Response:
 
 
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
-async def input_tokens(request: Request) -> dict[str, Any]:
+async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a response has."""
-    generation, _ = await generation_of(request, await read_body(request, ResponseBody))
-    return {"object": "response.input_tokens", "input_tokens": len(generation.prompts[0])}
+    generation, _, skipped = await generation_of(request, await read_body(request, ResponseBody))
+    content = {"object": "response.input_tokens", "input_tokens": len(generation.prompts[0])}
+    return JSONResponse(content, headers=skipped)
 
 
 @router.get("/{response_id}", openapi_extra=documented(answer=ResponseObject))
@@ -103,17 +107,28 @@ def kept(request: Request) -> ResponseStore:
     return store
 
 
-async def generation_of(request: Request, body: ResponseBody) -> tuple[Generation, list[dict[str, Any]]]:
-    """What is to be computed, and the items that were sent. Raises BadRequest in the names of this dialect."""
+async def generation_of(
+    request: Request, body: ResponseBody
+) -> tuple[Generation, list[dict[str, Any]], dict[str, str]]:
+    """What is to be computed, the items that were sent, and a header that names what of the body was left out.
+
+    Raises BadRequest in the names of this dialect.
+    """
     check_model(body.model, request.app.state.service)
     body.check()
-    items = body.items()
-    history = kept(request).history(body.previous_response_id, account(request, None))
+    store, owner = kept(request), account(request, None)
+    sent = body.items()
+    referred = store.items((item["id"] for item in sent if item["type"] == "item_reference"), owner)
+    sent = [referred.pop(item["id"], item) if item["type"] == "item_reference" else item for item in sent]
+    items = [item for item in sent if item["type"] in PLACES]
+    skipped = [*body.toolset().skipped, *(item["type"] for item in sent if item["type"] not in PLACES)]
+    history = store.history(body.previous_response_id, owner)
     try:
         chat = body.chat(history + items)
-        return await chat_generation(request, chat, new_id("resp"), param="input"), items
+        generation = await chat_generation(request, chat, new_id("resp"), param="input")
     except BadRequest as error:
         raise renamed(error) from None
+    return generation, items, note_skipped(request, skipped)
 
 
 def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
@@ -154,7 +169,7 @@ def response_head(request: Request, body: ResponseBody, generation: Generation) 
         "temperature": generation.params.temperature,
         "text": {"format": text_format},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.resource() for tool in body.tools or []],
+        "tools": [tool.resource() for tool in body.tools or [] if not isinstance(tool, OtherTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": generation.params.top_p,
         "truncation": "disabled",

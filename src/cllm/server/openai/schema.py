@@ -19,7 +19,7 @@ from cllm.text.chat import Chat, Effort
 from cllm.text.dry_breakers import DryBreakers
 
 MAX_PROMPTS = 128
-
+MAX_TOOLS = 512
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
@@ -235,9 +235,12 @@ class Message(Body):
         return "".join(filter(None, texts))
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
+
+
 class Function(Body):
     model_config = pydantic.ConfigDict(extra="allow")
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
+    name: ToolName
     description: str | None = None
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
@@ -259,7 +262,7 @@ class NamedTool(Body):
 
 class Allowed(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Body):
@@ -314,7 +317,7 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Limit = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

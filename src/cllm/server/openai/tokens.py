@@ -17,7 +17,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import Message, TemplateVariables, Tool
+from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat_template import FENCES
 
@@ -37,7 +37,7 @@ class ConversationBody(Body):
     }
 
     model: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
 

@@ -1,0 +1,247 @@
+"""The items of a response's input, and their translation to the messages of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import to_json
+
+from cllm.server.body import Body
+from cllm.server.openai.response_tools import flat_name
+
+Identifier = Annotated[str, Field(max_length=200)]
+TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+class Part(Body):
+    """A part of a content; what is no text is refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_text(self) -> Part:
+        if self.type not in TEXT_PARTS or (self.text is None and self.refusal is None):
+            raise ValueError(f"this model takes text parts, not '{self.type[:40]}'")
+        return self
+
+
+Content = str | list[Part]
+
+
+def text_of(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+    def resource(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": "input_text", "text": text_of(self.content)}
+        if self.role == "assistant":
+            part = {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
+        return {"id": new_id("msg"), "type": "message", "status": "completed", "role": self.role, "content": [part]}
+
+
+class CallItem(Body):
+    """A call that the model has made. ``namespace``: of the tool, if it was declared in one."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: Identifier
+    name: Identifier
+    namespace: Identifier | None = None
+
+    def resource(self) -> dict[str, Any]:
+        prefix = "fc" if self.type == "function_call" else "ctc"
+        return {"id": new_id(prefix), **self.model_dump(exclude_none=True), "status": "completed"}
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomCallItem(CallItem):
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class LocalShellCallItem(Body):
+    """A call of a tool that is not served here; other servers' models have made it."""
+
+    type: Literal["local_shell_call"]
+    call_id: Identifier
+    action: dict[str, Any]
+
+    def resource(self) -> dict[str, Any]:
+        return {"id": new_id("lsh"), **self.model_dump(), "status": "completed"}
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Identifier
+    output: Content
+
+    def resource(self) -> dict[str, Any]:
+        return {
+            "id": new_id("fco"),
+            "type": self.type,
+            "call_id": self.call_id,
+            "output": text_of(self.output),
+            "status": "completed",
+        }
+
+
+class LocalShellOutputItem(CallOutputItem):
+    """OpenAI calls the id of the call ``id`` here."""
+
+    type: Literal["local_shell_call_output"]  # type: ignore[assignment]
+    call_id: Identifier = Field(validation_alias=pydantic.AliasChoices("call_id", "id"))
+
+
+class ReasoningItem(Body):
+    """``encrypted_content`` is for the server that has written it; without another content the item is left out."""
+
+    type: Literal["reasoning"]
+    summary: list[Part] | None = None
+    content: list[Part] | None = None
+
+    def resource(self) -> dict[str, Any]:
+        text = text_of(self.content) or text_of(self.summary)
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+class ReferenceItem(Body):
+    """An item of a response that is kept, by its id."""
+
+    type: Literal["item_reference"] | None = "item_reference"
+    id: Identifier
+
+    def resource(self) -> dict[str, Any]:
+        return {"type": "item_reference", "id": self.id}
+
+
+class OtherItem(Body):
+    """An item that no chat template knows, such as a search in the web: it is left out."""
+
+    type: str
+
+    def resource(self) -> dict[str, Any]:
+        return {"type": self.type}
+
+
+MODELS: dict[str, type[Body]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "custom_tool_call": CustomCallItem,
+    "local_shell_call": LocalShellCallItem,
+    "function_call_output": CallOutputItem,
+    "custom_tool_call_output": CallOutputItem,
+    "local_shell_call_output": LocalShellOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
+}
+
+
+def tag_of(item: Any) -> str:
+    """The name of the model of ``item``; clients may leave out the type of a message or a reference."""
+    if not isinstance(item, dict):
+        return f"item:{type(item).__name__}"
+    kind = item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
+    return f"item:{MODELS.get(kind, OtherItem).__name__}" if isinstance(kind, str) else "item:None"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("item:MessageItem")]
+    | Annotated[FunctionCallItem, Tag("item:FunctionCallItem")]
+    | Annotated[CustomCallItem, Tag("item:CustomCallItem")]
+    | Annotated[LocalShellCallItem, Tag("item:LocalShellCallItem")]
+    | Annotated[CallOutputItem, Tag("item:CallOutputItem")]
+    | Annotated[LocalShellOutputItem, Tag("item:LocalShellOutputItem")]
+    | Annotated[ReasoningItem, Tag("item:ReasoningItem")]
+    | Annotated[ReferenceItem, Tag("item:ReferenceItem")]
+    | Annotated[OtherItem, Tag("item:OtherItem")],
+    Discriminator(tag_of, custom_error_type="item_type", custom_error_message="an item must be an object with a type"),
+]
+
+
+def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of a chat. What an assistant thought, said and called in a row is one message."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        PLACES[item["type"]](messages, item)
+    return messages
+
+
+def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    role, content = item["role"], "".join(part["text"] for part in item["content"])
+    if role in ("system", "developer") and [message["role"] for message in messages] == ["system"]:
+        messages[0]["content"] += f"\n\n{content}"  # many templates take one system message and no second
+    elif role == "assistant":
+        last = assistant(messages)
+        if last.get("content") or "tool_calls" in last:
+            messages.append(last := {"role": "assistant"})
+        last["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def place_function_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    place_call(messages, item, flat_name(item["name"], item.get("namespace")), item["arguments"])
+
+
+def place_custom_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    arguments = to_json({"input": item["input"]}).decode()
+    place_call(messages, item, flat_name(item["name"], item.get("namespace")), arguments)
+
+
+def place_local_shell_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    place_call(messages, item, "local_shell", to_json(item["action"]).decode())
+
+
+def place_call(messages: list[dict[str, Any]], item: dict[str, Any], name: str, arguments: str) -> None:
+    call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+    assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def place_call_output(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+
+
+def place_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    if item["content"]:
+        text = "".join(part["text"] for part in item["content"])
+        messages.append({"role": "assistant", "reasoning_content": text})
+
+
+def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that others would be added to."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+PLACES: dict[str, Callable[[list[dict[str, Any]], dict[str, Any]], None]] = {
+    "message": place_message,
+    "function_call": place_function_call,
+    "custom_tool_call": place_custom_call,
+    "local_shell_call": place_local_shell_call,
+    "function_call_output": place_call_output,
+    "custom_tool_call_output": place_call_output,
+    "local_shell_call_output": place_call_output,
+    "reasoning": place_reasoning,
+}
