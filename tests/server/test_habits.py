@@ -48,15 +48,69 @@ def test_another_method_is_told_what_is_allowed(fake):
     assert fake.head(CHAT).status_code == 405
 
 
+TURN = {"model": "fake", "messages": ASK, "max_tokens": 4}
+RANK = {"query": "a", "documents": ["a"]}
+
+
 @pytest.mark.parametrize(
-    ("asked", "meant"),
-    [("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"), ("/v1/api/chat", "/api/chat")],
+    ("path", "body"),
+    [
+        ("/chat/completions", TURN),
+        ("/v1/v1/chat/completions", TURN),
+        ("/completions", {"prompt": "a"}),
+        ("/embeddings", {"input": "a"}),
+        ("/responses", {"input": "a", "max_output_tokens": 2}),
+        ("/responses/input_tokens", {"input": "a"}),
+        ("/messages", TURN),
+        ("/v1/v1/messages", TURN),
+        ("/v1/api/chat", {**TURN, "stream": False}),
+        ("/v1/tokenize", {"content": "a"}),
+        ("/rerank", RANK),
+        ("/reranking", RANK),
+        ("/v1/reranking", RANK),
+        ("/v1/v2/rerank", RANK),
+        ("/models", None),
+        ("/models/fake", None),
+        ("/v1/v1/models", None),
+        ("/v1/health", None),
+        ("/files", None),
+    ],
 )
-def test_a_wrong_base_url_is_told_of_the_right_path(fake, asked, meant):
-    answer = fake.post(asked, json={})
+def test_a_path_with_one_v1_too_few_or_too_many_is_served(fake, path, body):
+    answer = fake.get(path) if body is None else fake.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/metrics",
+        "/v1/scheduler",
+        "/v1/benchmark",
+        "/v1/v1/v1/models",
+        "/v1",
+        "/nothing",
+        "/v1/nothing",
+    ],
+)
+def test_other_paths_are_not_found(fake, path):
+    answer = fake.get(path)
     assert answer.status_code == 404
-    assert answer.text.count(f"there is {meant}") == 1
-    assert "there is" not in fake.post("/v1/nothing", json={}).text
+    assert answer.json()["error"]["message"] == f"GET {path}: Not Found"
+
+
+def test_errors_of_a_rewritten_path_have_the_form_of_its_dialect(fake):
+    assert fake.post("/messages", json={}).json()["type"] == "error"
+    assert fake.post("/v1/api/chat", json={}).json().keys() == {"error"}
+    assert fake.post("/chat/completions", json={}).json()["error"]["param"] == "messages"
+    answer = fake.get("/chat/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_the_openapi_document_has_each_route_once(fake):
+    paths = fake.get("/openapi.json").json()["paths"]
+    assert "/v1/chat/completions" in paths
+    assert {"/chat/completions", "/models", "/v1/health", "/rerank", "/reranking"} & paths.keys() == set()
 
 
 @pytest.mark.parametrize(

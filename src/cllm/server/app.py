@@ -7,7 +7,7 @@ from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
-from cllm.server import errors, openapi
+from cllm.server import errors, openapi, paths
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.defaults import SamplingDefaults
@@ -59,6 +59,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.state.routes = routes()
+    paths.install(app)
     openapi.install(app)
     return app
 

@@ -115,11 +115,8 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         return answer(request, describe(error))
 
     async def http(request: Request, error: Exception) -> Response:
-        fault, path = describe(error), request.scope["path"]
-        message = f"{request.method} {path}: {fault.message}"
-        if fault.status == 404:  # the base URL may lack /v1, or have it where a client adds it
-            others = {f"/v1{path}", path.removeprefix("/v1")} - {path}
-            message += "".join(f"; there is {other}" for other in others & {route.path for route in app.state.routes})
+        fault = describe(error)
+        message = f"{request.method} {request.scope['path']}: {fault.message}"
         response = answer(request, fault._replace(message=message[:300]))
         if fault.status == 405:
             response.headers["allow"] = ", ".join(allowed_methods(request))

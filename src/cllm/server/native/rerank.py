@@ -49,8 +49,8 @@ class RerankBody(TermsBody):
 
 
 @router.post("/v1/rerank", openapi_extra=documented(RerankBody, Ranking))
+@router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:
     """Documents in the order of how well they fit the query.
 
