@@ -105,6 +105,7 @@ def test_seed_file_loads_as_it_is() -> None:
     assert settings.model.model_dump() == {
         "path": "/path/to/model",
         "name": None,
+        "aliases": [],
         "max_context_length": 2048,
         "draft_path": None,
         "quantization": "q4_k_m",
@@ -219,6 +220,28 @@ def test_a_mapping_is_json_elsewhere() -> None:
         assert loaded.settings.scheduler.weights == {"user-a": 2.0}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'model:\n  aliases: [gpt-4o, "claude-*", 7]\n',
+        "model:\n  aliases:\n    - gpt-4o\n    - claude-*\n    - 7\n",
+        "model.aliases: gpt-4o, claude-*,7",
+    ],
+)
+def test_a_list_of_names(file, text: str) -> None:
+    """As YAML writes lists, or on one line with commas, which is the form of a variable and a flag."""
+    aliases = ["gpt-4o", "claude-*", "7"]
+    assert load_settings(file(text), {}, {}).settings.model.aliases == aliases
+    assert from_environment("CLLM_MODEL_ALIASES", "gpt-4o, claude-*, 7") == aliases
+    assert load_settings(None, {}, {"model.aliases": "gpt-4o,claude-*,7"}).settings.model.aliases == aliases
+
+
+@pytest.mark.parametrize("text", ["model:\n  aliases:\n", "model: {aliases: []}", "model: {aliases: ''}"])
+def test_a_list_of_nothing(file, text: str) -> None:
+    assert load_settings(file(text), {}, {}).settings == Settings()
+    assert from_environment("CLLM_MODEL_ALIASES", "") == []
+
+
 WEIGHT = "a number from 0.001 up to 1000"
 PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
 
@@ -234,6 +257,9 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ("server:\n  port:", PORT + "null"),
         ("server:\n  port: [1]", PORT + "a list"),
         ("server:\n  port: {a: 1}", PORT + "a mapping"),
+        ("model: {aliases: 7}", "c.yaml:1: model.aliases must be names, not 7"),
+        ("model: {aliases: {a: b}}", "c.yaml:1: model.aliases must be names, not a mapping"),
+        ("model:\n  aliases: [[a]]", "c.yaml:2: a name must be a word, not a list"),
         ("server:\n  port: 0x" + "f" * 9000, PORT + "a huge number"),
         ("server:\n  port: " + "9" * 9000, 'c.yaml:2: "' + "9" * 76 + "... cannot be read as int"),
         ("server:\n  port: " + "x" * 99, PORT + '"' + "x" * 76 + "..."),
@@ -382,7 +408,7 @@ def test_variables_of_the_clients_are_no_settings() -> None:
         ("sampling.min_p", 10**400, "--sampling.min-p must be a number from 0 up to 1, not 1000"),
         ("scheduler.weights", '{"a": -1}', f"--scheduler.weights: a must be {WEIGHT}, not -1"),
         ("scheduler.weights", '{"a": NaN}', f"--scheduler.weights: a must be {WEIGHT}, not NaN"),
-        ("scheduler.weights", "[1]", f"--scheduler.weights must be a mapping of names, each to {WEIGHT}, not a list"),
+        ("scheduler.weights", "[1]", f"--scheduler.weights must be a mapping of names, each to {WEIGHT}, not [1]"),
         ("scheduler.weights", "[" * 99_999, "--scheduler.weights must be a mapping of names"),
         ("server.prot", 1, "--server.prot is not a setting; did you mean server.port?"),
     ],

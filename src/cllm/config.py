@@ -14,15 +14,16 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
+from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, split_names, unknown
 from cllm.errors import StartupError
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
 Name = Annotated[str, Field(min_length=1, max_length=300, pattern=ONE_LINE)]
+Names = Annotated[list[Name], BeforeValidator(split_names)]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 PriorityName = Literal["interactive", "normal", "batch"]
 
@@ -64,6 +65,10 @@ class Model(Section):
         description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null is the built-in model.",
     )
     name: Text | None = Field(default=None, description="Name shown in /v1/models; null takes it from the model.")
+    aliases: Names = Field(
+        default=[],
+        description='Other names that requests may use, and patterns of names such as claude-*; "*" accepts any name.',
+    )
     max_context_length: int | None = Field(
         default=None,
         ge=2,
@@ -289,6 +294,7 @@ class Option:
     """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ...".
 
     ``expects_of_entries`` does so for each entry of a mapping; the type of a mapping is str, for it is given as JSON.
+    The type of a list is str too, for it is given with commas.
     """
 
     key: str
@@ -298,6 +304,7 @@ class Option:
     help: str
     expects: str
     expects_of_entries: str = ""
+    is_list: bool = False
 
     @property
     def variable(self) -> str:
@@ -336,6 +343,8 @@ def option_of(key: str, field: FieldInfo) -> Option:
         (kind,) = (part for part in get_args(kind) if part is not NoneType)
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
+    if get_origin(kind) is list:
+        return Option(key, str, nullable, field.get_default(), field.description or "", "names", is_list=True)
     if get_origin(kind) is dict:
         entry = get_args(kind)[1]
         number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
@@ -359,6 +368,7 @@ def describe(kind: Any, metadata: list[Any]) -> str:
 OPTIONS = {option.key: option for option in options_of(Settings)}
 VARIABLES = {option.variable: option for option in OPTIONS.values()}
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
+LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
 
 
@@ -419,7 +429,7 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
     """The settings of a YAML file under their own names, and a note for each key that is not taken as it stands."""
     entries: dict[str, Given] = {}
     notes = []
-    for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS).items():
+    for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS, LISTS).items():
         if key in NOT_NEEDED:
             notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
             continue

@@ -72,7 +72,7 @@ def show(value: object, width: int = 80) -> str:
     """A value as YAML writes it, on one line and cut to ``width`` characters."""
     if isinstance(value, Compound):
         return value.kind
-    if not isinstance(value, str | bool | int | float | dict | NoneType):
+    if not isinstance(value, str | bool | int | float | dict | list | NoneType):
         return "a list"
     try:
         text = json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
@@ -89,6 +89,11 @@ def unknown(source: str, name: str, known: Collection[str]) -> StartupError:
     return StartupError(f"{source}{show(name)[1:-1]} is not a setting{hint}")
 
 
+def split_names(value: object) -> object:
+    """The list of names that a text with commas stands for; whatever else it is, as it is."""
+    return list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+
+
 class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # A few lines of nested aliases stand for gigabytes; a file of settings needs none.
@@ -98,14 +103,19 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_yaml(path: Path, keys: Collection[str], mappings: Collection[str] = ()) -> dict[str, Given]:
-    """The leaves of the file; ``keys`` are the dotted keys that it may hold, those of ``mappings`` hold mappings."""
+def read_yaml(
+    path: Path, keys: Collection[str], mappings: Collection[str] = (), lists: Collection[str] = ()
+) -> dict[str, Given]:
+    """The leaves of the file.
+
+    keys: the dotted keys that it may hold; those in ``mappings`` hold mappings, those in ``lists`` may hold lists.
+    """
     text = read_text(path)
     entries: dict[str, Given] = {}
     try:
         root = yaml.compose(text, Loader=Loader)
         if root is not None and value_of(root, f"{path}:1") is not None:
-            Collector(path, keys, mappings, entries).collect(root, "")
+            Collector(path, keys, mappings, lists, entries).collect(root, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
@@ -136,10 +146,18 @@ def read_text(path: Path) -> str:
 class Collector:
     """Walks the nodes of one file and fills ``entries``."""
 
-    def __init__(self, path: Path, keys: Collection[str], mappings: Collection[str], entries: dict[str, Given]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        keys: Collection[str],
+        mappings: Collection[str],
+        lists: Collection[str],
+        entries: dict[str, Given],
+    ) -> None:
         self.path = path
         self.keys = keys
         self.mappings = mappings
+        self.lists = lists
         self.sections = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
         self.entries = entries
         self.seen: set[str] = set()
@@ -154,7 +172,11 @@ class Collector:
             value = value_of(value_node, self.place(key_node))
             if key in self.mappings and isinstance(value_node, yaml.MappingNode):
                 self.entries[key] = self.mapping(value_node, key, self.place(key_node))
-            elif key in self.mappings and value is None:
+            elif key in self.lists and isinstance(value_node, yaml.SequenceNode):
+                self.entries[key] = Given(
+                    [self.word(node, "a name") for node in value_node.value], self.place(key_node)
+                )
+            elif key in {*self.mappings, *self.lists} and value is None:
                 continue
             elif key in self.keys:
                 self.entries[key] = Given(value, self.place(key_node))
@@ -171,10 +193,10 @@ class Collector:
             values[name], places[name] = value_of(value_node, place), place
         return Given(values, origin, places)
 
-    def word(self, node: yaml.Node) -> str:
+    def word(self, node: yaml.Node, what: str = "a key") -> str:
         if not isinstance(node, yaml.ScalarNode):
             place = self.place(node)
-            raise StartupError(f"{place}: a key must be a word, not {show(value_of(node, place))}")
+            raise StartupError(f"{place}: {what} must be a word, not {show(value_of(node, place))}")
         return str(node.value)
 
     def key(self, node: yaml.Node, section: str) -> str:

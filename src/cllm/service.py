@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 
 from cllm.answer import Answer, Generation, Terms, request_of
@@ -26,6 +28,7 @@ from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
+MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
 
 log = logging.getLogger("cllm.service")
@@ -42,14 +45,16 @@ class Service:
         model_name: str,
         request_timeout: float | None = None,
         recorder: Recorder | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token; ``recorder`` is told
-        of every request when it has ended.
+        of every request when it has ended. ``aliases``: other names of the model, and patterns of names.
         """
         self.engine = engine
         self.vocabulary = vocabulary
         self.metrics = metrics
         self.model_name = model_name
+        self._aliases = tuple(aliases)
         self.created = int(time.time())
         self.draining = False
         self.dry_breakers = DryBreakers(vocabulary.pieces)
@@ -67,6 +72,19 @@ class Service:
         await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The model's own name, and its aliases that are no patterns."""
+        return list(
+            dict.fromkeys([self.model_name, *(alias for alias in self._aliases if not set("*?[") & set(alias))])
+        )
+
+    def serves(self, name: str) -> bool:
+        """Whether a request that names the model ``name`` is for the one that is served. "" is the served one."""
+        if not name or name.removesuffix(":latest") == self.model_name.removesuffix(":latest"):
+            return True
+        return len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases)
 
     @property
     def ready(self) -> bool:

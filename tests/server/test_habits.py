@@ -176,6 +176,51 @@ def test_a_model_tells_its_length_and_has_a_tag(fake):
     assert fake.post(CHAT, json={"model": "fake:other", "messages": ASK, **LIMIT}).status_code == 404
 
 
+NAMED = [
+    (CHAT, TURN),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/v1/rerank", RANK),
+    ("/v1/messages", TURN),
+    ("/tokenize", {"content": "a"}),
+    ("/api/chat", {**TURN, "stream": False}),
+]
+
+
+def test_an_empty_model_is_the_served_one(fake):
+    for path, body in NAMED[:-1]:  # Ollama wants a name, as it always did
+        assert fake.post(path, json={**body, "model": ""}).status_code == 200, path
+    assert fake.post(CHAT, json={**TURN, "model": "gpt-4o"}).status_code == 404
+
+
+def test_aliases_are_served_and_listed(start_server):
+    """Names and patterns; the list has those that are names. Answers tell the model's own name."""
+    server = start_server("--backend.name", "fake", "--model.aliases", "gpt-4o, claude-*, org/m")
+    get, post = server.client.get, server.client.post
+    for path, body in NAMED:
+        for name in ("gpt-4o", "claude-opus-4-1", "org/m"):
+            assert post(path, json={**body, "model": name}).status_code == 200, (path, name)
+        for name in ("gpt-4", "gpt-4o-mini", "opus", "CLAUDE-a", "claude-" + "a" * 300):
+            assert post(path, json={**body, "model": name}).status_code == 404, (path, name)
+    assert post(CHAT, json={**TURN, "model": "gpt-4o"}).json()["model"] == "fake"
+    listed = get("/v1/models").json()["data"]
+    assert [(model["id"], model["root"]) for model in listed] == [
+        ("fake", "fake"),
+        ("gpt-4o", "fake"),
+        ("org/m", "fake"),
+    ]
+    assert get("/v1/models/org/m").json()["id"] == "org/m"
+    assert get("/v1/models/claude-x").json()["root"] == "fake"
+    assert get("/v1/models/gpt-4").status_code == 404
+
+
+def test_an_alias_of_a_star_is_any_name(start_server):
+    server = start_server("--backend.name", "fake", CLLM_MODEL_ALIASES="*")
+    assert server.client.post(CHAT, json={**TURN, "model": "whatever/it:is"}).status_code == 200
+    assert [model["id"] for model in server.client.get("/v1/models").json()["data"]] == ["fake"]
+
+
 def test_version(fake):
     assert fake.get("/version").json()["version"] == fake.get("/").json()["version"]
 

@@ -59,7 +59,7 @@ def flags(options: Iterable[Option]) -> Any:
 
 # The others are about many at once and HTTP, or have a flag of their own there, as --temperature.
 MODEL_SECTIONS = {"model", "kv", "backend", "backend.llama_cpp"}
-SERVED = {"model.name"}
+SERVED = {"model.name", "model.aliases"}
 
 if TYPE_CHECKING:
     SettingFlags = dict[str, object]

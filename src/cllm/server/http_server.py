@@ -79,7 +79,8 @@ class HttpServer(uvicorn.Server):
 def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient) -> HttpServer:
     """A server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
-    service = Service(engine, vocabulary, Metrics(model_name), model_name, settings.scheduler.request_timeout, recorder)
+    timeout, aliases = settings.scheduler.request_timeout, settings.model.aliases
+    service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases)
     app = create_app(service, settings)
     config = uvicorn.Config(
         streaming(with_request_ids(heads_as_gets(app))),

@@ -121,6 +121,6 @@ def check_version(request: Request) -> None:
 
 def check_model(name: str, service: Service) -> None:
     """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if name != service.model_name:
+    if not service.serves(name):
         message = f"model: {name[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)

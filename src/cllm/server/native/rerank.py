@@ -59,7 +59,7 @@ async def rerank(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await read_body(request, RerankBody)
-    if body.model is not None and body.model != service.model_name:
+    if body.model is not None and not service.serves(body.model):
         message = f"The model {body.model[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)
     documents = [document if isinstance(document, str) else document.text for document in body.documents]

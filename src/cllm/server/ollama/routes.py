@@ -245,6 +245,6 @@ def entry(request: Request, card: Card) -> dict[str, Any]:
 
 def check_model(name: str, service: Service) -> None:
     """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
+    if not service.serves(name):
         message = f"model {name[:100]!r} not found; this server has {service.model_name!r}"
         raise BadRequest(message, param="model", code="model_not_found", status=404)

@@ -96,6 +96,7 @@ class ModelObject(Shape):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     context_length: int | None
     max_model_len: int | None
 

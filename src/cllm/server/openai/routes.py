@@ -52,24 +52,28 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The model that is served."""
-    return {"object": "list", "data": [model_object(request.app.state.service)]}
+    """The model that is served, under its name and under each alias; ``root`` is its name."""
+    service: Service = request.app.state.service
+    return {"object": "list", "data": [model_object(service, name) for name in service.names]}
 
 
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """The model that is served, if that is its name."""
-    check_model(name, request.app.state.service)
-    return model_object(request.app.state.service)
+    """The model that is served, if that is its name or an alias."""
+    service: Service = request.app.state.service
+    check_model(name, service)
+    is_own = name.removesuffix(":latest") == service.model_name.removesuffix(":latest")
+    return model_object(service, service.model_name if is_own else name)
 
 
-def model_object(service: Service) -> dict[str, Any]:
+def model_object(service: Service, name: str) -> dict[str, Any]:
     info = service.engine.info
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "cllm",
+        "root": service.model_name,
         "context_length": info.context_length if info else None,
         "max_model_len": info.context_length if info else None,  # the same in the words of vLLM, which clients look for
     }
@@ -77,7 +81,7 @@ def model_object(service: Service) -> dict[str, Any]:
 
 def check_model(name: str | None, service: Service) -> None:
     """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if name is not None and name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
+    if name is not None and not service.serves(name):
         message = f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)
 
