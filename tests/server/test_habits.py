@@ -274,6 +274,19 @@ def test_parts_of_the_responses_api_are_text_in_a_chat(fake, part):
     assert "content[0]" in message(fake.post(CHAT, json={"messages": [turn]}))
 
 
+@pytest.mark.llama
+@pytest.mark.parametrize("value", [True, False, 3, 0.5, "a", None, [1, "a", None], {"a": 1}, []])
+def test_variables_that_a_template_does_not_know_change_nothing(builtin_server, value):
+    kwargs = {"a_new_variable": value, "enable_thinking": False}
+    post = builtin_server.client.post
+    prompts = [
+        post("/apply-template", json={"messages": ASK, "chat_template_kwargs": asked}).json()["prompt"]
+        for asked in (kwargs, {"enable_thinking": False})
+    ]
+    assert prompts[0] == prompts[1]
+    assert post(CHAT, json={"messages": ASK, "chat_template_kwargs": kwargs, **LIMIT}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "harmless",
     [

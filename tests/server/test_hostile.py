@@ -124,7 +124,18 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("typical_p", 1.5, "typical_p"),
         ("dry_sequence_breakers", ["x" * 17], "dry_sequence_breakers"),
         ("response_format", "json", "response_format"),
-        ("chat_template_kwargs", {"messages": True}, "chat_template_kwargs.messages"),
+        *(
+            ("chat_template_kwargs", {name: value}, f"chat_template_kwargs.{name}")
+            for name in ("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "self", "namespace")
+            for value in (None, False, [], "x")
+        ),
+        ("chat_template_kwargs", {"a": [[1]]}, "chat_template_kwargs.a[0]"),
+        ("chat_template_kwargs", {"a": {"b": {"c": 1}}}, "chat_template_kwargs.a.b"),
+        ("chat_template_kwargs", {"a": "x" * 10_000}, "chat_template_kwargs"),
+        ("chat_template_kwargs", {f"a{i}": 1 for i in range(65)}, "chat_template_kwargs"),
+        ("chat_template_kwargs", {"a" * 65: 1}, f"chat_template_kwargs.{'a' * 65}"),
+        ("chat_template_kwargs", {"not a name": 1}, "chat_template_kwargs"),
+        ("chat_template_kwargs", "enable_thinking", "chat_template_kwargs"),
     ],
 )
 def test_a_wrong_value_is_400_and_named(fake_server, field, value, param):

@@ -60,7 +60,7 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
         ("/apply-template", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
+        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
     ],
 )
 def test_faults(fake_server, route, body, param) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jinja2
 import jinja2.compiler
+import jinja2.defaults
 import jinja2.ext
 import jinja2.sandbox
 
@@ -25,6 +26,22 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
 # Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 FENCES = re.compile(f"[{OPEN}{CLOSE}]")
+
+# Names in a template that have a meaning already: no variable of a client may be called so.
+RESERVED = frozenset(
+    {
+        *jinja2.defaults.DEFAULT_NAMESPACE,
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "messages",
+        "raise_exception",
+        "self",
+        "strftime_now",
+        "tools",
+        "xml_tools",
+    }
+)
 
 # What a template may raise on odd messages, beside TemplateError.
 MAX_LENGTH = 1 << 23  # characters of a prompt

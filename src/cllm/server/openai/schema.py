@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import pydantic
 from pydantic import Field
+from pydantic_core import to_json
 
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
@@ -16,6 +17,7 @@ from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
+from cllm.text.chat_template import RESERVED
 from cllm.text.dry_breakers import DryBreakers
 
 MAX_PROMPTS = 128
@@ -23,6 +25,9 @@ MAX_TOOLS = 512
 MAX_STOP_TOKENS = 256
 MAX_BEST_OF = 20
 MAX_METADATA = 16
+MAX_NAME = 64  # characters of a variable of a chat template
+MAX_VARIABLES = 64
+MAX_VARIABLES_BYTES = 10_000
 
 
 def unlimited(value: Any) -> Any:
@@ -34,7 +39,6 @@ def unlimited(value: Any) -> Any:
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None, pydantic.BeforeValidator(unlimited), Field(description="-1 is no limit.")
 ]
-ShortText = Annotated[str, Field(max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
@@ -273,20 +277,36 @@ class AllowedTools(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class TemplateVariables(Body):
-    """What a client may tell the chat template: what those of the known models ask about, and nothing else."""
+def free(name: str) -> str:
+    if not name.isidentifier() or len(name) > MAX_NAME:
+        raise ValueError(f"a variable has a name of at most {MAX_NAME} letters, digits and _")
+    if name in RESERVED:
+        raise ValueError("this variable of the template is set by the server")
+    return name
 
-    model_config = pydantic.ConfigDict(extra="forbid")
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    thinking_budget: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
-    reasoning_effort: ShortText | None = None
-    preserve_thinking: bool | None = None
-    clear_thinking: bool | None = None
-    keep_past_thinking: bool | None = None
-    tools_in_user_message: bool | None = None
-    date_string: ShortText | None = None
-    model_identity: ShortText | None = None
+
+def bounded(variables: dict[str, Any]) -> dict[str, Any]:
+    if len(to_json(variables)) > MAX_VARIABLES_BYTES:
+        raise ValueError(f"all variables together have at most {MAX_VARIABLES_BYTES} bytes as JSON")
+    return variables
+
+
+Scalar = bool | int | float | str | None
+# What a client may tell the chat template beside the messages and tools.
+TemplateVariables = Annotated[
+    dict[Annotated[str, pydantic.AfterValidator(free)], Scalar | list[Scalar] | dict[str, Scalar]],
+    at_most(MAX_VARIABLES),
+    pydantic.AfterValidator(bounded),
+    Field(
+        description="Variables of the chat template, such as enable_thinking. A value is a text, a number, true "
+        "or false, or a flat list or object of these. What the template does not know changes nothing."
+    ),
+]
+
+
+def given(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """Those that are not null."""
+    return {name: value for name, value in (variables or {}).items() if value is not None}
 
 
 class ChatBody(GenerationBody):
@@ -353,7 +373,7 @@ class ChatBody(GenerationBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             thinking_budget=self.thinking_token_budget,
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
-            variables=self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {},
+            variables=given(self.chat_template_kwargs),
         )
 
     def _check_results(self) -> None:

@@ -17,7 +17,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool
+from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, given
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat_template import FENCES
 
@@ -138,12 +138,11 @@ async def in_thread(size: int, work: Callable[[], T]) -> T:
 
 async def render(service: Service, messages: list[Message], body: ConversationBody) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    variables = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
     return await service.renderer.render(
         [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
         [tool.model_dump(exclude_none=True) for tool in body.tools or []],
         add_generation_prompt=body.add_generation_prompt,
-        **variables,
+        **given(body.chat_template_kwargs),
     )
 
 
