@@ -58,16 +58,6 @@ def test_it_fails_when_told_to():
     backend.forward(batch)
 
 
-def test_it_hangs_when_told_to():
-    """The step with the number hang_at_step sleeps for an hour, and no other does."""
-    spent = []
-    backend = FakeBackend(faults=Faults(hang_at_step=2), sleep=spent.append)
-    batch = Batch([Row(sequence([1]), 0, 1, 1)], [Trim(0, 0)])
-    for _ in range(3):
-        backend.forward(batch)
-    assert spent == [0, 3600, 0, 0]
-
-
 def test_it_checks_its_caller():
     """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's fault."""
     backend = FakeBackend()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cllm.backends.fake import Costs
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
@@ -113,6 +114,31 @@ def test_the_first_token_of_a_long_prompt_takes_longer():
     backlog.observe(Stats(step_seconds=0.5, prompt_token_seconds=0.01))
     assert backlog.place(ask(length=10), CAPACITY) == Place(0, 0.6)
     assert backlog.place(ask(length=400), CAPACITY) == Place(0, 4.5)
+
+
+def test_estimated_time_to_first_token_is_about_right(fake_engine):
+    """Once a queue has been seen: the last of eight that wait begins when it was said to."""
+    engine = fake_engine(max_num_seqs=CAPACITY, costs=Costs(step=0.005, row=0.0005, token=0.0001))
+    backlog = backlog_of()
+    for wave in ("warm", "seen"):
+        asked = [engine.add(f"{wave} {i}", [i, 1], max_tokens=60, ignore_eos=True) for i in range(CAPACITY + 8)]
+        sent, estimates, first = engine.now, {}, {}
+        for request in asked:
+            estimates[request.request_id] = backlog.place(request, CAPACITY).seconds
+            backlog.submitted(request)
+        while engine.scheduler.has_work():
+            num_seen = len(engine.outputs)
+            engine.step()
+            backlog.observe(engine.scheduler.stats())
+            for output in engine.outputs[num_seen:]:
+                request = asked[int(output.request_id.split()[1])]
+                if output.request_id not in first:
+                    first[output.request_id] = engine.now - sent
+                    backlog.begun(request)
+                if output.finish:
+                    backlog.ended(request)
+    last = asked[-1].request_id
+    assert estimates[last] == pytest.approx(first[last], rel=0.25)
 
 
 def test_lower_classes_are_not_in_the_way():

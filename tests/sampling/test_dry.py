@@ -88,15 +88,15 @@ def test_it_breaks_a_loop():
 
 @pytest.mark.parametrize("tokens", [[1] * 20_000, [1, 2] * 10_000, [*range(64)] * 300])
 def test_the_cost_is_bounded(tokens):
-    """Texts that repeat themselves all the time; a generous limit, for machines that are busy."""
+    """Texts that repeat themselves all the time; the least of five times, in CPU seconds."""
     seq, past = sequence(tokens, dry_multiplier=1.0), Past(())
     row = np.zeros(100, np.float32)
     add_dry(row, seq, past)
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.process_time()
         add_dry(row, seq, past)
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     assert min(times) < 0.05
     assert np.isfinite(row).all()
     assert MAX_WINDOW < 20_000

@@ -72,7 +72,13 @@ class Server:
         (engine,) = self.children("cllm.process.child")
         return engine
 
-    def wait_until_idle(self, timeout: float = 5) -> dict[str, int]:
+    def cpu_seconds(self, *pids: int) -> float:
+        """CPU time that the processes ``pids`` have used so far; by default the API process."""
+        stats = (Path(f"/proc/{pid}/stat").read_text() for pid in pids or [self.process.pid])
+        fields = [stat.rpartition(")")[2].split() for stat in stats]
+        return sum(int(user) + int(system) for *_, user, system in (f[:13] for f in fields)) / os.sysconf("SC_CLK_TCK")
+
+    def wait_until_idle(self, timeout: float = 60) -> dict[str, int]:
         """The stats once nothing runs or waits."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -82,7 +88,7 @@ class Server:
             time.sleep(0.01)
         raise AssertionError(f"still busy after {timeout} s: {stats}")
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 15) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 60) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
         with contextlib.suppress(AttributeError):
@@ -104,8 +110,9 @@ def fake_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def narrow_server() -> Iterator[Server]:
-    """A fake server that computes 4 at a time and lets 8 wait."""
-    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8")
+    """A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of minutes."""
+    options = "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8", "--context", "32768"
+    server = Server("--backend.name", "fake", *options)
     yield server
     assert server.stop() == 0, server.log
     server.forget()

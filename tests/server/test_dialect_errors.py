@@ -265,9 +265,9 @@ def test_very_many_messages_take_no_long_time(fake_server):
         "/api/chat": {**OLLAMA, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results]},
     }
     for path, body in bodies.items():
-        begun = time.monotonic()
+        before = fake_server.cpu_seconds()
         assert fake_server.client.post(path, json=body).status_code == 400
-        assert time.monotonic() - begun < 5
+        assert fake_server.cpu_seconds() - before < 5
 
 
 def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):

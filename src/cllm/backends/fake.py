@@ -48,7 +48,6 @@ class Faults(msgspec.Struct, frozen=True):
 
     raise_at_step: int = 0
     raise_times: int = 1
-    hang_at_step: int = 0
 
 
 NO_COSTS, NO_FAULTS = Costs(), Faults()
@@ -201,8 +200,6 @@ class FakeBackend:
     def _break(self) -> None:
         if 0 < self._faults.raise_at_step <= self.num_steps < self._faults.raise_at_step + self._faults.raise_times:
             raise EngineError("the fake backend was told to fail")
-        if self.num_steps == self._faults.hang_at_step:
-            self._sleep(3600)
 
     def _cells_of(self, seq_id: int) -> list[Cell]:
         if not 0 <= seq_id < self.info.max_num_seqs + self.info.num_spare_ids:
