@@ -21,10 +21,13 @@ START_TIMEOUT = 60
 class Server:
     """A running ``cllm serve``; ``log`` is what it has said so far."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, max_files: int | None = None, **environment: str) -> None:
+        """``max_files``: that it may have open at once."""
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
         command = [sys.executable, "-m", "cllm", "serve", "--port", "0", *arguments]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         own = {"CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state")}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **own, **environment})
@@ -143,8 +146,8 @@ def starter() -> Iterator[Callable[..., Server]]:
     """Starts servers that may be broken; what is left of them is ended afterwards."""
     servers = []
 
-    def start(*arguments: str, **environment: str) -> Server:
-        servers.append(Server(*arguments, **environment))
+    def start(*arguments: str, max_files: int | None = None, **environment: str) -> Server:
+        servers.append(Server(*arguments, max_files=max_files, **environment))
         return servers[-1]
 
     yield start

@@ -8,10 +8,11 @@ from typing import Any, get_args, get_origin
 from fastapi.routing import APIRoute
 
 from cllm.server.app import routes
-from cllm.server.body import Body
+from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
+from cllm.server.http_protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
 from cllm.server.openapi import model_of
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # API
 
 This page is made from the code by `cllm config api`.
@@ -28,6 +29,28 @@ client they go into `extra_body`.
 
 Types are strict: a number in quotes is no number, and NaN is none. Errors come in the form of their dialect and name
 the field and the limit.
+
+## Connections
+
+The server speaks HTTP/1.0 and HTTP/1.1. Every answer has the header `x-request-id`, errors of HTTP itself too.
+
+| Limit | Answer |
+|---|---|
+| A request's head must be complete {HEAD_TIMEOUT:g} seconds after its first byte | 408 |
+| It has at most {MAX_HEAD:,} bytes and {MAX_FIELDS} header fields | 431 |
+| HTTP/1.1 needs exactly one `Host` header field, a host name with an optional port | 400 |
+| {PACE_BYTES:,} bytes of a body must come in any {PACE_WINDOW:g} seconds; there is no limit in total | 408 |
+| A client must read its answer, or a good part of it, every {READ_TIMEOUT:g} seconds | the connection is closed |
+
+A client may shut down its sending side after its request (half-close) and still gets the answer. The server cannot tell
+such a client from one that has gone, so it sends `100 Continue`, or a comment in a stream of events, from time to time.
+If the client's machine rejects these, the request is aborted.
+
+An error that is known before the whole body has come is answered at once, with `connection: close`. The rest of the
+body is read and discarded for a while, so that clients which send everything first can read the answer.
+
+The number of connections is limited by the files that the process may open (`ulimit -n`). When there is no room for
+another connection, the one that has been idle for longest is closed; while all have requests, new ones wait.
 """
 HEAD = "| Parameter | | |\n|---|---|---|\n"
 

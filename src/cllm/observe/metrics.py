@@ -94,6 +94,7 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine takes requests")
         self._restarts = gauge("engine_restarts", "times the engine died and was started again")
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
+        self.connections = gauge("http_connections", "open HTTP connections")
         self._requests = counter("requests", "requests accepted")
         self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
         self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)

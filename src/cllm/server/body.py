@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -26,7 +27,8 @@ CODES = {
     "less_than_equal": "integer_above_max_value",
     "less_than": "integer_above_max_value",
 }
-BODY_TIMEOUT = 30.0  # seconds in which at least a part of a body must come
+PACE_WINDOW = 30.0  # seconds, in any of which
+PACE_BYTES = 30_000  # of a body must come
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
@@ -195,23 +197,58 @@ async def read_bytes(request: Request) -> bytes:
 
 
 async def parts_of(request: Request, limit: int, too_large: BadRequest) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises ``too_large`` for more than ``limit`` bytes, and BadRequest (408) if none come."""
+    """The body as it comes. Raises ``too_large`` for more than ``limit`` bytes, and BadRequest (408) if they come too
+    slowly.
+    """
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
-    stream, size = request.stream(), 0
+    stream, size, waited = request.stream(), 0, 0.0
+    pace = Pace(PACE_BYTES, PACE_WINDOW)
+    clock = asyncio.get_running_loop().time
     while True:
+        begun = clock()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
+            async with asyncio.timeout(pace.deadline - waited):
                 part = await anext(stream, None)
         except TimeoutError:
-            message = f"Nothing of the body has come for {BODY_TIMEOUT:g} seconds."
+            message = f"The body comes too slowly: less than {PACE_BYTES} bytes in {PACE_WINDOW:g} seconds."
             raise BadRequest(message, code="body_timeout", status=408) from None
         if part is None:
             return
+        waited += clock() - begun  # and not the time that is spent here between two parts
+        pace.add(len(part), waited)
         size += len(part)
         if size > limit:
             raise too_large
         yield part
+
+
+class Pace:
+    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have come in the last ``window`` seconds.
+
+    Times count from the beginning of the body.
+    """
+
+    def __init__(self, num_bytes: int, window: float) -> None:
+        self._num_bytes = num_bytes
+        self._window = window
+        self._parts: deque[tuple[float, int]] = deque()  # times and sizes of the last ones, num_bytes together
+        self._size = 0
+        self._since = 0.0  # until then no more than num_bytes had to come
+
+    @property
+    def deadline(self) -> float:
+        """The time at which the body is too slow if nothing comes until then."""
+        return self._since + self._window
+
+    def add(self, size: int, time: float) -> None:
+        """``size`` bytes have come at ``time``."""
+        self._parts.append((time, size))
+        self._size += size
+        while self._size - self._parts[0][1] >= self._num_bytes:
+            self._size -= self._parts.popleft()[1]
+        if self._size >= self._num_bytes:
+            self._since = self._parts[0][0]
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

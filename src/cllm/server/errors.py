@@ -103,8 +103,6 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
         status, content = form(fault, request_id(request))
         headers = {"retry-after": str(max(1, math.ceil(fault.retry_after)))} if fault.status in (429, 503) else {}
-        if fault.status in (408, 413):
-            headers["connection"] = "close"  # the rest of the body is not read
         return Response(pydantic_core.to_json(content), status, headers, "application/json")
 
     async def expected(request: Request, error: Exception) -> Response:

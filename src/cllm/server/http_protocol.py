@@ -1,38 +1,70 @@
-"""How HTTP is read from a connection: by uvicorn, which would wait for ever and read without end."""
+"""How HTTP is read from a connection: uvicorn's protocol, with the timeouts, limits and checks that it lacks."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic_core import to_json
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cllm.server.connections import Connections
 from cllm.server.errors import Fault, openai_form
+from cllm.server.request_id import HEADERS, IS_INCOMPLETE, new_request_id
+from cllm.server.sse import PROBE
 
 HEAD_TIMEOUT = 10.0  # seconds from the first byte of a request to the end of its head
-MAX_HEAD = 65_536  # bytes of a head that has no end yet
+MAX_HEAD = 65_536  # bytes of the request line, the header fields and the trailer fields
+MAX_FIELDS = 200  # header and trailer fields of a request
 READ_TIMEOUT = 60.0  # seconds in which a client must take LEAST_READ of what waits for it, or all
 LEAST_READ = 65_536  # bytes
+LINGER_PAUSE = 5.0  # seconds that a client may pause while it sends what is discarded
+LINGER_TIMEOUT = 30.0  # seconds that it may send altogether
+LINGER_BYTES = 1 << 30  # bytes that it may send
+FIRST_PROBE, LONGEST_PROBE = 0.05, 15.0  # seconds between two probes of a half-closed connection
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")  # RFC 9110, 7.2
 
 
 class Protocol(HttpToolsProtocol):
-    """Ends a connection whose client does not come to the end of a head or does not read its answer, and one on which
-    nothing comes at all. How long a body may take is the business of its reader (body.py).
+    """Refuses what is not HTTP or has too large a head, ends connections whose clients do not send a head or do not
+    read their answer, and lets a client that is still sending read an early answer. ``parts_of`` in body.py decides
+    how slowly a body may come.
+
+    A client may shut down its sending side after its request (half-close) and gets the answer. One that closes the
+    connection looks the same at first, so a half-closed connection is probed: what is written to a closed connection
+    is answered with a reset, and the next write fails.
     """
+
+    server_state: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._num_head_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None  # until it is looked whether the client has read
+        self._num_unparsed_bytes = 0  # since the last end of a head, part of a body or end of a body
+        self._num_head_bytes = self._num_fields = 0
+        self._refusal: tuple[HTTPStatus, str] | None = None  # why the parser was stopped
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._is_half_closed = False
+        self._is_discarding = False  # whatever still comes
+        self._num_discarded_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._closing_timer: asyncio.TimerHandle | None = None  # of the next probe, or of lingering
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.server_state.mark_idle(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
-        self._end_reading()
+        for timer in (self._head_timer, self._read_timer, self._closing_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._running is not None and not self._running.response_complete:
+            self._disconnect(self._running)
         super().connection_lost(exc)
+        self.server_state.forget(self)
+
+    # --- what the client reads ----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -40,11 +72,12 @@ class Protocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_reading()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
 
     def _await_reading(self) -> None:
         size = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, size)
+        self._read_timer = self.loop.call_later(READ_TIMEOUT, self._check_reading, size)
 
     def _check_reading(self, before: int) -> None:
         if self.transport.get_write_buffer_size() > before - LEAST_READ:
@@ -52,48 +85,192 @@ class Protocol(HttpToolsProtocol):
         else:
             self._await_reading()
 
-    def _end_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    # --- what it sends ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        before = self.cycle
-        is_body = before is not None and before.more_body
-        super().data_received(data)
-        if is_body or self.cycle is not before:
+        if self._is_discarding:
+            self._num_discarded_bytes += len(data)
+            if self._num_discarded_bytes > LINGER_BYTES:
+                self.transport.close()
             return
-        self._num_head_bytes += len(data)  # all of it belongs to a head that has not ended
-        if self._num_head_bytes > MAX_HEAD:
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"The head has more than {MAX_HEAD} bytes.")
-        elif self._deadline is None and (before is None or before.response_complete):
+        self._num_unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._num_unparsed_bytes > MAX_HEAD:
+            self._refuse(*too_large_head())
+        elif self._num_unparsed_bytes and not self._is_busy():
+            self._time_head()
+
+    def _is_busy(self) -> bool:
+        """Return whether a request is being read or answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _time_head(self) -> None:
+        if self._head_timer is None:
             message = f"The head of the request took longer than {HEAD_TIMEOUT:g} seconds."
-            self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._refuse, HTTPStatus.REQUEST_TIMEOUT, message)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._refuse, HTTPStatus.REQUEST_TIMEOUT, message)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_unparsed_bytes = max(1, self._num_unparsed_bytes)
+        self._num_head_bytes = self._num_fields = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._check_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_fields += 1
+        self._check_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _check_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD or self._num_fields > MAX_FIELDS:
+            self._stop_parser(*too_large_head())
 
     def on_headers_complete(self) -> None:
-        self._end_head()
+        self._num_unparsed_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self._check_host()
         super().on_headers_complete()
+        self.server_state.mark_busy(self)
+        cycle = self.cycle
+        cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # as much as it uses
+        cycle.scope["state"][IS_INCOMPLETE] = lambda: cycle.more_body
 
-    def _end_head(self) -> None:
-        self._num_head_bytes = 0
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _check_host(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop_parser(HTTPStatus.BAD_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1.")
+        hosts = [value.strip() for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._stop_parser(HTTPStatus.BAD_REQUEST, f"The request has {len(hosts)} Host header fields, not one.")
+        if hosts and not HOST.fullmatch(hosts[0]):
+            self._stop_parser(HTTPStatus.BAD_REQUEST, "The Host header field is not a host name with an optional port.")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unparsed_bytes = 0
+        super().on_message_complete()
+
+    def _stop_parser(self, status: HTTPStatus, message: str) -> NoReturn:
+        """End a callback of the parser, which calls ``send_400_response`` in the end."""
+        self._refusal = status, message
+        raise ValueError(message)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+        self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer what is no request yet, and hang up."""
-        self._end_head()
-        if self.transport.is_closing():
+        """Answer what is not a request, and close the connection."""
+        if self._is_discarding or self.transport.is_closing():
             return
+        if self._is_busy():
+            if self.cycle is not self._running or self.cycle.response_started:  # there is no place for another answer
+                self.transport.abort()
+                return
+            self._disconnect(self.cycle)  # what was refused is its body
         content = to_json(openai_form(Fault(status, message, code="invalid_http"))[1])
-        head: dict[str, Any] = {
-            "content-type": "application/json",
-            "content-length": len(content),
-            "connection": "close",
-        }
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in head.items())]
-        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
-        self.transport.close()
+        request_id = new_request_id().encode()
+        head: list[tuple[bytes, Any]] = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            (b"connection", b"close"),
+            *((name, request_id) for name in HEADERS),
+        ]
+        lines = [b"HTTP/1.1 %d %s" % (status.value, status.phrase.encode()), *(b"%s: %s" % field for field in head)]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + content)
+        self.linger()
+
+    def _disconnect(self, cycle: RequestResponseCycle) -> None:
+        """Tell the application that the client of ``cycle`` has gone."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    # --- how an answer ends -------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        if self._running is not None:
+            self._running.scope["state"].clear()  # which refers to what refers to it
+        super().on_response_complete()
+        if self._is_discarding or self.transport.is_closing() or self._is_busy():
+            return
+        if self._is_half_closed:
+            self.transport.close()
+            return
+        self.server_state.mark_idle(self)
+        if self._num_unparsed_bytes:
+            self._time_head()
+
+    def linger(self) -> None:
+        """Close the connection once the client has read its answer: closing it while the client still sends would
+        reset it, and the answer would be lost. What the client sends is discarded, within limits.
+        """
+        if self._is_discarding or self.transport.is_closing():
+            return
+        self._is_discarding = True
+        self.server_state.mark_idle(self)
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._closing_timer = self.loop.call_later(LINGER_PAUSE, self._check_lingering, 0, LINGER_TIMEOUT)
+
+    def _check_lingering(self, num_bytes_before: int, seconds_left: float) -> None:
+        """Close the connection if nothing has come since the last check; ``seconds_left`` as of that check."""
+        seconds_left -= LINGER_PAUSE
+        if seconds_left <= 0 or self._num_discarded_bytes == num_bytes_before:
+            self.transport.close()
+            return
+        self._closing_timer = self.loop.call_later(
+            LINGER_PAUSE, self._check_lingering, self._num_discarded_bytes, seconds_left
+        )
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn always closes the connection
+        """The client sends nothing more. Return whether the connection stays open for its answer."""
+        if self._is_discarding or not self._is_busy() or self.cycle.more_body:
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._probe(FIRST_PROBE)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """Write something that the client skips, now and in ``seconds``."""
+        if self.transport.is_closing() or not self._is_busy() or self._running is None:
+            return
+        scope = self._running.scope
+        if (probe := scope["state"].get(PROBE)) is not None:
+            probe()
+        elif not self._running.response_started and scope["http_version"] == "1.1":
+            self.transport.write(CONTINUE)
+        self._closing_timer = self.loop.call_later(seconds, self._probe, min(2 * seconds, LONGEST_PROBE))
+
+
+class AnswerTransport:
+    """What an answer is written to: the connection, which is not closed before the client has sent its request."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self._close = transport.close
+        self._protocol = protocol
+
+    def close(self) -> None:
+        if self._protocol.cycle.more_body:
+            self._protocol.linger()
+        else:
+            self._close()
+
+
+def too_large_head() -> tuple[HTTPStatus, str]:
+    message = f"The head of the request has more than {MAX_HEAD} bytes or {MAX_FIELDS} header fields."
+    return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message

@@ -18,9 +18,10 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
 from cllm.server.app import create_app
+from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.http_protocol import Protocol
 from cllm.server.openai.batch_runner import Batches
-from cllm.server.request_id import with_request_ids
+from cllm.server.request_id import with_answer_headers
 from cllm.server.sse import streaming
 from cllm.service import Service
 
@@ -38,7 +39,9 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, batches: Batches | None, drain_timeout: float) -> None:
         super().__init__(config)
+        self.server_state: Connections = Connections(max_connections(raise_descriptor_limit()))
         self.service = service
+        service.metrics.connections.set_function(lambda: len(self.server_state.connections))
         self._batches = batches
         self.early: list[int] = []
         self._drain_timeout = drain_timeout
@@ -47,11 +50,19 @@ class HttpServer(uvicorn.Server):
         """Signals come to ``handle_exit`` from now on; those that came before are in ``early``."""
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)
-        await super().startup(sockets)
+        await super().startup([])  # connections are accepted here
+        self._accepting = [self._loop.create_task(self._accept(listener)) for listener in sockets or ()]
         if self.service.vocabulary.chat_template:
             self._starting = self._loop.create_task(self.service.renderer.start())  # beside the engine, which loads
         if self._batches is not None:
             self._batches.start()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        def protocol() -> Protocol:
+            return Protocol(config=self.config, server_state=self.server_state, app_state={})
+
+        listener.setblocking(False)
+        await self.server_state.accept(listener, protocol)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # the handler runs between any two instructions, streams are not to be written to there
@@ -61,6 +72,9 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         if self._batches is not None:
             await self._batches.stop()
         if (going := len(self.server_state.tasks)) and self._drain_timeout:
@@ -83,8 +97,9 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
     service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases)
     app = create_app(service, settings)
     config = uvicorn.Config(
-        streaming(with_request_ids(heads_as_gets(app))),
+        streaming(with_answer_headers(heads_as_gets(app))),
         http=Protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

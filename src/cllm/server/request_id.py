@@ -1,4 +1,6 @@
-"""Every answer has the id of its request, by which a client and the operator speak of the same thing."""
+"""Headers that every answer has: the id of its request, by which a client and the operator speak of the same thing, and
+whether the connection is closed.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEY = "cllm.request_id"
 HEADERS = (b"x-request-id", b"request-id")  # the second is Anthropic's
+IS_INCOMPLETE = "cllm.is_incomplete"  # in the scope's state: a function that says whether more of the body will come
+
+
+def new_request_id() -> str:
+    """``req_`` and 24 hex digits."""
+    return f"req_{secrets.token_hex(12)}"
 
 
 def request_id(request: Request) -> str:
-    """Ours, never the client's: ``req_`` and 24 hex digits."""
-    name: str = request.scope.setdefault(KEY, f"req_{secrets.token_hex(12)}")
+    """Ours, never the client's."""
+    name: str = request.scope.setdefault(KEY, new_request_id())
     return name
 
 
-def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """``app``, whose answers all have the headers; one that has set x-request-id keeps it."""
+def with_answer_headers(app: ASGIApp) -> ASGIApp:
+    """``app``, whose answers all have the headers; one that has set x-request-id keeps it.
+
+    An answer that begins before its request has come whole, which is an error, closes the connection.
+    """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_named(message: Message) -> None:
@@ -26,10 +37,13 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
                 headers = [header for header in message["headers"] if header[0] not in HEADERS]
                 given = [value for name, value in message["headers"] if name == HEADERS[0]]
                 value = given[0] if given else scope[KEY].encode()
-                message = {**message, "headers": [*headers, *((name, value) for name in HEADERS)]}
+                headers += ((name, value) for name in HEADERS)
+                if scope["state"][IS_INCOMPLETE]():
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
             await send(message)
 
-        scope = {**scope, KEY: f"req_{secrets.token_hex(12)}"}
+        scope = {**scope, KEY: new_request_id()}
         await app(scope, receive, send_named)
 
     return called

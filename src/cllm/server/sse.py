@@ -18,6 +18,7 @@ T = TypeVar("T")
 HEARTBEAT = 15.0  # seconds of silence after which proxies and clients are told that we are alive
 HEARTBEAT_BYTES = b": ping\n\n"
 DIRECT_SEND = "cllm.send"
+PROBE = "cllm.probe"  # in the scope's state: a function that writes something a reader of the stream skips
 
 
 class ClientGone(Exception):
@@ -76,6 +77,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            scope.get("state", {})[PROBE] = self._break_silence
             await self._run(receive, scope.get(DIRECT_SEND, send))
         finally:
             self._answer.close()
@@ -107,8 +109,12 @@ class EventStream(Response):
             sent = self._num_sent
             if (await asyncio.wait({self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED))[0]:
                 return
-            if self._num_sent == sent and self._writing is None:
-                self._write(self._heartbeat)
+            if self._num_sent == sent:
+                self._break_silence()
+
+    def _break_silence(self) -> None:
+        if self._writing is None and not self._is_last:
+            self._write(self._heartbeat)
 
     def _pump(self) -> None:
         """Write all that has come."""
