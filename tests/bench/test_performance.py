@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.bench.compare import SHARED
 from cllm.bench.performance import (
     BOUND,
     CLLM,
+    DEFAULT_SERVER,
     ENGINE,
     LLAMA_SERVER,
     Depth,
@@ -30,7 +32,7 @@ from cllm.bench.performance import (
 from cllm.errors import StartupError
 
 SETUP = {"model": "m.gguf", "model_bytes": 4e8, "prompt_words": 16, "prompt_tokens": 60, "max_tokens": 64}
-SETUP |= {"context": 256, "threads": 2, "rounds": 3, "concurrency": [8]}
+SETUP |= {"context": 256, "threads": 2, "rounds": 3, "concurrency": [8], **SHARED}
 
 
 def run(system: str, i: int = 0, speed: float = 100.0, **changes) -> Run:
@@ -45,7 +47,8 @@ def made_up() -> Results:
             run(BOUND, i, 120.0 + i, decode_tokens_per_s=200.0),
             run(ENGINE, i, 110.0, decode_tokens_per_s=199.0, ttft_ms=50.0, load_s=0.5),
             run(CLLM, i, 108.0, ttft_ms=80.0 + i, start_s=1.5, memory_mb=700.0, cpu_us_per_token=40.0),
-            run(LLAMA_SERVER, i, 100.0, ttft_ms=100.0, start_s=0.4, memory_mb=500.0),
+            run(LLAMA_SERVER, i, 100.0, ttft_ms=100.0, start_s=0.4, memory_mb=500.0, settings="-kvu"),
+            run(DEFAULT_SERVER, i, 90.0, ttft_ms=160.0),
         ]
     failed = run(LLAMA_SERVER, num_succeeded=4, failures={"connection lost | reset": 12})
     curve = [run(name, num_seqs=size, ttft_ms=9.0) for size in (1, 64) for name in (CLLM, LLAMA_SERVER)]
@@ -60,10 +63,11 @@ def made_up() -> Results:
         machine={"CPU": "a | b"},
         setup=SETUP,
         skipped={"Ollama": "not installed"},
-        chosen={LLAMA_SERVER: {8: "-kvu"}},
-        llama_bench={"pp512": [500.0, 510.0, 490.0]},
+        llama_bench={"pp512": [500.0, 510.0, 490.0], "tg64": [50.0, 50.0, 50.0]},
+        default_bench={"pp512": [400.0, 425.0, 400.0], "tg64": [50.0, 40.0, 50.0]},
         runs=runs,
         kept=[run(CLLM), failed],
+        shared=[run(name, speed=speed, ttft_ms=9.0) for name, speed in ((CLLM, 30.0), (DEFAULT_SERVER, 10.0))],
         curve=curve,
         parts=[Parts(1, step), Parts(64, step)],
         depths=depths,
@@ -85,9 +89,24 @@ def test_figures() -> None:
     bound = found["the bound of it, llama-batched-bench / llama-server, 8"]
     assert (bound.values, bound.met, bound.verdict()) == (pytest.approx([1.2, 1.21, 1.22]), None, "")
     assert found["mean TTFT, cLLM / llama-server, 8"].values == [0.8, 0.81, 0.82]
+    default = found["mean TTFT, cLLM / llama-server, default build, 8"]
+    assert (default.values, default.target, default.met) == ([0.5, 81 / 160, 82 / 160], 0.8, True)
+    assert found["output tokens/s, cLLM / llama-server, default build, 8"].values == [1.2] * 3
+    assert found["shared prefix, output tokens/s, cLLM / llama-server, default build, 8"].values == [3.0]
     memory = found["memory, cLLM - llama-server, 8"]
     assert (memory.values, memory.verdict()) == ([200.0] * 3, "**missed** by 50.0 MB")
     assert found["start of cLLM until ready - loading of the model"].values == [1.0] * 3
+
+
+@pytest.mark.parametrize(("used", "target"), [("AVX, AVX2", 1.2), ("AVX2, AVX512", None), ("NEON", None)])
+def test_the_gain_of_the_compiler_switches_has_a_target_where_avx2_is_the_widest(used: str, target: float) -> None:
+    """The kernels of prompts are compiled badly without them; decoding gains little."""
+    results = made_up()
+    results.machine["llama.cpp uses"] = used
+    found = {figure.name: figure for figure in figures(results)}
+    prefill = found["llama-bench pp512, cLLM's compiler switches / default build"]
+    assert (prefill.values, prefill.target) == ([1.25, 1.2, 1.225], target)
+    assert found["llama-bench tg64, cLLM's compiler switches / default build"].target is None
 
 
 def test_one_failure_misses_the_target() -> None:
@@ -100,7 +119,7 @@ def test_one_failure_misses_the_target() -> None:
 
 
 def test_nothing_measured_is_no_figure() -> None:
-    results = msgspec.structs.replace(made_up(), runs=[], kept=[], curve=[], depths=[])
+    results = msgspec.structs.replace(made_up(), runs=[], kept=[], curve=[], depths=[], shared=[], default_bench={})
     assert figures(results) == []
     assert "Growth" not in page(results, "x", {})
 
@@ -130,7 +149,13 @@ def test_the_page(tmp_path: Path) -> None:
         line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")
     )
     assert len(written) == 8
-    for words in ("**missed** by 50.0 MB", "llama-server (-kvu)", "Ollama: not installed", "4 of 16", "pp512 500.0"):
+    for words in (
+        "**missed** by 50.0 MB",
+        "llama-server (-kvu)",
+        "Ollama: not installed",
+        "4 of 16",
+        "| default build | 400.0 (400.0 to 425.0) |",
+    ):
         assert words in text
     columns = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     assert all(columns)

@@ -22,10 +22,11 @@ import numpy as np
 
 from cllm.bench.in_process import Found, Job, measure
 from cllm.bench.load import Answer, Outcome
-from cllm.bench.peers import find, find_example_server, needed
+from cllm.bench.peers import DEFAULT_FOLDER, find, find_example_server, needed
 from cllm.bench.performance import (
     BOUND,
     CLLM,
+    DEFAULT_SERVER,
     ENGINE,
     EXAMPLE,
     LLAMA_SERVER,
@@ -36,8 +37,9 @@ from cllm.bench.performance import (
     Run,
 )
 from cllm.bench.report import latencies_of
-from cllm.bench.servers import Server, cllm, cpu_seconds, example_server, llama_server, load, memory_mb, ollama
+from cllm.bench.servers import MODEL, Server, cllm, cpu_seconds, example_server, llama_server, load, memory_mb, ollama
 from cllm.bench.stages import Size, Work
+from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -49,6 +51,14 @@ WAVES = 2  # requests of each client
 BOUND_TRIES = 20
 FEWEST = 4  # requests of a run
 KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # of the run over kept connections
+SHARED = {  # the run in which prompts begin alike
+    "shared_requests": 24,
+    "shared_seqs": 8,
+    "shared_words": 300,
+    "own_words": 10,
+    "shared_tokens": 32,
+    "shared_context": 2048,
+}
 CURVE_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 CURVE_CONTEXT = (100, 500, 1000, 2000, 4000, 8000)  # tokens
 CURVE_SEQS = 8
@@ -64,10 +74,11 @@ Step = tuple[str, float, Callable[[], None]]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared. ``peers``: the folder of llama.cpp's programs."""
+    """What is compared. ``peers``: the folder of llama.cpp's programs; ``default_peers``: of its default build."""
 
     model: Path
     peers: Path
+    default_peers: Path = DEFAULT_FOLDER
     concurrency: list[int]
     rounds: int
     prompt_words: int
@@ -115,6 +126,7 @@ class Comparison:
             "threads": options.threads,
             "rounds": options.rounds,
             "concurrency": options.concurrency,
+            **SHARED,
         }
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.results = Results(date=today, machine=dict(machine), setup=setup)
@@ -122,23 +134,32 @@ class Comparison:
 
     def steps(self) -> Iterator[Step]:
         options, results = self.options, self.results
-        if llama_bench := find("llama-bench", options.peers):
-            yield "llama-bench", 10, partial(self._llama_bench, llama_bench)
-        else:
-            results.skipped["llama-bench"] = f"neither in {options.peers} nor on PATH"
+        builds = {"llama-bench": (options.peers, results.llama_bench)}
+        builds["llama-bench, default build"] = (options.default_peers, results.default_bench)
+        for i in range(options.rounds):
+            for name, (folder, rates) in builds.items() if i % 2 == 0 else reversed(builds.items()):
+                if (program := folder / "llama-bench").exists():
+                    yield name, 5, partial(self._llama_bench, program.absolute(), rates)
+                else:
+                    results.skipped[name] = f"not in {folder}"
         for num_seqs in options.concurrency:
             for name, settings in self.servers.items():
-                for which in settings if len(settings) > 1 else ():
+                for which in settings if len(settings) > 1 and name != DEFAULT_SERVER else ():
                     yield self._step(results.trials, name, num_seqs, 0, which=which, waves=1)
         for i in range(options.rounds):
             for num_seqs in options.concurrency:
                 names = [BOUND, ENGINE, *self.servers]
                 for name in names if i % 2 == 0 else reversed(names):
                     yield self._step(results.runs, name, num_seqs, i)
+        for i in range(options.rounds):
+            names = [name for name in (CLLM, LLAMA_SERVER, DEFAULT_SERVER) if name in self.servers]
+            for name in names if i % 2 == 0 else reversed(names):
+                yield f"{name}, shared prefix", 60, partial(self._shared_run, name, i)
         for name in self.servers:
-            yield self._step(
-                results.kept, name, KEPT_SEQS, 0, waves=KEPT_WAVES, num_tokens=KEPT_TOKENS, keep_alive=True
-            )
+            if name != DEFAULT_SERVER:
+                yield self._step(
+                    results.kept, name, KEPT_SEQS, 0, waves=KEPT_WAVES, num_tokens=KEPT_TOKENS, keep_alive=True
+                )
         if options.curves:
             yield from self._curve_steps()
 
@@ -172,23 +193,26 @@ class Comparison:
         options = self.options
         model, threads = options.model, options.threads
         program = needed("llama-server", options.peers)
+        default_program = options.default_peers / "llama-server"
 
         def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
             flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
             off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)  # as llama-server's is
             return cllm(model, *flags, *off, "--log.level", "error")
 
-        def theirs(*flags: object) -> Opener:
-            def start(num_seqs: int, context: int) -> AbstractContextManager[Server]:
+        def theirs(program: Path) -> dict[str, Opener]:
+            def start(flags: tuple[object, ...], num_seqs: int, context: int) -> AbstractContextManager[Server]:
                 sizes = ("-np", num_seqs, "-c", num_seqs * context, "--cache-ram", 0)
                 return llama_server(model, *sizes, *flags, program=program, threads=threads)
 
-            return start
+            settings: dict[str, tuple[object, ...]] = {"default": (), "-b 512": ("-b", 512), "-kvu": ("-kvu",)}
+            return {name: partial(start, flags) for name, flags in settings.items()}
 
-        servers: dict[str, dict[str, Opener]] = {
-            CLLM: {"default": ours},
-            LLAMA_SERVER: {"default": theirs(), "-b 512": theirs("-b", 512), "-kvu": theirs("-kvu")},
-        }
+        servers: dict[str, dict[str, Opener]] = {CLLM: {"default": ours}, LLAMA_SERVER: theirs(program)}
+        if default_program.exists():
+            servers[DEFAULT_SERVER] = theirs(default_program.absolute())
+        else:
+            self.results.skipped[DEFAULT_SERVER] = f"not in {options.default_peers}"
         if found := find("ollama", options.peers):
             servers[OLLAMA] = {"default": partial(ollama, found, model, threads)}
         else:
@@ -236,13 +260,16 @@ class Comparison:
         return f"{name}, {num_seqs} at a time", waves * num_seqs * (num_tokens + 32) / 100 + 4, do
 
     def _fastest(self, name: str, num_seqs: int) -> str:
-        """The settings that were the fastest with about so many sequences when they were tried."""
-        trials = [run for run in self.results.trials if run.system == name]
+        """The settings that were the fastest with about so many sequences when they were tried.
+
+        Those of llama-server's default build were tried with the other build.
+        """
+        tried = LLAMA_SERVER if name == DEFAULT_SERVER else name
+        trials = [run for run in self.results.trials if run.system == tried]
         if not trials:
             return next(iter(self.servers[name]))
         nearest = min({run.num_seqs for run in trials}, key=lambda tried: abs(tried - num_seqs))
         best = max((run for run in trials if run.num_seqs == nearest), key=lambda run: run.output_tokens_per_s)
-        self.results.chosen.setdefault(name, {})[nearest] = best.settings
         return best.settings
 
     # --- runs --------------------------------------------------------------------------------------------------------
@@ -265,15 +292,32 @@ class Comparison:
         return found
 
     def _server_run(self, name: str, settings: str, num_seqs: int, i: int, work: Work, *, keep_alive: bool) -> Run:
-        warm_up = self._work(num_seqs, KEPT_TOKENS)
         with self.servers[name][settings](num_seqs, self.context) as server:
             if keep_alive:
                 server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
-            load(server, warm_up.tasks_in(server.api), num_seqs, may_fail=True)
-            cpu = cpu_seconds(server.pid)
-            outcome = load(server, work.tasks_in(server.api), num_seqs, may_fail=True)
-            cpu = cpu_seconds(server.pid) - cpu
-            memory = memory_mb(server.pid)
+            return self._load(server, work.tasks_in(server.api), name, settings, num_seqs, i)
+
+    def _shared_run(self, name: str, i: int) -> None:
+        num_seqs, settings = SHARED["shared_seqs"], self._fastest(name, SHARED["shared_seqs"])
+        words = Words(
+            model=MODEL,
+            prompt_words=SHARED["shared_words"] + SHARED["own_words"],
+            shared_words=SHARED["shared_words"],
+            max_tokens=SHARED["shared_tokens"],
+            temperature=TEMPERATURE,
+            seed=i,
+        )
+        with self.servers[name][settings](num_seqs, SHARED["shared_context"]) as server:
+            tasks = word_tasks(SHARED["shared_requests"], words)
+            self.results.shared.append(self._load(server, tasks, name, settings, num_seqs, i))
+
+    def _load(self, server: Server, tasks: list[Task], name: str, settings: str, num_seqs: int, i: int) -> Run:
+        """Warm the server up, send it ``tasks``, and say what came of them."""
+        load(server, self._work(num_seqs, KEPT_TOKENS).tasks_in(server.api), num_seqs, may_fail=True)
+        cpu = cpu_seconds(server.pid)
+        outcome = load(server, tasks, num_seqs, may_fail=True)
+        cpu = cpu_seconds(server.pid) - cpu
+        memory = memory_mb(server.pid)
         run = run_of(outcome, name, settings, num_seqs, i)
         run.start_s = None if name == OLLAMA else server.start_s  # it loads the model when it is asked
         run.memory_mb = memory
@@ -350,11 +394,12 @@ class Comparison:
                 return lines
         raise StartupError(f"{self._bound} printed no result for {' '.join(map(str, flags))}")
 
-    def _llama_bench(self, program: Path) -> None:
+    def _llama_bench(self, program: Path, rates: dict[str, list[float]]) -> None:
+        """Add one repetition of each test to ``rates``."""
         flags = ("-m", self.options.model, "-t", self.options.threads, "-p", 512, "-n", self.options.max_tokens)
-        for test in msgspec.json.decode(output_of(program, *flags, "-r", self.options.rounds, "-o", "json")):
+        for test in msgspec.json.decode(output_of(program, *flags, "-r", 1, "-o", "json")):
             name = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
-            self.results.llama_bench[name] = test["samples_ts"]
+            rates.setdefault(name, []).extend(test["samples_ts"])
 
 
 def output_of(program: Path, *flags: object) -> str:

@@ -1,9 +1,9 @@
 """The programs that cLLM is compared with: where they are, and how they are built.
 
-A comparison with llama-server or llama-batched-bench says something about the server only if both stand on the same
-llama.cpp, compiled with the same switches. So the source is the tree inside the llama-cpp-python sdist that uv.lock
-names, and the switches are those of pyproject.toml. SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv
-builds llama-cpp-python: -DGGML_CUDA=ON;-D...
+Two questions need two builds of one source, which is the tree inside the llama-cpp-python sdist that uv.lock names.
+What does the server add? That takes the compiler switches of pyproject.toml, which cLLM's own llama.cpp has;
+SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv builds llama-cpp-python: -DGGML_CUDA=ON;-D...
+What does a user gain over llama-server as it is usually built? That takes the default build, with no switches at all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from cllm.errors import StartupError
 ROOT = Path(__file__).resolve().parents[3]  # of a checkout
 BUILT = Path(".tools/peers")
 FOLDER = BUILT / "build" / "bin"
+DEFAULT_FOLDER = BUILT / "default" / "bin"  # built with no switches
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-server", "llama-bench", "llama-batched-bench")
+DEFAULT_PROGRAMS = ("llama-server", "llama-bench")
 EXAMPLE_SERVER = "llama-cpp-python-server.py"  # examples/server/server.py of the sdist
 EXAMPLE_SERVER_NEEDS = ("openai", "safetensors", "websockets")
 
@@ -79,23 +81,29 @@ def build(folder: Path, tell: Tell) -> None:
         raise StartupError("peers can be built in a checkout of cLLM only: uv.lock names their source")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    source, build_folder, log = folder / "llama.cpp", folder / "build", folder / "build.log"
-    example = build_folder / "bin" / EXAMPLE_SERVER
+    source, example = folder / "llama.cpp", folder / "build" / "bin" / EXAMPLE_SERVER
     if not (source.exists() and example.exists()):
         put_sources(folder, source, example, tell)
 
     variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["extra-build-variables"][PACKAGE]
+    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get("SKBUILD_CMAKE_ARGS", "").split(";")
+    build_programs(folder, "build", variables, [*filter(None, arguments)], PROGRAMS, tell)
+    build_programs(folder, "default", {"CFLAGS": "", "CXXFLAGS": ""}, [], DEFAULT_PROGRAMS, tell)
+
+
+def build_programs(
+    folder: Path, name: str, variables: dict[str, str], arguments: list[str], programs: tuple[str, ...], tell: Tell
+) -> None:
+    """Build ``programs`` in ``folder``/``name``. Raises StartupError if that fails."""
+    build_folder, log, cmake = folder / name, folder / f"{name}.log", find_cmake(folder)
     # Without the ceiling, git would call the commit of cLLM the build of llama.cpp.
     environment = os.environ | variables | {"GIT_CEILING_DIRECTORIES": str(folder)}
-    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get("SKBUILD_CMAKE_ARGS", "").split(";")
-    arguments += [f"-D{name}={value}" for name, value in OPTIONS.items()]
-    cmake = find_cmake(folder)
-
-    tell(f"building {', '.join(PROGRAMS)} in {build_folder}, with {variables}; log: {log}")
+    arguments = [*arguments, *(f"-D{name}={value}" for name, value in OPTIONS.items())]
+    tell(f"building {', '.join(programs)} in {build_folder}, with {variables}; log: {log}")
     with log.open("w") as output:
         for command in (
-            [cmake, "-S", str(source), "-B", str(build_folder), *filter(None, arguments)],
-            [cmake, "--build", str(build_folder), "--parallel", str(os.cpu_count()), "--target", *PROGRAMS],
+            [cmake, "-S", str(folder / "llama.cpp"), "-B", str(build_folder), *arguments],
+            [cmake, "--build", str(build_folder), "--parallel", str(os.cpu_count()), "--target", *programs],
         ):
             if run(command, environment, output, tell):
                 raise StartupError(f"the build failed, see the end of {log}")

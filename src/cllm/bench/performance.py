@@ -14,6 +14,7 @@ from cllm.errors import StartupError
 from cllm.models.gguf import size_text
 
 CLLM, ENGINE, BOUND, LLAMA_SERVER = "cLLM", "engine in process", "llama-batched-bench", "llama-server"
+DEFAULT_SERVER = "llama-server, default build"
 OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
 
 
@@ -67,14 +68,16 @@ class Results(msgspec.Struct, kw_only=True):
     setup: dict[str, Any]
     skipped: dict[str, str] = {}
     """System -> why it was not measured."""
-    chosen: dict[str, dict[int, str]] = {}
-    """System -> concurrency -> the fastest settings of those tried."""
     llama_bench: dict[str, list[float]] = {}
-    """Test -> tokens/s of each repetition."""
+    """Test -> tokens/s of each round, of the build with cLLM's compiler switches."""
+    default_bench: dict[str, list[float]] = {}
+    """The same of llama.cpp's default build."""
     trials: list[Run] = []
     runs: list[Run] = []
     kept: list[Run] = []
     """Over connections that are kept."""
+    shared: list[Run] = []
+    """Requests whose prompts begin alike."""
     curve: list[Run] = []
     parts: list[Parts] = []
     depths: list[Depth] = []
@@ -128,7 +131,8 @@ class Figure(msgspec.Struct, frozen=True):
 
 TO_BOUND, TO_ENGINE = 0.99, 0.97
 TO_LLAMA_SERVER = {1: 1.00, 8: 1.05, 32: 1.08}
-TTFT_CONCURRENCY = (8, 32)
+TO_DEFAULT_BUILD = 1.2  # of prefill, where AVX2 is the widest that the CPU has
+TTFT = {LLAMA_SERVER: {8: 1.0, 32: 1.0}, DEFAULT_SERVER: {8: 0.8}}
 MEMORY_MB, START_S = 150.0, 1.5
 
 
@@ -140,6 +144,10 @@ def figures(results: Results) -> list[Figure]:
         if values:
             found.append(Figure(name, values, target, **how))
 
+    for test, rates in results.llama_bench.items():
+        ratios = [ratio(a, b) for a, b in zip(rates, results.default_bench.get(test, []), strict=False)]
+        target = TO_DEFAULT_BUILD if test.startswith("pp") and is_avx2(results) else None
+        add(f"llama-bench {test}, cLLM's compiler switches / default build", ratios, target)
     sizes = sorted({run.num_seqs for run in results.runs})
     for num_seqs in sizes:
         pair = paired(results.runs, num_seqs, lambda run: run.decode_tokens_per_s)
@@ -153,11 +161,20 @@ def figures(results: Results) -> list[Figure]:
         add(name, speed[num_seqs](CLLM, LLAMA_SERVER, ratio), target)
         name = f"the bound of it, llama-batched-bench / llama-server, {num_seqs}"
         add(name, speed[num_seqs](BOUND, LLAMA_SERVER, ratio), None)
-    for num_seqs in sizes:
-        pair = paired(results.runs, num_seqs, lambda run: run.ttft_ms)
-        target = 1.0 if num_seqs in TTFT_CONCURRENCY else None
-        add(f"mean TTFT, cLLM / llama-server, {num_seqs}", pair(CLLM, LLAMA_SERVER, ratio), target, at_least=False)
-    ours = [run for run in (*results.runs, *results.kept, *results.curve) if run.system == CLLM]
+        name = f"output tokens/s, cLLM / {DEFAULT_SERVER}, {num_seqs}"
+        add(name, speed[num_seqs](CLLM, DEFAULT_SERVER, ratio), None)
+    for system, targets in TTFT.items():
+        for num_seqs in sizes:
+            values = paired(results.runs, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
+            add(f"mean TTFT, cLLM / {system}, {num_seqs}", values, targets.get(num_seqs), at_least=False)
+    for system in TTFT:
+        for num_seqs in sorted({run.num_seqs for run in results.shared}):
+            speeds = paired(results.shared, num_seqs, lambda run: run.output_tokens_per_s)(CLLM, system, ratio)
+            add(f"shared prefix, output tokens/s, cLLM / {system}, {num_seqs}", speeds, None)
+            values = paired(results.shared, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
+            add(f"shared prefix, mean TTFT, cLLM / {system}, {num_seqs}", values, None)
+    every = (*results.runs, *results.kept, *results.curve, *results.shared)
+    ours = [run for run in every if run.system == CLLM]
     add("share of cLLM's requests that succeed", [success(run) for run in ours], 1.0, every=True)
     for num_seqs in sizes:
         pair = paired(results.runs, num_seqs, lambda run: run.memory_mb)
@@ -179,6 +196,12 @@ def figures(results: Results) -> list[Figure]:
     costs = [run.cpu_us_per_token for run in results.runs if run.system == CLLM and run.cpu_us_per_token is not None]
     add("CPU of the API process for a streamed token", costs, None, unit=" µs")
     return found
+
+
+def is_avx2(results: Results) -> bool:
+    """Whether AVX2 is the widest vector extension that llama.cpp uses on this machine."""
+    used = results.machine.get("llama.cpp uses", "").split(", ")
+    return "AVX2" in used and "AVX512" not in used
 
 
 def paired(
@@ -220,11 +243,18 @@ of exactly {max_tokens} tokens at temperature 0.8, top-k 40, top-p 0.95, whateve
 
 cLLM runs with its defaults, but without speculation and without prefixes in RAM, which no prompt here would need again;
 llama-server with `--cache-ram 0`, a connection for each request, and at each concurrency with the fastest of the
-settings that were tried before the rounds. The engine in process does the
+settings that were tried before the rounds. It is measured twice: built with the compiler switches that cLLM's own
+llama.cpp has (pyproject.toml), which shows what the servers add to the same kernels, and as its own build instructions
+produce it (default build), which is what a user has otherwise. The engine in process does the
 same work without a server; both have big pages of memory, for which cLLM asks the system itself. llama-batched-bench
 computes prompts of that length and decodes, all at once and once; it neither samples nor schedules, so it is a bound
 and no peer. Numbers are medians (least to most) of {rounds} rounds;
 ratios and differences are taken within a round."""
+
+
+SHARED = """\
+{shared_requests} requests of {shared_seqs} clients, whose prompts begin with the same {shared_words} random words and
+go on with {own_words} of their own. Answers have {shared_tokens} tokens. A sequence has room for {shared_context}."""
 
 
 def write_page(results: Results, path: Path) -> list[Path]:
@@ -259,13 +289,19 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
         table(("", ""), [(name, value) for name, value in machine_of(results).items()], "ll"),
     ]
     if results.llama_bench:
-        tests = ", ".join(f"{name} {spread(values)}" for name, values in results.llama_bench.items())
-        parts.append(f"llama-bench, tokens/s: {tests}.")
+        builds = {"cLLM's switches": results.llama_bench, "default build": results.default_bench}
+        rows = [(name, *map(spread, tests.values())) for name, tests in builds.items() if tests]
+        parts += ["llama-bench, tokens/s, a repetition of each build in turn:"]
+        parts += [table(("", *results.llama_bench), rows, "l" + "r" * len(results.llama_bench))]
     if results.skipped:
         lines = (f"* {name}: {reason}" for name, reason in results.skipped.items())
         parts += ["Not measured:", "\n".join(lines)]
     parts.append("## All systems")
-    parts += [part for size in sorted({run.num_seqs for run in results.runs}) for part in systems(results, size)]
+    for size in sorted({run.num_seqs for run in results.runs}):
+        title = "1 request at a time" if size == 1 else f"{size} requests at a time"
+        parts += [f"### {title}", systems([run for run in results.runs if run.num_seqs == size])]
+    if results.shared:
+        parts += ["## Shared prefix", SHARED.format(**setup), systems(results.shared)]
     if results.kept:
         rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in results.kept]
         parts += [
@@ -304,8 +340,8 @@ def figure_table(found: Sequence[Figure]) -> str:
     return table(("figure", "target", "measured", ""), rows, "lrrl")
 
 
-def systems(results: Results, num_seqs: int) -> list[str]:
-    runs = [run for run in results.runs if run.num_seqs == num_seqs]
+def systems(runs: Sequence[Run]) -> str:
+    """A table of ``runs``, which have the same number of requests at a time."""
     columns: dict[str, Callable[[Run], float | None]] = {
         "output tokens/s": lambda run: run.output_tokens_per_s,
         "decoding tokens/s": lambda run: run.decode_tokens_per_s,
@@ -320,10 +356,9 @@ def systems(results: Results, num_seqs: int) -> list[str]:
         mine = [run for run in runs if run.system == system]
         cells = [spread([found for run in mine if (found := value(run)) is not None]) for value in columns.values()]
         succeeded = f"{sum(run.num_succeeded for run in mine)}/{sum(run.num_requests for run in mine)}"
-        chosen = results.chosen.get(system, {}).get(num_seqs, "")
+        chosen = mine[0].settings
         rows.append((f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded))
-    title = "1 request at a time" if num_seqs == 1 else f"{num_seqs} requests at a time"
-    return [f"### {title}", table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))]
+    return table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))
 
 
 def why(run: Run) -> str:
