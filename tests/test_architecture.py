@@ -30,7 +30,8 @@ NEIGHBOURS = {("cli", "bench"), ("llm", "text"), ("llm", "process")}
 GROUND = {
     "errors": set(),
     "models": {"errors"},
-    "config": {"errors", "config_file"},
+    "config": {"config_file"},
+    "config_sources": {"errors", "config", "config_file"},
     "config_file": {"errors"},
     "observe": {"errors", "config", "core"},  # core, to count its nouns
 }

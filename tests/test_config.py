@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cllm.config import OPTIONS, VARIABLES, Loaded, Settings, load_settings, value_at
+from cllm.config import OPTIONS, VARIABLES, Settings
 from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
+from cllm.config_sources import SERVICE_VARIABLE, Loaded, is_from_kubernetes, load_settings, value_at
 from cllm.errors import StartupError
 
 SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"
@@ -375,6 +376,7 @@ def test_environment_is_read_by_type(variable: str, text: str, value: object) ->
     ("variable", "text", "message"),
     [
         ("CLLM_SERVER_PORT", "x", 'must be a whole number from 0 up to 65535, not "x"'),
+        ("CLLM_SERVER_PORT", "tcp://x", 'must be a whole number from 0 up to 65535, not "tcp://x"'),
         ("CLLM_SERVER_PORT", "", 'must be a whole number from 0 up to 65535, not ""'),
         ("CLLM_SERVER_PORT", "none", 'must be a whole number from 0 up to 65535, not "none"'),
         ("CLLM_SERVER_PORT", "65536", "must be a whole number from 0 up to 65535, not 65536"),
@@ -386,12 +388,48 @@ def test_environment_is_read_by_type(variable: str, text: str, value: object) ->
         ("CLLM_LOG_LEVEL", "LOUD", 'must be debug, info, warning or error, not "LOUD"'),
         ("CLLM_SCHEDULER_WEIGHTS", "", f'must be a mapping of names, each to {WEIGHT}, not ""'),
         ("CLLM_SCHEDULER_WEIGHTS", '{"a"', f'must be a mapping of names, each to {WEIGHT}, not "{{\\"a\\""'),
-        ("CLLM_PORT", "1", "is not a setting; did you mean CLLM_SERVER_PORT?"),
     ],
 )
 def test_refused_variables(variable: str, text: str, message: str) -> None:
-    """A variable that is unknown or unreadable is named with what it must be."""
+    """A variable that is unreadable is named with what it must be."""
     assert refusal(environ={variable: text}) == f"{variable} {message}"
+
+
+def test_unknown_variables_are_ignored_with_a_warning() -> None:
+    """One line for each, with the option that is meant if the name is a near miss; what else is set counts."""
+    environ = {"CLLM_SERVER_PROT": "1", "CLLM_PORT": "1", "CLLM_ZZZ": "", "CLLM_KV_LAYOUT": "unified"}
+    loaded = load_settings(None, environ, {})
+    assert loaded.notes == [
+        "ignored: CLLM_PORT is not a setting; did you mean CLLM_SERVER_PORT?",
+        "ignored: CLLM_SERVER_PROT is not a setting; did you mean CLLM_SERVER_PORT?",
+        "ignored: CLLM_ZZZ is not a setting",
+    ]
+    assert loaded.settings == load_settings(None, {}, {"kv.layout": "unified"}).settings
+
+
+@pytest.mark.parametrize("service", ["CLLM", "CLLM_SERVER", "CLLM_MODEL", "CLLM_CONFIG", "CLLM_MODEL_V2"])
+@pytest.mark.parametrize("host", ["10.0.0.11", "[fd00::11]"])
+def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -> None:
+    """What every pod beside a service of this name finds in its environment changes nothing and warns of nothing."""
+    address = f"tcp://{host}:8000"
+    environ = {
+        f"{service}_SERVICE_HOST": host,
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP_API": "8000",
+        f"{service}_PORT": address,
+        f"{service}_PORT_8000_TCP": address,
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": host,
+        f"{service}_PORT_53_UDP": f"udp://{host}:53",
+    }
+    assert load_settings(None, environ, {}) == load_settings(None, {}, {})
+
+
+def test_no_option_is_named_like_a_variable_of_kubernetes() -> None:
+    """Or it could not be set in the environment."""
+    assert [variable for variable in VARIABLES if is_from_kubernetes(variable, {variable: "1"})] == []
+    assert [variable for variable in VARIABLES if SERVICE_VARIABLE.fullmatch(variable)] == []
 
 
 def test_variables_of_the_clients_are_no_settings() -> None:

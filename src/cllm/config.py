@@ -1,24 +1,20 @@
 """Every setting of cLLM, written once: type, default, bounds and help.
 
-The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from the tree below.
-Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < flags (``--server.port``).
+The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from the tree below;
+``config_sources.py`` reads them.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, split_names, unknown
-from cllm.errors import StartupError
+from cllm.config_file import ALIASES, NOT_NEEDED, split_names
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
@@ -315,18 +311,6 @@ class Option:
         return "--" + self.key.replace("_", "-")
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The effective settings; ``origins`` says for each dotted key who set it, ``notes`` are lines for the operator.
-
-    An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port".
-    """
-
-    settings: Settings
-    origins: dict[str, str]
-    notes: list[str]
-
-
 def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
     for name, field in model.model_fields.items():
         key = prefix + name
@@ -370,131 +354,3 @@ VARIABLES = {option.variable: option for option in OPTIONS.values()}
 MAPPINGS = frozenset(key for key, option in OPTIONS.items() if option.expects_of_entries)
 LISTS = frozenset(key for key, option in OPTIONS.items() if option.is_list)
 FILE_KEYS = frozenset({*OPTIONS, *ALIASES, *NOT_NEEDED})
-
-
-def load_settings(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
-    """Put the settings together from all sources.
-
-    config: the YAML file; None takes the one that CLLM_CONFIG names, if any. flags: dotted key -> value, only what was
-    given. Raises StartupError with one line that names the source (file and line, variable or flag) and the key.
-    """
-    named = environ.get("CLLM_CONFIG")
-    path = Path(named) if config is None and named else config
-    given, notes = from_file(path) if path is not None else ({}, [])
-    given |= from_environment(environ)
-    given |= from_flags(flags)
-    tree: dict[str, Any] = {}
-    for key, one in given.items():
-        plant(tree, key, one.value)
-    origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
-    return Loaded(Settings.model_validate(tree), origins, notes)
-
-
-def value_at(settings: Settings, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = settings
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def plant(tree: dict[str, Any], key: str, value: object) -> None:
-    *path, leaf = key.split(".")
-    for name in path:
-        tree = tree.setdefault(name, {})
-    tree[leaf] = value
-
-
-def checked(option: Option, given: Given, named: str = "") -> Given:
-    """The same in the option's type. Raises StartupError, saying who must be what; ``named``: how a file calls it."""
-    tree: dict[str, Any] = {}
-    plant(tree, option.key, given.value)
-    try:
-        return Given(value_at(Settings.model_validate(tree), option.key), given.origin)
-    except ValidationError as error:
-        path = error.errors(include_url=False)[0]["loc"][option.key.count(".") + 1 :]
-    entries = given.value if isinstance(given.value, dict) else {}
-    entry = str(path[0]) if path and entries else None
-    source = given.origin if entry is None else given.places.get(entry, given.origin)
-    source += f": {named}" if named else ""
-    if entry is None:
-        raise StartupError(f"{source} must be {option.expects}, not {show(given.value)}")
-    if len(path) > 1:
-        raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
-    value = show(entries[entry])
-    raise StartupError(f"{source}: {show(entry)[1:-1]} must be {option.expects_of_entries}, not {value}")
-
-
-def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
-    """The settings of a YAML file under their own names, and a note for each key that is not taken as it stands."""
-    entries: dict[str, Given] = {}
-    notes = []
-    for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS, LISTS).items():
-        if key in NOT_NEEDED:
-            notes.append(f"{entry.origin}: {key} is not needed: {NOT_NEEDED[key]}")
-            continue
-        option = OPTIONS[ALIASES.get(key, key)]
-        entries[key] = checked(option, entry, key)
-    for target in dict.fromkeys(ALIASES.values()):
-        others = {key: entries.pop(key) for key, canonical in ALIASES.items() if canonical == target and key in entries}
-        if not others:
-            continue
-        how = "by its own name"
-        if target not in entries:
-            taken = min(others, key=lambda key: as_limit(others[key].value))
-            how = f"by {taken}, the smallest"
-            entries[target] = others.pop(taken)
-        if others:
-            winner = entries[target]
-            losers = ", ".join(f"{key}: {show(other.value)}" for key, other in others.items())
-            notes.append(f"{winner.origin}: {target} is {show(winner.value)} {how}; not taken: {losers}")
-    return entries, notes
-
-
-def as_limit(value: object) -> float:
-    """Null is no limit."""
-    return value if isinstance(value, int) else math.inf
-
-
-def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
-    given = {}
-    for key, value in flags.items():
-        if key not in OPTIONS:
-            raise unknown("--", key, OPTIONS)
-        option = OPTIONS[key]
-        given[key] = checked(option, Given(from_json(option, value), option.flag))
-    return given
-
-
-def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    given = {}
-    for variable in sorted(environ):
-        if not variable.startswith("CLLM_") or variable in OTHER_VARIABLES:
-            continue
-        if variable not in VARIABLES:
-            raise unknown("", variable, {*VARIABLES, *OTHER_VARIABLES})
-        option = VARIABLES[variable]
-        given[option.key] = checked(option, Given(parsed(option, environ[variable]), variable))
-    return given
-
-
-def parsed(option: Option, text: str) -> object:
-    """The text in the option's type, or the text itself if it cannot be read so."""
-    if option.nullable and text.lower() in ("", "null", "none"):
-        return None
-    try:
-        if option.type is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return option.type(text) if option.type in (int, float) else from_json(option, text)
-    except (KeyError, ValueError):
-        return text
-
-
-def from_json(option: Option, value: object) -> object:
-    """The mapping that the text of one stands for; whatever else it is, as it is."""
-    if option.expects_of_entries and isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value

@@ -81,12 +81,12 @@ def show(value: object, width: int = 80) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def unknown(source: str, name: str, known: Collection[str]) -> StartupError:
-    """The error for a name that nobody knows, with the nearest ones that exist."""
+def unknown(name: str, known: Collection[str]) -> str:
+    """Says that no setting has this name, and which ones have a similar one."""
     tail = "." + name.rpartition(".")[2]
-    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(name, known, 1)
+    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(name, known, 1, 0.7)
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
-    return StartupError(f"{source}{show(name)[1:-1]} is not a setting{hint}")
+    return f"{show(name)[1:-1]} is not a setting{hint}"
 
 
 def split_names(value: object) -> object:
@@ -203,7 +203,7 @@ class Collector:
         place, word = self.place(node), self.word(node)
         key = f"{section}.{word}" if section else word
         if key not in self.keys and key not in self.sections:
-            raise unknown(f"{place}: ", key, {*self.keys, *self.sections})
+            raise StartupError(f"{place}: {unknown(key, {*self.keys, *self.sections})}")
         if key in self.seen:
             raise StartupError(f"{place}: {key} is given twice")
         self.seen.add(key)

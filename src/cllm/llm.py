@@ -18,7 +18,8 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from cllm.backends.base import Vectors
-from cllm.config import OPTIONS, Settings, load_settings
+from cllm.config import OPTIONS, Settings
+from cllm.config_sources import load_settings
 from cllm.core.output import NO_TOKEN, FinishReason, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request, check_prompt

@@ -14,7 +14,8 @@ import pytest
 from cllm.cli import main as command_line
 from cllm.cli.config import page
 from cllm.cli.settings_flags import SHORT_NAMES, settings_from_flags
-from cllm.config import OPTIONS, Settings, load_settings
+from cllm.config import OPTIONS, Settings
+from cllm.config_sources import load_settings
 from cllm.errors import CLLMError, StartupError
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

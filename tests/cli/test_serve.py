@@ -11,7 +11,7 @@ import pytest
 from cllm.backends.fake import FakeBackend
 from cllm.cli import progress
 from cllm.cli.remarks import remarks
-from cllm.config import load_settings
+from cllm.config_sources import load_settings
 
 FAKE = ("--backend.name", "fake")
 

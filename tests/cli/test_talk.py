@@ -125,3 +125,11 @@ def test_doctor_finds_a_sound_build(builtin_path, cllm):
     assert done.code == 0, report
     assert report["passed"]
     assert report["cure"] == ""
+
+
+def test_unknown_variable_is_a_warning(cllm, monkeypatch):
+    """One line on stderr, and the command goes on."""
+    monkeypatch.setenv("CLLM_MODEL_PAHT", "m.gguf")
+    done = cllm("generate", "a", *FAKE, *GREEDY, "--max-tokens", "3")
+    assert (done.code, done.out) == (0, "bcd\n")
+    assert done.err == "cllm: ignored: CLLM_MODEL_PAHT is not a setting; did you mean CLLM_MODEL_PATH?\n"

@@ -10,9 +10,10 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from cllm.cli.settings_flags import SHORT_NAMES, ConfigFlag, SettingFlags, section_of, settings_from_flags
-from cllm.config import OPTIONS, Loaded, Option, value_at
+from cllm.config import OPTIONS, Option
 from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
+from cllm.config_sources import Loaded, value_at
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
 
@@ -76,7 +77,9 @@ server:
 ```
 
 `cllm config show` prints what is in effect and who set it. An unknown key, a value of the wrong type or one out of
-range stops the start with one line that names the place.
+range stops the start with one line that names the place. An environment variable that begins with `CLLM_` and is no
+setting is ignored with a warning; those that Kubernetes sets for a service named `cllm` or `cllm-...`
+(`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored without one.
 """
 
 OTHER_NAMES = """\

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
-from cllm.config import Loaded
+from cllm.config_sources import Loaded
 from cllm.core.model_info import ModelInfo
 
 NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
+
+
+def print_notes(loaded: Loaded) -> None:
+    """Say on stderr which of the settings that were given are not taken as they stand."""
+    for note in loaded.notes:
+        print("cllm:", note, file=sys.stderr)
 
 
 def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cllm.cli.progress import loading_bar
-from cllm.cli.remarks import capacity, hint, remarks
+from cllm.cli.remarks import capacity, hint, print_notes, remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
@@ -33,8 +33,7 @@ def serve(
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's API and cLLM's own, until Ctrl-C."""
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
-    for note in loaded.notes:
-        print("cllm:", note, file=sys.stderr)
+    print_notes(loaded)
     log.configure(tree.log.level)
     path = None
     if tree.backend.name != "fake":

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
-from cllm.config import OPTIONS, Loaded, Option, load_settings
+from cllm.config import OPTIONS, Option
 from cllm.config_file import show
+from cllm.config_sources import Loaded, load_settings
 from cllm.errors import StartupError
 
 SHORT_NAMES = {

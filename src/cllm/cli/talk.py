@@ -14,8 +14,8 @@ import msgspec
 from cyclopts import Parameter
 
 from cllm.cli.progress import loading_bar
-from cllm.cli.remarks import remarks
-from cllm.config import Loaded
+from cllm.cli.remarks import print_notes, remarks
+from cllm.config_sources import Loaded
 from cllm.core.params import SamplingParams
 from cllm.errors import CLLMError, StartupError
 
@@ -70,6 +70,7 @@ class Local:
         """Load the model, with a bar on stderr. Raises StartupError."""
         from cllm.llm import LLM
 
+        print_notes(loaded)
         settings = loaded.settings
         self._params = SamplingParams(**{**settings.sampling.model_dump(exclude_none=True), **sampling.given()})
         with closing(loading_bar("loading the model")) as bar:

@@ -46,8 +46,9 @@ from cllm.bench.tune import (
 from cllm.cli.doctor import cpu_name
 from cllm.cli.files import check_writable, write_file
 from cllm.cli.progress import Bar, loading_bar
+from cllm.cli.remarks import print_notes
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
-from cllm.config import Loaded, plant, value_at
+from cllm.config_sources import Loaded, plant, value_at
 from cllm.engine.build import build_vocabulary, fitted
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
@@ -132,6 +133,7 @@ def tune(
     """
     begun = time.monotonic()
     loaded = settings_from_flags(config, settings, model)
+    print_notes(loaded)
     tree = loaded.settings
     if tree.backend.name != "llama_cpp":
         raise StartupError(f"backend.name is {tree.backend.name}; only llama_cpp can be tuned")
