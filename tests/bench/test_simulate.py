@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cllm.backends.fake import Costs
 from cllm.bench.simulate import STUCK, TOO_LONG, Limits, Setup, SimulationReport, backlog, overlap, simulate, summarize
 from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
+from cllm.cli import progress
 from cllm.cli.simulate import read_costs
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry, read_trace, write_trace
@@ -322,6 +324,8 @@ def test_a_stuck_scheduler_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -
 def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run the command line in this process; gives exit code, stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(progress, "SILENCE", math.inf)  # a slow machine gets lines of progress
+    monkeypatch.setattr(progress, "SHORT_SILENCE", math.inf)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code: int | str | None = 0
