@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -25,6 +26,7 @@ def test_generate_prints_the_text(cllm):
     """From an argument, or from stdin."""
     for arguments, text in ((("a",), ""), ((), "a"), (("-",), "a")):
         assert cllm("generate", *arguments, *FAKE, "--max-tokens", "3", *GREEDY, text=text) == (0, "bcd\n", "")
+    assert cllm("generate", "-", "a", *FAKE, text="a").err == "cllm: there are two prompts: drop - or the text\n"
 
 
 def test_generate_as_json(cllm):
@@ -83,16 +85,110 @@ def test_chat_with_another_kind_of_server(cllm):
     assert "it answers 501 to /v1/models" in done.err
 
 
+class OpenAIStub(BaseHTTPRequestHandler):
+    """Streams the pieces in ``pieces`` and keeps the bodies it got; a piece that is no text is a whole chunk."""
+
+    pieces: ClassVar[list] = []
+    status = 200
+
+    def do_GET(self) -> None:
+        self.answer(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append((self.path, body))
+        key = "text" if self.path == "/v1/completions" else "delta"
+        chunks = [self.chunk(key, piece) for piece in self.pieces] if self.status == 200 else []
+        lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        self.answer(self.status, lines.encode() or b'{"error": {"message": "prompt: too long"}}')
+
+    def chunk(self, key: str, piece: object) -> object:
+        if not isinstance(piece, str):
+            return piece
+        return {"choices": [{key: piece if key == "text" else {"content": piece}, "finish_reason": None}]}
+
+    def answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A server that speaks OpenAI's API, on the loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), OpenAIStub) as server:
+        server.bodies = []
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_generate_with_a_server(cllm, monkeypatch, stub):
+    """It continues the prompt, by 256 tokens at most, or answers it; the server of the environment is one as well."""
+    end = {"choices": [{"text": "", "delta": {}, "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    monkeypatch.setattr(OpenAIStub, "pieces", ["to ", "you", end, usage])
+    assert cllm("generate", "Dear", "--url", stub.url) == (0, "to you\n", "")
+    assert cllm("generate", "Dear", "--url", f"{stub.url}/v1", "--chat", *GREEDY, "--max-tokens", "9").out == "to you\n"
+    monkeypatch.setenv("CLLM_URL", stub.url)
+    answer = {"text": "to you", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2}
+    assert json.loads(cllm("generate", "Dear", "--json").out) == answer
+    (path, body), (chat_path, chat_body), _ = stub.bodies
+    assert (path, chat_path) == ("/v1/completions", "/v1/chat/completions")
+    common = {"stream": True, "stream_options": {"include_usage": True}}
+    assert body == {"prompt": "Dear", "max_tokens": 256, **common}
+    question = [{"role": "user", "content": "Dear"}]
+    assert chat_body == {"messages": question, "max_tokens": 9, "temperature": 0.0, **common}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "word"), [(("m.gguf",), "m.gguf"), (("--context", "99"), "context"), (("--config", "c"), "--config")]
+    ("pieces", "status", "out", "words"),
+    [
+        ([], 400, "", "prompt: too long"),
+        (["to ", {"error": {"message": "the engine died"}}], 200, "to \n", "the engine died"),
+        ([{"choices": [{}]}], 200, "", "not one of OpenAI's API"),
+        ([[1]], 200, "", "not one of OpenAI's API"),
+    ],
 )
-def test_a_server_and_a_model_at_once(cllm, monkeypatch, arguments, word):
+def test_errors_of_a_server_are_one_line(cllm, monkeypatch, stub, pieces, status, out, words):
+    """What has come of the text is kept, on a line of its own."""
+    monkeypatch.setattr(OpenAIStub, "pieces", pieces)
+    monkeypatch.setattr(OpenAIStub, "status", status)
+    done = cllm("generate", "Dear", "--url", stub.url)
+    assert (done.code, done.out, len(done.err.splitlines())) == (2, out, 1)
+    assert words in done.err
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(("--model", "m.gguf"), "model"), (("--context", "99"), "context"), (("--config", "c"), "--config")],
+)
+def test_a_server_and_a_model_at_once(cllm, monkeypatch, command, arguments, word):
     """The server has its own model; but a model that was named counts more than the server of the environment."""
-    done = cllm("chat", *arguments, "--url", "http://127.0.0.1:9")
+    done = cllm(command, *arguments, "--url", "http://127.0.0.1:9", text="a")
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert word in done.err
     monkeypatch.setenv("CLLM_URL", "http://127.0.0.1:9")
-    assert "no server answers" not in cllm("chat", *arguments, *FAKE, "--context", "99").err
+    assert "no server answers" not in cllm(command, *arguments, *FAKE, "--context", "99", text="a").err
+
+
+def test_options_that_do_not_exist_are_not_continued(cllm):
+    """A text that begins with a dash comes after two of them; a number is none that needs it."""
+    for option in ("--foo", "-x"):
+        done = cllm("generate", option, *FAKE)
+        assert (done.code, done.out) == (2, "")
+        assert done.err == f"cllm: Unknown option: {option}. A text that begins with a dash comes last, after --.\n"
+    assert cllm("generate", "--tempreture", "1", "a").err.endswith("Did you mean --temperature?\n")
+    assert cllm("generate", *FAKE, *GREEDY, "--max-tokens", "3", "--", "--foo").out == "pqr\n"
+    assert cllm("generate", "-5", *FAKE, *GREEDY, "--max-tokens", "3").out == "678\n"
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
-from cllm.cli.talk import DEFAULTS, Local, Messages, Remote, Sampling, Talker, print_stream
-from cllm.config import OPTIONS
-from cllm.errors import CLLMError, StartupError
+from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
+from cllm.cli.talk import DEFAULTS, Messages, Sampling, Talker, UrlFlag, make_talker, print_stream
+from cllm.errors import CLLMError
 
 HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
 
@@ -20,24 +18,14 @@ def chat(
     model: ModelArgument = None,
     /,
     *,
-    url: Annotated[str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")] = None,
+    url: UrlFlag = None,
     system: Annotated[str | None, Parameter(help="The system message.")] = None,
     sampling: Sampling = DEFAULTS,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
     """Talk with a model in the terminal: with a running server, or else with a model loaded here."""
-    of_a_model = [OPTIONS[key].flag for key in settings or {}]
-    of_a_model += [word for word, given in ((f"the model {model}", model), ("--config", config)) if given]
-    if url and of_a_model:
-        raise StartupError(f"--url asks a running server, which has loaded its model: drop --url or {of_a_model[0]}")
-    if not of_a_model:
-        url = url or os.environ.get("CLLM_URL")
-    talker: Talker
-    if url:
-        talker = Remote(url, sampling)
-    else:
-        talker = Local(settings_from_flags(config, settings, model), sampling)
+    talker = make_talker(url, sampling, config, settings, model)
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP)

@@ -9,29 +9,34 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from cllm.cli.settings_flags import ConfigFlag, ModelFlags, settings_from_flags
-from cllm.cli.talk import DEFAULTS, Local, Sampling, Talker, print_stream
+from cllm.cli.settings_flags import ConfigFlag, ModelFlags
+from cllm.cli.talk import DEFAULTS, Sampling, UrlFlag, make_talker, print_stream
 from cllm.errors import StartupError
 
 
 def generate(
     prompt: Annotated[
-        str | None, Parameter(help="The text to continue; - or nothing reads it from stdin.", allow_leading_hyphen=True)
+        str | None,
+        Parameter(help="The text to continue, after -- if it begins with a dash; without one, stdin is read."),
     ] = None,
     /,
     *,
+    stdin: Annotated[bool, Parameter(name="-", help="Read the text from stdin.", negative="")] = False,
     chat: Annotated[bool, Parameter(help="Ask it as a question instead of continuing it.", negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")] = False,
+    url: UrlFlag = None,
     sampling: Sampling = DEFAULTS,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Complete one prompt with a model in this process and print the text as it comes."""
-    if prompt is None or prompt == "-":
+    """Complete one prompt with a model in this process or of a running server; print the text as it comes."""
+    if prompt is not None and stdin:
+        raise StartupError("there are two prompts: drop - or the text")
+    if prompt is None:
         prompt = sys.stdin.read()
     if not prompt:
         raise StartupError("there is no prompt: give one, or pipe it in")
-    talker: Talker = Local(settings_from_flags(config, settings), sampling)
+    talker = make_talker(url, sampling, config, settings)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:
         text = "".join(pieces)

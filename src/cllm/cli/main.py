@@ -32,8 +32,8 @@ With --url it is the model of a running server, else one that is loaded here.
 """
 GENERATE = """Complete one prompt and print the text.
 
-The model is loaded here. With --chat it answers; without, it continues the text as it stands, by 256 tokens if
---max-tokens does not say otherwise.
+With --url it is the model of a running server that completes it, else one that is loaded here. With --chat the model
+answers; without, it continues the text as it stands, by 256 tokens if --max-tokens does not say otherwise.
 """
 COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
@@ -93,11 +93,14 @@ def command(error: CycloptsError) -> str:
 def unknown_option(error: UnknownOptionError) -> str:
     """Names the nearest option; the dashes that all options begin with make none of them similar."""
     word = (error.token.keyword or error.token.value).partition("=")[0]
-    if command(error) == "cllm chat" and word in ("--host", "--port"):
+    if command(error) in ("cllm chat", "cllm generate") and word in ("--host", "--port"):
         return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
     names = {name.lstrip("-"): name for option in error.argument_collection if option.parse for name in option.names}
     near = difflib.get_close_matches(word.lstrip("-"), names, 1)
-    return f"Unknown option: {word}." + (f" Did you mean {names[near[0]]}?" if near else "")
+    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    if command(error) == "cllm generate" and not near:
+        hint = " A text that begins with a dash comes last, after --."
+    return f"Unknown option: {word}.{hint}"
 
 
 def end_in_order() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -15,11 +16,14 @@ from cyclopts import Parameter
 
 from cllm.cli.progress import loading_bar
 from cllm.cli.remarks import print_notes, remarks
+from cllm.cli.settings_flags import settings_from_flags
+from cllm.config import OPTIONS
 from cllm.config_sources import Loaded
 from cllm.core.params import SamplingParams
 from cllm.errors import CLLMError, StartupError
 
 Messages = list[dict[str, Any]]
+UrlFlag = Annotated[str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")]
 
 CONTINUATION = 256  # tokens; a text that is continued need not have an end
 
@@ -61,6 +65,26 @@ class Talker(Protocol):
     def complete(self, prompt: str) -> Iterator[str]:
         """The pieces of a continuation."""
         ...
+
+
+def make_talker(
+    url: str | None,
+    sampling: Sampling,
+    config: Path | None,
+    settings: Mapping[str, object] | None,
+    model: str | None = None,
+) -> Talker:
+    """The server at ``url``, or at CLLM_URL if no model is named; else a model that is loaded here.
+
+    config, settings, model: what ``settings_from_flags`` takes. Raises StartupError.
+    """
+    of_a_model = [OPTIONS[key].flag for key in settings or {}]
+    of_a_model += [word for word, given in ((f"the model {model}", model), ("--config", config)) if given]
+    if url and of_a_model:
+        raise StartupError(f"--url asks a running server, which has loaded its model: drop --url or {of_a_model[0]}")
+    if not of_a_model:
+        url = url or os.environ.get("CLLM_URL")
+    return Remote(url, sampling) if url else Local(settings_from_flags(config, settings, model), sampling)
 
 
 class Local:
@@ -118,7 +142,7 @@ class Remote:
             yield choice["delta"].get("content") or ""
 
     def complete(self, prompt: str) -> Iterator[str]:
-        for choice in self._stream("/v1/completions", {"prompt": prompt}):
+        for choice in self._stream("/v1/completions", {"prompt": prompt, "max_tokens": CONTINUATION}):
             yield choice["text"]
 
     def _stream(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -128,6 +152,8 @@ class Remote:
             yield from self._chunks(path, content)
         except httpx2.HTTPError as error:
             raise CLLMError(f"the connection to the server broke: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CLLMError("the server's answer is not one of OpenAI's API") from None
 
     def _chunks(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = Answer()
@@ -166,8 +192,13 @@ def error_message(data: bytes) -> str:
 def print_stream(pieces: Iterator[str]) -> str:
     """Print the pieces as they come, then end the line; returns the whole text."""
     parts = []
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        parts.append(piece)
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            parts.append(piece)
+    except CLLMError:
+        if parts:
+            print()  # what is said about the error gets a line of its own
+        raise
     print()
     return "".join(parts)
