@@ -14,7 +14,7 @@ from cllm.engine.settings import engine_params
 from cllm.models import catalog, hub
 from cllm.observe import log
 from cllm.process.launch import Popen
-from cllm.server.run import address, listen, run_forever
+from cllm.server.run import address, address_elsewhere, listen, run_forever
 
 if TYPE_CHECKING:
     from cllm.service import Service
@@ -50,6 +50,8 @@ def serve(
         bar.close()
         info = service.info
         print(f"cLLM serves {service.model_name} at {url}: {capacity(info)}", file=sys.stderr)
+        if elsewhere := address_elsewhere(listener):
+            print(f"cllm: other machines call {elsewhere}, if they know this machine by that name", file=sys.stderr)
         for line in remarks(loaded, info):
             print("cllm:", line, file=sys.stderr)
         print(hint(url, info), file=sys.stderr, flush=True)

@@ -56,16 +56,20 @@ def kv_budget(
     available = available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
-    weights = weight_bytes + COMPUTE_BYTES
+    without_kv = weight_bytes + COMPUTE_BYTES
     one_sequence = bytes_per_token * (context_length or MIN_CONTEXT)
-    need = weights + (wanted_bytes or one_sequence)
+    need = without_kv + (wanted_bytes or one_sequence)
     if need > available:
-        what = "its KV cache" if wanted_bytes else f"a KV cache of {context_length or MIN_CONTEXT} tokens"
+        tokens = "" if wanted_bytes else f" of {context_length or MIN_CONTEXT} tokens"
+        cure = "lower kv.max_memory_mb" if wanted_bytes else "lower model.max_context_length"
+        if without_kv > available or not (wanted_bytes or context_length):
+            cure = "take a smaller model or quantization"
         raise StartupError(
-            f"not enough memory: the model needs {size_text(weights)} and {what} {size_text(need - weights)}, "
-            f"but {size_text(available)} are available: take a smaller quantization, context or kv.max_memory_mb"
+            f"not enough memory: {size_text(need)} are needed (weights {size_text(weight_bytes)}, KV cache{tokens} "
+            f"{size_text(need - without_kv)}, work buffers and processes about {size_text(COMPUTE_BYTES)}), "
+            f"but {size_text(available)} are available: {cure}"
         )
-    return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - weights) // 2))
+    return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - without_kv) // 2))
 
 
 def ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:

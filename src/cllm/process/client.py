@@ -71,6 +71,11 @@ class EngineClient:
         self._spawned = time.monotonic()
         self._load_seconds = USUAL_LOAD_SECONDS
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has not answered completely, those for embeddings included."""
+        return len(self._flights) + len(self._embeddings)
+
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises StartupError if it cannot load the model."""
         await self._spawn()

@@ -52,6 +52,9 @@ class Embeddings:
         self._seconds_per_token = 0.0
         self._last = 0.0  # when something came, or began to be waited for
 
+    def __len__(self) -> int:
+        return len(self._waiters)
+
     def begin(self, request: EmbeddingRequest) -> Waiter:
         """Raises QueueFull; what can begin at once is never refused."""
         waiter = Waiter(request)

@@ -77,9 +77,9 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*self._accepting, return_exceptions=True)
         if self._batches is not None:
             await self._batches.stop()
-        if (going := len(self.server_state.tasks)) and self._drain_timeout:
-            streams = "1 stream" if going == 1 else f"{going} streams"
-            log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, streams)
+        if (going := self.service.engine.num_unfinished) and self._drain_timeout:
+            requests = "1 request" if going == 1 else f"{going} requests"
+            log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, requests)
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
         try:
             await super().shutdown(sockets)

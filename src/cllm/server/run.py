@@ -49,9 +49,21 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""What stands for every address of this machine, and the one by which the machine itself calls it."""
+
+
 def address(listener: socket.socket) -> str:
+    """The URL to call from this machine."""
     host, port = listener.getsockname()[:2]
+    host = ALL_ADDRESSES.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def address_elsewhere(listener: socket.socket) -> str | None:
+    """The URL to call from other machines if it listens on all addresses; else None."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
 
 
 async def run(
