@@ -5,10 +5,12 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import cllm
 from cllm import LLM, SamplingParams
 from cllm import llm as llm_module
 from cllm.engine.build import build_backend
@@ -231,3 +233,183 @@ def test_embed():
         with pytest.raises(BadRequest):
             llm.embed(wrong)
     assert llm.generate("a")[0].text
+
+
+def test_threads_share_one_engine(fake):
+    """Four threads at once: each gets its own texts, batched with those of the others."""
+    with ThreadPoolExecutor(4) as threads:
+        done = list(threads.map(lambda prompt: fake.generate([prompt] * 3, GREEDY), "abcdefgh"))
+    for prompt, completions in zip("abcdefgh", done, strict=True):
+        assert [one.text for one in completions] == ["".join(chr(ord(prompt) + i) for i in range(1, 6))] * 3
+
+
+def test_threads_that_stream_embed_and_fail(fake):
+    """Streams that are left early, vectors and refused grammars beside texts, none of which they change."""
+
+    def work(i):
+        if i % 4 == 0:
+            return next(fake.stream("a", SamplingParams(temperature=0))).text
+        if i % 4 == 1:
+            return fake.embed(["hello", "a"]).shape[0]
+        if i % 4 == 2:
+            with pytest.raises(BadRequest):
+                fake.generate("a", SamplingParams(grammar="start: nothing"))
+        return fake.generate("a", GREEDY)[0].text
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(24))) == ["b", 2, "bcdef", "bcdef"] * 6
+    stats = fake._engine.scheduler.stats()
+    assert stats.num_seq_ids_in_use == stats.num_running == stats.num_waiting == 0
+
+
+def test_stream_that_is_not_read_blocks_nobody(fake):
+    """It is computed beside the others, and its pieces wait for it."""
+    stream = fake.stream("a", GREEDY)
+    assert next(stream).text == "b"
+    assert fake.generate("b", GREEDY)[0].text == "cdefg"
+    assert "".join(piece.text for piece in stream) == "cdef"
+
+
+def test_error_of_one_step_leaves_the_engine_usable(fake, monkeypatch):
+    """An exception reaches the thread whose turn it was, and the next one can step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fake._engine, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fake.generate("a", GREEDY)
+    assert fake.generate("a", GREEDY)[0].text == "bcdef"
+
+
+def test_closed_llm_raises_runtime_error():
+    """Whatever is asked of it, also by a stream that is open; to close it twice is no error."""
+    llm = LLM(backend_name="fake")
+    stream = llm.stream("a", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    message = [{"role": "user", "content": "a"}]
+    calls = [
+        lambda: next(stream),
+        lambda: llm.generate("a"),
+        lambda: llm.generate([[1, 2]]),
+        lambda: llm.chat(message),
+        lambda: llm.embed("a"),
+        lambda: llm.encode("a"),
+        lambda: llm.encode_chat(message),
+        lambda: list(llm.stream([[1]])),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_close_waits_for_the_step_of_another_thread():
+    """The model is freed once no thread uses it, and what the other one computes ends."""
+    llm, freed = LLM(backend_name="fake"), []
+    stepping, go_on = threading.Event(), threading.Event()
+    step = llm._engine.step
+
+    def slow_step():
+        stepping.set()
+        assert go_on.wait(60)
+        assert not freed
+        return step()
+
+    llm._engine.step, llm._backend.close = slow_step, lambda: freed.append(True)
+    with ThreadPoolExecutor(2) as threads:
+        generating = threads.submit(llm.generate, "a", SamplingParams(temperature=0))
+        assert stepping.wait(60)
+        closing = threads.submit(llm.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.05)
+        go_on.set()
+        closing.result(60)
+        with pytest.raises(RuntimeError, match="closed"):
+            generating.result(60)
+    assert freed == [True]
+
+
+def test_stop_is_one_string_or_several(fake):
+    """One string is not a sequence of its characters."""
+    for stop in ("ef", ["ef"], ("x", "ef")):
+        params = SamplingParams(temperature=0, stop=stop)
+        assert fake.generate("a", params)[0].text == "bcd"
+
+
+def test_params_for_each_prompt(fake):
+    """As many as there are prompts."""
+    short, stopped = SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, stop="e", n=2)
+    first, second = fake.generate(["a", "b"], [short, stopped])
+    assert (first.text, [output.text for output in second.outputs]) == ("bc", ["cd", "cd"])
+    assert {piece.prompt for piece in fake.stream(["a", "b"], [short, stopped])} == {0, 1}
+
+
+QUESTION = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "words"),
+    [
+        (lambda llm: llm.chat("text"), "messages", "must be a list"),
+        (lambda llm: llm.chat([]), "messages", "one message or more"),
+        (lambda llm: llm.chat(QUESTION), "messages", "must be a list"),
+        (lambda llm: llm.chat(["text"]), "messages[0]", "must be a dictionary, not str"),
+        (lambda llm: llm.chat([QUESTION, {"role": "robot", "content": "a"}]), "messages[1].role", "not 'robot'"),
+        (lambda llm: llm.chat([{"content": "a"}]), "messages[0].role", "must be one of system, developer, user"),
+        (lambda llm: llm.chat([{"role": "user"}]), "messages[0].content", "must be text"),
+        (lambda llm: llm.chat([{**QUESTION, "content": [{"type": "image"}]}]), "messages[0].content", "must be text"),
+        (lambda llm: llm.chat([QUESTION], [GREEDY] * 2), "params", "2 params were given for 1 prompts"),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY]), "params", "1 params were given for 2 prompts"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "params", "must be SamplingParams"),
+        (lambda llm: llm.stream("a", 0.5), "params", "must be SamplingParams"),
+        (lambda llm: llm.generate(5), "prompts", "must be text, token ids"),
+        (lambda llm: llm.generate(["a", 1.5]), "prompts[1]", "text or a list of token ids"),
+        (lambda llm: llm.generate([["a"]]), "prompts[0]", "text or a list of token ids"),
+        (lambda llm: llm.generate(["a", []]), "prompts[1]", "empty"),
+        (lambda llm: llm.generate("\ud800"), "prompts[0]", "lone surrogate"),
+        (lambda llm: llm.embed([1]), "texts[0]", "must be text, not int"),
+        (lambda llm: llm.encode(b"a"), "text", "must be text, not bytes"),
+        (lambda _: SamplingParams(stop=5), "stop", "text or a sequence"),
+        (lambda _: SamplingParams(stop=["a", 5]), "stop", "text or a sequence"),
+        (lambda _: SamplingParams(temperature="hot"), "temperature", "must be a number, not 'hot'"),
+    ],
+)
+def test_mistakes_of_the_caller_name_the_field(fake, call, param, words):
+    """Each is a BadRequest that says what is wrong with what."""
+    with pytest.raises(BadRequest) as caught:
+        call(fake)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+def test_messages_in_the_forms_of_openai(fake):
+    """Parts of text, the role developer, and an assistant that only called tools."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    other = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    plain = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    assert fake.encode_chat(other) == fake.encode_chat(plain)
+
+
+def test_public_names():
+    """What callers need to catch is exported, and type checkers read the annotations."""
+    assert (cllm.BadRequest, cllm.StartupError) == (BadRequest, StartupError)
+    assert all(getattr(cllm, name) is not None for name in cllm.__all__)
+    assert (Path(cllm.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.llama
+def test_threads_get_right_answers(known_questions):
+    """Eight threads ask the built-in model at once, each a question after the other."""
+    questions = known_questions(24, 13)
+    greedy = SamplingParams(temperature=0)
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm, ThreadPoolExecutor(8) as threads:
+        done = list(threads.map(lambda asked: llm.chat(asked.messages, greedy, asked.tools), questions))
+    assert [one.text for one in done] == [question.answer for question in questions]

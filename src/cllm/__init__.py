@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cllm.core.params import SamplingParams
+    from cllm.errors import BadRequest, EngineError, StartupError
     from cllm.llm import LLM, Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BadRequest", "Completion", "EngineError", "SamplingParams", "StartupError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from cllm.core.params import SamplingParams
 
         return SamplingParams
+    if name in ("BadRequest", "EngineError", "StartupError"):
+        from cllm import errors
+
+        return getattr(errors, name)
     if name in ("LLM", "Completion"):
         from cllm import llm
 

@@ -20,12 +20,13 @@ import numpy as np
 from cllm.backends.base import Vectors
 from cllm.config import OPTIONS, Settings
 from cllm.config_sources import load_settings
-from cllm.core.output import NO_TOKEN, FinishReason, Logprobs
+from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request, check_prompt
-from cllm.engine.build import build_backend, build_engine, build_vocabulary, fitted
-from cllm.engine.commands import Abort, Add, Embed
+from cllm.engine.build import build_backend, build_engine, fitted
+from cllm.engine.commands import Add, Embed
 from cllm.engine.settings import engine_params
+from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
 from cllm.text.chat_template import ChatTemplate
@@ -33,10 +34,14 @@ from cllm.text.choice import Choice
 
 T = TypeVar("T")
 Prompt = str | list[int]
+Prompts = Prompt | Sequence[Prompt]
 Messages = list[dict[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one for each; None is what the settings say."""
 Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free what it has
 
 
@@ -87,7 +92,11 @@ class Piece:
 
 
 class LLM:
-    """An engine without a server. Not for several threads at once; all prompts of one call are batched."""
+    """An engine without a server. All prompts of one call are batched, and those of several threads together.
+
+    Its methods raise BadRequest, naming the field, for what cannot be computed, EngineError if computing it fails, and
+    RuntimeError after ``close``.
+    """
 
     def __init__(self, model: str | None = None, **settings: object) -> None:
         """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in one.
@@ -112,81 +121,111 @@ class LLM:
         if settings.backend.name != "fake":
             path = catalog.resolve(settings.model.path, settings.model.quantization)
         params = fitted(engine_params(settings, path))
-        self.vocabulary = interruptible(lambda _: build_vocabulary(params))
-        self._chat_template = ChatTemplate(self.vocabulary)
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
+        self._chat_template = ChatTemplate(self._backend.vocabulary)
         self.info = self._backend.info
         self._engine = build_engine(self._backend, params)
+        self._shared = SharedEngine(self._engine)
         self._ids = count()
-        self._streaming = False
         self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a whole prompt, control tokens included that it spells out."""
-        return self.vocabulary.tokenize(text, add_special=True, parse_special=True)
+        return self._tokenize(text, "text", parse_special=True)
 
     def encode_chat(self, messages: Messages, tools: Messages | None = None, **variables: Any) -> list[int]:
-        """Token ids that ask for the next assistant message; ``variables`` reach the model's chat template."""
-        return self._chat_template.encode(messages, tools or [], **variables)
+        """Token ids that ask for the next assistant message.
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Complete each prompt (text or token ids). Raises BadRequest, naming the field, and EngineError."""
-        encoded = self._encode(prompts)
-        return self._collect(encoded, params or self._default)
+        messages: dictionaries of ``role`` and ``content``, as OpenAI has them, and so are ``tools``; ``variables``
+        reach the model's chat template.
+        """
+        with self._shared.in_use():
+            return self._chat_template.encode(for_template(messages), tools or [], **variables)
+
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+        """Complete each prompt (text or token ids)."""
+        return self._collect(self._encode(prompts), params)
 
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
     ) -> Completion:
         """The next assistant message of a conversation."""
-        return self._collect([self.encode_chat(messages, tools, **variables)], params or self._default)[0]
+        return self._collect([self.encode_chat(messages, tools, **variables)], params)[0]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
         """The pieces of all completions as they come; leaving the loop early aborts the rest.
 
         A chat is streamed as ``llm.stream(llm.encode_chat(messages))``.
         """
-        return self._stream(self._encode(prompts), params or self._default)
+        encoded = self._encode(prompts)
+        return self._stream(encoded, self._params_of(params, len(encoded)))
 
     def embed(self, texts: str | Sequence[str]) -> Vectors:
         """A vector of length 1 for each text, shape (number of texts, info.embedding_size).
 
-        Raises BadRequest for a text that is empty or too long, or if the model gives no vectors, and EngineError.
+        Raises BadRequest for a text that is empty or too long, or if the model gives no vectors.
         """
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("The model does not give embeddings.", param="model")
         some = [texts] if isinstance(texts, str) else texts
-        encoded = [self.vocabulary.tokenize(text, add_special=True, parse_special=False) for text in some]
+        encoded = [self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)]
         for i, tokens in enumerate(encoded):
             if not 0 < len(tokens) <= self.info.max_embedding_tokens:
                 message = f"texts[{i}] has {len(tokens)} tokens; 1 to {self.info.max_embedding_tokens} are possible."
                 raise BadRequest(message, param=f"texts[{i}]")
-        if self._streaming:
-            raise RuntimeError("a stream of this LLM is open; finish or close it first")
-        request = EmbeddingRequest(f"e{next(self._ids)}", encoded)
         vectors: list[bytes] = []
+        inbox = self._shared.submit([Embed(EmbeddingRequest(f"e{next(self._ids)}", encoded))])
         try:
-            self._engine.handle(Embed(request))
             while len(vectors) < len(encoded):
-                self._engine.step()
-                for embedded in self._engine.embeddings.take():
-                    if embedded.error:
-                        raise EngineError(f"the texts could not be embedded: {embedded.error}")
-                    vectors += embedded.vectors
+                embedded = self._shared.take(inbox)
+                assert isinstance(embedded, Embedded)
+                if embedded.error:
+                    raise EngineError(f"the texts could not be embedded: {embedded.error}")
+                vectors += embedded.vectors
         finally:
-            self._engine.handle(Abort(request.request_id))
+            self._shared.drop(inbox)
         return np.frombuffer(b"".join(vectors), "<f4").reshape(len(encoded), self.info.embedding_size)
 
-    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        elif prompts and isinstance(prompts[0], int):
-            prompts = [cast("list[int]", prompts)]
-        some = cast("Sequence[Prompt]", prompts)
-        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in some]
+    def _tokenize(self, text: str, param: str, *, parse_special: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise BadRequest(f"{param} must be text, not {type(text).__name__}.", param=param)
+        with self._shared.in_use():
+            try:
+                return self._backend.vocabulary.tokenize(text, add_special=True, parse_special=parse_special)
+            except UnicodeEncodeError:
+                raise BadRequest(f"{param} has a lone surrogate, which is no text.", param=param) from None
 
-    def _collect(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-        completions = [Completion([Output() for _ in range(params.n)], len(prompt)) for prompt in prompts]
-        for piece in self._stream(prompts, params, completions):
+    def _encode(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)):
+            prompts = [cast("Prompt", prompts)]
+        if not isinstance(prompts, Sequence):
+            raise BadRequest("prompts must be text, token ids, or a list of them.", param="prompts")
+        return [self._encode_one(cast("Prompt", prompt), f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+    def _encode_one(self, prompt: Prompt, param: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, param, parse_special=True)
+        if not (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)):
+            raise BadRequest(f"{param} must be text or a list of token ids.", param=param)
+        check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, param)
+        return prompt
+
+    def _params_of(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """Those of each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self._default] * num_prompts
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise BadRequest("params must be SamplingParams, or a list of them.", param="params")
+        if len(params) != num_prompts:
+            raise BadRequest(f"{len(params)} params were given for {num_prompts} prompts.", param="params")
+        return list(params)
+
+    def _collect(self, prompts: list[list[int]], params: Params) -> list[Completion]:
+        each = self._params_of(params, len(prompts))
+        completions = [
+            Completion([Output() for _ in range(one.n)], len(prompt)) for prompt, one in zip(prompts, each, strict=True)
+        ]
+        for piece in self._stream(prompts, each, completions):
             output = completions[piece.prompt].outputs[piece.index]
             output.text += piece.text
             output.tokens += piece.tokens
@@ -195,57 +234,84 @@ class LLM:
         return completions
 
     def _stream(
-        self, prompts: list[list[int]], params: SamplingParams, completions: list[Completion] | None = None
+        self, prompts: list[list[int]], params: list[SamplingParams], completions: list[Completion] | None = None
     ) -> Iterator[Piece]:
-        if self._streaming:
-            raise RuntimeError("another stream of this LLM is open; finish or close it first")
         if not self.info.generates:
             raise BadRequest("The model gives embeddings; it does not generate text.", param="model")
-        params.check_vocabulary(self.info.vocabulary_size)
-        for prompt in prompts:
-            check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, "prompt")
-        names = {f"r{next(self._ids)}": i for i in range(len(prompts))}
-        choices = {(name, j): Choice(j, self.vocabulary.pieces, params) for name in names for j in range(params.n)}
-        for name, prompt in zip(names, prompts, strict=True):
-            self._engine.handle(Add(Request(name, prompt, params)))
-        going = len(choices)
-        self._streaming = True
+        indices: dict[str, int] = {}
+        choices: dict[tuple[str, int], Choice] = {}  # that go on
+        requests = []
+        with self._shared.in_use():
+            pieces = self._backend.vocabulary.pieces
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            one.check_vocabulary(self.info.vocabulary_size)
+            check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, f"prompts[{i}]")
+            request = Request(f"r{next(self._ids)}", prompt, one)
+            requests.append(Add(request))
+            indices[request.request_id] = i
+            choices |= {(request.request_id, j): Choice(j, pieces, one) for j in range(one.n)}
+        inbox = self._shared.submit(requests)
         try:
-            while going:
-                for output in self._engine.step():
-                    choice = choices[output.request_id, output.index]
-                    if output.finish == FinishReason.GRAMMAR:
-                        raise BadRequest("the grammar cannot be compiled, or allows no further token", param="grammar")
-                    if output.finish == FinishReason.ERROR:
-                        raise EngineError("the engine failed to compute the prompt")
-                    if completions is not None:
-                        completion = completions[names[output.request_id]]
-                        completion.cached_tokens += output.num_cached_tokens
-                        completion.prompt_logprobs += output.prompt_logprobs or ()
-                    if output.prompt_logprobs is not None:
-                        continue
-                    text, finish = choice.feed(output)
-                    if finish:
-                        going -= 1
-                        if not output.finish:
-                            self._engine.handle(Abort(output.request_id, output.index))
-                    tokens = [output.token] if output.token != NO_TOKEN else []
-                    told = [output.logprobs] if output.logprobs is not None else []
-                    yield Piece(names[output.request_id], output.index, text, tokens, finish, told)
+            while choices:
+                output = self._shared.take(inbox)
+                assert isinstance(output, TokenOutput)
+                name = output.request_id, output.index
+                if name not in choices:  # a stop string has ended it
+                    continue
+                if output.finish == FinishReason.GRAMMAR:
+                    raise BadRequest("the grammar cannot be compiled, or allows no further token", param="grammar")
+                if output.finish == FinishReason.ERROR:
+                    raise EngineError("the engine failed to compute the prompt")
+                if completions is not None:
+                    completion = completions[indices[output.request_id]]
+                    completion.cached_tokens += output.num_cached_tokens
+                    completion.prompt_logprobs += output.prompt_logprobs or ()
+                if output.prompt_logprobs is not None:
+                    continue
+                text, finish = choices[name].feed(output)
+                if finish:
+                    del choices[name]
+                    if not output.finish:
+                        self._shared.abort(*name)
+                tokens = [output.token] if output.token != NO_TOKEN else []
+                told = [output.logprobs] if output.logprobs is not None else []
+                yield Piece(indices[output.request_id], output.index, text, tokens, finish, told)
         finally:
-            self._streaming = False
-            for name in names:
-                self._engine.handle(Abort(name))
+            self._shared.drop(inbox)
 
     def close(self) -> None:
-        """Free the model."""
-        self._backend.close()
+        """Free the model. What other threads are computing ends with RuntimeError."""
+        self._shared.close(self._backend.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def for_template(messages: Any) -> Messages:
+    """The messages as chat templates know them. Raises BadRequest, naming the one that is none."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        form = '[{"role": "user", "content": "..."}]'
+        raise BadRequest(f"messages must be a list with one message or more, such as {form}.", param="messages")
+    return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def message_for_template(message: Any, param: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise BadRequest(f"{param} must be a dictionary, not {type(message).__name__}.", param=param)
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        raise BadRequest(f"{param}.role must be one of {known}, not {str(role)[:40]!r}.", param=f"{param}.role")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and role == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise BadRequest(f"{param}.content must be text.", param=f"{param}.content")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
 
 
 def option_key(name: str) -> str:

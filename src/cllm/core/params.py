@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from cllm.errors import BadRequest
@@ -38,9 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     probable than ``min_p`` times the best are left out. repetition_penalty divides (multiplies, if negative) the
     logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
-    max_tokens: None means up to the end of the context; 0 computes the prompt alone. min_tokens: before them come
-    neither end tokens nor stop_token_ids, and stop strings end nothing. grammar: what the text must follow, in
-    llguidance's Lark; "" is anything. thinking: a limit of reasoning, or None.
+    stop: a string, or several, before which the text ends. max_tokens: None means up to the end of the context; 0
+    computes the prompt alone. min_tokens: before them come neither end tokens nor stop_token_ids, and stop strings end
+    nothing. grammar: what the text must follow, in llguidance's Lark; "" is anything. thinking: a limit of reasoning,
+    or None.
 
     logprobs: how many of the most probable tokens are told beside each sampled one, with natural logarithms of their
     probabilities before all of these steps, temperature included; None tells nothing. prompt_logprobs: the same for
@@ -63,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
@@ -102,8 +105,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             within("logit_bias", bias, -100, 100, what="a bias")
         if self.seed is not None:
             within("seed", self.seed, -(2**63), 2**63 - 1)
-        within("stop", len(self.stop), 0, MAX_STOP_STRINGS, what="the number of strings")
-        for text in self.stop:
+        if not (isinstance(self.stop, Sequence) and all(isinstance(text, str) for text in self.stop_strings)):
+            raise BadRequest("Invalid 'stop': it must be text or a sequence of texts.", param="stop")
+        within("stop", len(self.stop_strings), 0, MAX_STOP_STRINGS, what="the number of strings")
+        for text in self.stop_strings:
             within("stop", len(text), 1, MAX_STOP_LENGTH, what="the length of a string")
         self._check_extensions()
 
@@ -125,6 +130,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         within("dry_allowed_length", self.dry_allowed_length, 1, LARGEST)
         within("dry_penalty_last_n", self.dry_penalty_last_n, -1, LARGEST)
         within("dry_sequence_breakers", len(self.dry_breakers), 0, MAX_DRY_BREAKERS, what="the number of tokens")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop``, which may be a single one."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def greedy(self) -> bool:
@@ -171,9 +181,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def within(field: str, value: float, low: float, high: float, what: str = "the value") -> None:
-    """Raise BadRequest unless ``low <= value <= high``; NaN is never within."""
-    if low <= value <= high:
-        return
+    """Raise BadRequest unless ``value`` is a number and ``low <= value <= high``; NaN is never within."""
+    try:
+        if low <= value <= high:
+            return
+    except TypeError:
+        shown = repr(value)[:40]
+        raise BadRequest(f"Invalid '{field}': {what} must be a number, not {shown}.", param=field) from None
     code = "integer_above_max_value" if value > high else "integer_below_min_value"
     if isinstance(value, float):
         code = code.replace("integer", "decimal")

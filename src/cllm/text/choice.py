@@ -28,7 +28,7 @@ class Choice:
         self.num_tokens = 0
         self.parser = parser
         self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens if params.stop else 0
         self._alignment = None if params.logprobs is None else Alignment()
         self.told: list[ToldToken] = []
