@@ -119,6 +119,15 @@ def test_what_anthropic_refuses(fake_server, patch, named):
         assert named in check_anthropic(answer, 400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_server, path, thread):
+    answer = fake_server.client.post(path, json={**ANTHROPIC, "thread": thread})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @pytest.mark.parametrize(
     ("path", "patch", "named"),
     [

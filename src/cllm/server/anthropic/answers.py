@@ -7,9 +7,16 @@ from typing import Any, Literal
 from cllm.server.body import Shape, example
 
 
+class ErrorDetails(Shape):
+    error_code: str
+
+
 class ErrorObject(Shape):
+    """details: for a fault that Anthropic's clients handle by themselves."""
+
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class Error(Shape):

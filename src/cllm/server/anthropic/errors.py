@@ -20,6 +20,10 @@ TYPES = {
 }
 
 
+# By the refused parameter: the code on which Anthropic's clients send the request again without it.
+ERROR_CODES = {"thread": "thread_unsupported_request"}
+
+
 def speaks_anthropic(request: HTTPConnection) -> bool:
     """Messages are Anthropic's alone; the models' path is OpenAI's too, and the headers tell."""
     path, headers = request.scope["path"], request.headers
@@ -32,7 +36,10 @@ def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
     """Too many requests for this server, whoever sends them, is 529 here; 429 is somebody's own limit."""
     status = 529 if fault.code == "queue_full" else fault.status
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    return status, {"type": "error", "error": {"type": kind, "message": fault.message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": fault.message}
+    if fault.code == "unsupported_parameter" and fault.param in ERROR_CODES:
+        error["details"] = {"error_code": ERROR_CODES[fault.param]}
+    return status, {"type": "error", "error": error, "request_id": request_id}
 
 
 def error_event(error: Exception, request_id: str) -> bytes:
