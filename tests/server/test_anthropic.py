@@ -249,6 +249,19 @@ def test_thinking_is_a_block_of_its_own(client, streamed):
     assert ask(again).content[1].text == "16"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_omitted_thinking_leaves_an_empty_block_with_its_signature(client, streamed):
+    """It is computed and counted as ever, and the block may be sent back."""
+    shown = asker(client, streamed=streamed, thinking=THINKING)(SUM)
+    message = asker(client, streamed=streamed, thinking={**THINKING, "display": "omitted"})(SUM)
+    thinking, text = message.content
+    assert (thinking.thinking, text.text) == ("", "72")
+    assert thinking.signature == shown.content[0].signature
+    assert message.usage.output_tokens == shown.usage.output_tokens
+    again = [*SUM, {"role": "assistant", "content": message.content}, {"role": "user", "content": "Add 11 and 5."}]
+    assert asker(client, streamed=streamed)(again).content[-1].text == "16"
+
+
 def test_a_budget_of_thinking_is_kept(client):
     thinking = {"type": "enabled", "budget_tokens": 5}
     message = client.messages.create(messages=SUM, thinking=thinking, **ASKED)

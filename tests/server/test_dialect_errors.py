@@ -62,7 +62,7 @@ def check_ollama(answer, status):
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": "alien"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}, "messages[0].role"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),

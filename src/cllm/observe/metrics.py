@@ -126,7 +126,7 @@ class Metrics:
         )
         self._skipped = Counter(
             "cllm:skipped_parts",
-            "tools and items of requests that cannot be served and were left out, by their type",
+            "tools, items and blocks of requests that cannot be served and were left out, by their type",
             ("model_name", "type"),
             registry=self._registry,
         )

@@ -15,11 +15,17 @@ HEADER = "x-cllm-skipped"
 KINDS = frozenset(
     {
         "additional_tools",
+        "advisor_tool_result",
         "apply_patch",
+        "bash_code_execution_tool_result",
+        "browser_state",
+        "code_execution_tool_result",
         "code_interpreter",
         "compaction",
         "computer",
         "computer_use_preview",
+        "container_upload",
+        "fallback",
         "file_search",
         "image_generation",
         "image_generation_call",
@@ -28,11 +34,20 @@ KINDS = frozenset(
         "mcp",
         "mcp_call",
         "mcp_list_tools",
+        "mcp_tool_listing",
+        "mcp_tool_use",
+        "server_tool_use",
         "shell",
+        "text_editor_code_execution_tool_result",
+        "tool_addition",
+        "tool_removal",
         "tool_search",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
         "web_search",
         "web_search_call",
         "web_search_preview",
+        "web_search_tool_result",
     }
 )
 

@@ -24,6 +24,7 @@ from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import documented, read_body
 from cllm.server.queueing import place_headers
 from cllm.server.request_id import request_id
+from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 from cllm.text.grammar import Constraint
@@ -58,12 +59,14 @@ async def messages(request: Request) -> Response:
         params = msgspec.structs.replace(params, grammar=grammar)
     generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms)
     answer = service.submit(generation)
-    headers = place_headers(answer.place)
+    headers = {**place_headers(answer.place), **note_skipped(request, body.skipped_blocks())}
     if body.stream:
-        events = MessageEvents(generation, service.model_name, request_id(request))
+        events = MessageEvents(generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking)
         return EventStream(answer, events, headers, heartbeat=PING)
     with answer:
-        message = await until_disconnect(request, collect(answer, service.model_name))
+        message = await until_disconnect(
+            request, collect(answer, service.model_name, shows_thinking=body.shows_thinking)
+        )
     return Response(to_json(message), headers=headers, media_type="application/json")
 
 

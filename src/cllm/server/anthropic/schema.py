@@ -31,6 +31,28 @@ ONE_KIND = "there is one kind of service for all; priority and deadline_ms say w
 CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
 NOWHERE = "nothing is run on the server; declare a client tool"
 
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")  # those with fields of their own
+# Where blocks of other types have texts, in the order in which they are read.
+TEXT_FIELDS = (
+    *("title", "context", "url", "source", "tool_name", "text", "data", "content", "tool_references"),
+    *("stdout", "stderr"),
+)
+UNREADABLE = ("image", "base64", "url", "file")  # types of blocks and of their sources
+BILLING = "x-anthropic-billing-header:"
+"""How a block of Claude Code's system prompt begins that is for Anthropic's accounts; it differs in every session, and
+so would keep the prompts from sharing their prefix."""
+
+
+def text_in(value: Any) -> str:
+    """The texts in a block of any type."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(text_in, value)))
+    if isinstance(value, dict) and value.get("type") not in UNREADABLE:
+        return "\n".join(filter(None, (text_in(value.get(field)) for field in TEXT_FIELDS)))
+    return ""
+
 
 class Block(Body):
     """A content block of any type; which fields it must have is checked where it is translated."""
@@ -45,7 +67,10 @@ class Block(Body):
         "toolset_name": "there are no toolsets",
     }
 
-    type: str = Field(description="text, thinking, tool_use or tool_result; what is not text is refused (image, ...).")
+    type: str = Field(
+        description="text, thinking, tool_use, tool_result. Images and documents without text are refused; of other "
+        "types the text is read, and what has none is left out."
+    )
     text: str | None = None
     thinking: str | None = None
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -53,6 +78,18 @@ class Block(Body):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     content: str | list[Block] | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _read_other_types(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str) or kind in BLOCKS:
+            return value
+        return {"type": kind, "text": text_in(value)}
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing is read of it, and it is not refused for that."""
+        return self.type not in (*BLOCKS, "document") and not self.text
 
 
 class Message(Body):
@@ -107,10 +144,11 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    ignored: ClassVar = {"display": "reasoning is always shown as the model wrote it"}
-
     type: str = Field(description="enabled, adaptive or disabled; any other leaves it to the model.")
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="omitted: thinking blocks are empty; else they have all of the reasoning."
+    )
 
     @pydantic.model_validator(mode="after")
     def _has_budget(self) -> Thinking:
@@ -184,6 +222,17 @@ class CountBody(Body):
             effort=EFFORTS[effort] if effort else None,
         )
 
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def skipped_blocks(self) -> list[str]:
+        """The types of the content blocks of which nothing is read."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        inner = [part for block in blocks if isinstance(block.content, list) for part in block.content]
+        return [block.type for block in (*blocks, *inner) if block.is_skipped]
+
     def output_schema(self) -> tuple[dict[str, Any], str] | None:
         """What the answer must be, and where the body says so."""
         if self.output_config and self.output_config.format:
@@ -194,6 +243,7 @@ class CountBody(Body):
         """Turns of the same role are one, results of tools are messages of their own before the user's text."""
         system = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
         texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
+        texts = [text for text in texts if not text.startswith(BILLING)]
         messages: list[dict[str, Any]] = [{"role": "system", "content": texts}] if any(texts) else []
         called: dict[str, str] = {}  # names by the ids of calls
         for i, message in enumerate(self.messages):
@@ -293,7 +343,7 @@ def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[
             results.append({"role": "tool", "tool_call_id": key, "name": called[key], "content": content})
         else:
             texts.append(text_of(block, at))
-    return [*results, {"role": "user", "content": texts}] if texts else results
+    return [*results, {"role": "user", "content": texts}] if any(texts) or not results else results
 
 
 def system_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
@@ -305,12 +355,18 @@ TURNS = {"assistant": assistant_turn, "user": user_turn, "system": system_turn}
 
 def finished(turn: dict[str, Any]) -> dict[str, Any]:
     """``turn`` with texts for lists of texts, and without what it does not have."""
-    whole = {key: "\n".join(turn[key]) if key in ("content", "reasoning_content") else turn[key] for key in turn}
+    whole = {
+        key: "\n".join(filter(None, turn[key])) if key in ("content", "reasoning_content") else turn[key]
+        for key in turn
+    }
     return {key: value for key, value in whole.items() if value or key == "content"}
 
 
 def text_of(block: Block, path: str) -> str:
-    if block.type != "text":
+    """Raises BadRequest for a block that has no place here, or that must not be left out and cannot be read."""
+    if block.is_skipped:
+        return ""
+    if block.type != "text" and (block.type in BLOCKS or not block.text):
         raise BadRequest(
             f"Invalid '{path}': this model reads text here, not a block of the type '{block.type[:60]}'.",
             param=path,

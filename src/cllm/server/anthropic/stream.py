@@ -67,8 +67,8 @@ def empty_block(delta: Delta) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-async def collect(answer: Answer, model: str) -> dict[str, Any]:
-    """The whole message."""
+async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) -> dict[str, Any]:
+    """The whole message; without ``shows_thinking`` its blocks of thinking are empty."""
     blocks: list[dict[str, Any]] = []
     texts: list[list[str]] = []
     where, last = None, Delta(0, "", 0)
@@ -79,7 +79,8 @@ async def collect(answer: Answer, model: str) -> dict[str, Any]:
                     where = (last.channel, last.call)
                     blocks.append(empty_block(last))
                     texts.append([])
-                texts[-1].append(last.text)
+                if shows_thinking or last.channel is not Channel.REASONING:
+                    texts[-1].append(last.text)
     for block, parts in zip(blocks, texts, strict=True):
         text = "".join(parts)
         if block["type"] == "tool_use":
@@ -94,10 +95,12 @@ async def collect(answer: Answer, model: str) -> dict[str, Any]:
 class MessageEvents:
     """The events of one stream: see Events. One block is open at a time."""
 
-    def __init__(self, generation: Generation, model: str, request_id: str) -> None:
+    def __init__(self, generation: Generation, model: str, request_id: str, *, shows_thinking: bool = True) -> None:
+        """Without ``shows_thinking`` blocks of thinking are empty."""
         self._generation = generation
         self._model = model
         self._request_id = request_id
+        self._shows_thinking = shows_thinking
         self._index = -1
         self._where: tuple[Channel, int] | None = None  # of the open block: its channel, and which call it is
         self._head = b""  # of the deltas of the open block
@@ -115,7 +118,7 @@ class MessageEvents:
         data = b""
         if (delta.text or delta.name) and self._where != (delta.channel, delta.call):
             data = self._close() + self._open(delta)
-        if delta.text:
+        if delta.text and (self._shows_thinking or delta.channel is not Channel.REASONING):
             data += self._head + to_json(delta.text) + b"}}\n\n"
         return data
 
