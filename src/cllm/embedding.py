@@ -96,9 +96,9 @@ class Ranking:
     num_tokens: int
 
 
-async def rank(service: Service, query: str, documents: list[str], terms: Terms) -> Ranking:
-    """How well each document fits ``query``. Raises what ``embed`` raises, naming query or documents[i]."""
-    params = names("documents", len(documents))
+async def rank(service: Service, query: str, documents: list[str], terms: Terms, param: str = "documents") -> Ranking:
+    """How well each document fits ``query``. Raises what ``embed`` raises, naming query or an entry of ``param``."""
+    params = names(param, len(documents))
     if service.info.pooling == "rank":
         pairs = await encode_pairs(service, query, documents, params)
         rows, num_tokens = await compute(service, pairs, params, terms)
@@ -115,7 +115,7 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
     [asked] = await encode_texts(service, [query], ["query"])
     check(service, [asked], ["query"])
     if len(asked) * len(documents) > MAX_TOKENS:  # it is read with each of them
-        raise too_many("documents", len(asked) * len(documents))
+        raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for document, param in zip(documents, params, strict=True):
         if len(document) > limit * longest:

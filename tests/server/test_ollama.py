@@ -76,8 +76,15 @@ def test_raw_is_the_prompt_as_it_is(client):
 
 
 def test_without_a_prompt_the_model_is_loaded(client):
-    for answer in (client.generate(MODEL), client.generate(MODEL, keep_alive=0), client.chat(MODEL)):
+    for answer in (client.generate(MODEL), client.generate(MODEL, keep_alive="10m"), client.chat(MODEL)):
         assert (answer.done, answer.done_reason) == (True, "load")
+
+
+@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0m0s"])
+def test_unload_without_a_prompt_says_unload(client, keep_alive):
+    for answer in (client.generate(MODEL, keep_alive=keep_alive), client.chat(MODEL, keep_alive=keep_alive)):
+        assert (answer.done, answer.done_reason) == (True, "unload")
+    assert client.chat(MODEL, SUM, options=GREEDY, keep_alive=keep_alive).message.content == "72"
 
 
 def test_options(client):
@@ -93,6 +100,13 @@ def test_options(client):
     for more in ({"mirostat": 2, "mirostat_tau": 3.0}, {"typical_p": 0.5}):
         assert client.chat(MODEL, COUNT, options={**warm, **more, "seed": 1}).message.content != texts[0]
     assert NUMBERS.startswith(client.chat(MODEL, COUNT, options={**warm, "top_k": 1}).message.content)
+
+
+def test_whole_numbers_may_have_a_decimal_point(client):
+    """Clients in JavaScript and Lua write them so."""
+    asked = {**GREEDY, "num_predict": 5.0, "top_k": 40.0, "seed": 7.0, "repeat_last_n": 64.0}
+    answer = client.chat(MODEL, COUNT, options=asked)
+    assert (answer.done_reason, answer.eval_count) == ("length", 5)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -155,6 +169,10 @@ def test_the_model_is_listed_and_shown(client, builtin_path):
     assert "<|im_start|>" in shown.template
     assert {"completion", "tools"} <= set(shown.capabilities)
     assert "temperature" in shown.parameters
+    assert f"\nFROM {MODEL}\n" in shown.modelfile
+    assert f'\nTEMPLATE """{shown.template}"""\n' in shown.modelfile
+    assert "\nPARAMETER num_ctx 1024\n" in shown.modelfile
+    assert str(builtin_path.parent) not in shown.modelfile
 
 
 def test_a_server_of_the_fake_backend_has_a_card_too(fake_server):
@@ -179,6 +197,26 @@ def test_embeddings(fake_server):
         assert client.embed("fake", "a" * 5000).prompt_eval_count <= 512
         with pytest.raises(ollama.ResponseError, match="5000"):
             client.embed("fake", "a" * 5000, truncate=False)
+
+
+def test_no_text_has_no_embeddings(fake_server):
+    """Ollama's clients load the model with it."""
+    with ollama.Client(fake_server.url) as client:
+        for given in ("", []):
+            assert client.embed("fake", given).embeddings == []
+        assert client.embeddings("fake", "").embedding == []
+    assert fake_server.client.post("/api/embed", json={"model": "fake"}).json()["embeddings"] == []
+
+
+@pytest.mark.parametrize("name", ["fake", "fake:latest"])
+def test_pull_of_the_served_model_succeeds(fake_server, name):
+    """Clients pull before they chat; this server downloads nothing for them."""
+    with ollama.Client(fake_server.url) as client:
+        assert client.pull(name).status == "success"
+        assert [line.status for line in client.pull(name, stream=True)] == ["pulling manifest", "success"]
+        with pytest.raises(ollama.ResponseError) as refused:
+            client.pull("other")
+    assert refused.value.status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,25 @@ def test_top_n_and_documents(fake_server) -> None:
         assert [result["document"]["text"] for result in results] == ["hello", "hello there"]
 
 
+def test_texts_are_ranked_in_the_form_of_tei(fake_server) -> None:
+    """A list, the best first, with no more than the fields that its clients read."""
+    body = {"query": "hello", "texts": DOCUMENTS, "raw_scores": False, "truncate": True, "return_text": True}
+    ranked = fake_server.client.post("/rerank", json=body).json()
+    same = fake_server.client.post("/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()["results"]
+    assert ranked == [
+        {"index": one["index"], "score": one["relevance_score"], "text": DOCUMENTS[one["index"]]} for one in same
+    ]
+    short = fake_server.client.post("/rerank", json={"query": "hello", "texts": DOCUMENTS}).json()
+    assert short[0].keys() == {"index", "score"}
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
+        ({"documents": None}, "documents"),
+        ({"texts": ["a"]}, "texts"),
+        ({"documents": None, "texts": ["a", ""]}, "texts[1]"),
+        ({"documents": None, "texts": ["a", "b" * 513]}, "texts[1]"),
         ({"documents": []}, "documents"),
         ({"documents": ["a", ""]}, "documents[1]"),
         ({"documents": ["a", {"text": ""}]}, "documents[1].text"),

@@ -81,6 +81,16 @@ def test_a_streamed_call(choice, create) -> None:
     assert whole["num_deltas"] > 3
 
 
+@pytest.mark.parametrize("more", [{}, {"extra_body": THINK}, {"stream_options": {"include_usage": True}}])
+def test_first_chunk_of_a_pure_call_has_no_content(more, create) -> None:
+    """As OpenAI's: the role with null, where text begins with an empty one."""
+    chunks = [chunk.choices[0].delta for chunk in create(ASK, tools=DECLARED, stream=True, **more) if chunk.choices]
+    assert (chunks[0].role, chunks[0].content) == ("assistant", None)
+    assert all(delta.content is None and delta.role is None for delta in chunks[1:])
+    text = [chunk.choices[0].delta for chunk in create(SUM, stream=True)]
+    assert (text[0].role, text[0].content) == ("assistant", "")
+
+
 def test_strict_arguments_follow_their_schema_where_a_call_is_not_forced(create) -> None:
     """The model would say Paris; and it may still say something else than a call."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pydantic
+
 from cllm.server.body import Shape, example
 
 
@@ -126,6 +128,16 @@ class Ranking(Shape):
     method: Literal["reranker", "cosine_similarity"]
     results: list[Ranked]
     usage: RankedUsage
+
+
+class RankedText(Shape):
+    index: int
+    score: float
+    text: str | None = None
+
+
+class Reranked(pydantic.RootModel[Ranking | list[RankedText]]):
+    """A list where the documents were ``texts``."""
 
 
 class Benchmark(Shape):

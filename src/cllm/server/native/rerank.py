@@ -1,4 +1,4 @@
-"""POST /v1/rerank, in the words that Jina, Cohere, vLLM and llama-server share."""
+"""POST /v1/rerank, in the words that Jina, Cohere, vLLM and llama-server share; and in those of TEI, with ``texts``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cllm.embedding import rank
 from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
-from cllm.server.native.answers import Ranking
+from cllm.server.native.answers import Reranked
 from cllm.server.queueing import TermsBody
 from cllm.server.sse import until_disconnect
 from cllm.service import Service
@@ -24,14 +24,20 @@ router = APIRouter(tags=["cLLM"])
 MAX_DOCUMENTS = 2000
 
 
+NotEmpty = Annotated[str, Field(min_length=1)]
+
+
 class Document(Body):
-    text: Annotated[str, Field(min_length=1)]
+    text: NotEmpty
 
 
 class RerankBody(TermsBody):
     """A query, and the documents that may answer it."""
 
     ignored: ClassVar = {
+        "raw_scores": "scores are as the model gives them",
+        "truncate": "documents are read whole, or refused",
+        "truncation_direction": "documents are read whole, or refused",
         "rank_fields": "documents are texts",
         "max_chunks_per_doc": "documents are read whole, or refused",
         "max_tokens_per_doc": "documents are read whole, or refused",
@@ -42,13 +48,28 @@ class RerankBody(TermsBody):
     )
 
     model: str | None = None
-    query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    query: NotEmpty
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
+    texts: Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = Field(
+        default=None, description="The documents in the words of TEI, which then has an answer in its form: a list."
+    )
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = False
+    return_text: bool = False
+
+    def given(self) -> tuple[str, list[str]]:
+        """The field that has the documents, and their texts. Raises BadRequest for none and for both."""
+        if self.texts is not None and self.documents is not None:
+            raise BadRequest("'texts' and 'documents' cannot be combined.", param="texts", code="invalid_value")
+        if self.texts is not None:
+            return "texts", self.texts
+        if self.documents is None:
+            message = "Missing required parameter: 'documents'."
+            raise BadRequest(message, param="documents", code="missing_required_parameter")
+        return "documents", [document if isinstance(document, str) else document.text for document in self.documents]
 
 
-@router.post("/v1/rerank", openapi_extra=documented(RerankBody, Ranking))
+@router.post("/v1/rerank", openapi_extra=documented(RerankBody, Reranked))
 @router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:
@@ -62,9 +83,13 @@ async def rerank(request: Request) -> Response:
     if body.model is not None and not service.serves(body.model):
         message = f"The model {body.model[:100]!r} does not exist; this server has {service.model_name!r}."
         raise BadRequest(message, param="model", code="model_not_found", status=404)
-    documents = [document if isinstance(document, str) else document.text for document in body.documents]
-    ranking = await until_disconnect(request, rank(service, body.query, documents, body.terms(request)))
+    param, documents = body.given()
+    ranking = await until_disconnect(request, rank(service, body.query, documents, body.terms(request), param))
     order = sorted(range(len(documents)), key=lambda i: -ranking.scores[i])[: body.top_n]
+    if body.texts is not None:
+        more = [{"text": documents[i]} if body.return_text else {} for i in order]
+        ranked = [{"index": i, "score": ranking.scores[i], **text} for i, text in zip(order, more, strict=True)]
+        return Response(to_json(ranked), media_type="application/json")
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": ranking.scores[i]} for i in order]
     if body.return_documents:
         for result in results:

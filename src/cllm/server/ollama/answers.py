@@ -12,12 +12,12 @@ class Error(Shape):
 
 
 class Figures(Shape):
-    """done_reason is load where there was no prompt, and then there are no figures."""
+    """done_reason is load or unload where there was no prompt, and then there are no figures."""
 
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"]
+    done_reason: Literal["stop", "length", "load", "unload"]
     total_duration: int = 0
     load_duration: int = 0
     prompt_eval_count: int = 0
@@ -105,6 +105,7 @@ class Running(Shape):
 
 class Shown(Shape):
     license: str
+    modelfile: str
     parameters: str
     template: str
     details: Details

@@ -85,3 +85,20 @@ def count_text(count: int) -> str:
 
 def time_text(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def modelfile(name: str, template: str, parameters: dict[str, Any], license_text: str) -> str:
+    """The file from which Ollama would make the model; where the weights lie on this machine is not shown."""
+    lines = ["# Modelfile of the model that cLLM serves", f"FROM {name}"]
+    lines += [f"TEMPLATE {quoted(template)}"] if template else []
+    lines += [f"PARAMETER {key} {quoted(str(value))}" for key, value in parameters.items()]
+    lines += [f"LICENSE {quoted(license_text)}"] if license_text else []
+    return "\n".join(lines) + "\n"
+
+
+def quoted(text: str) -> str:
+    """``text`` as a Modelfile's reader takes it for one value."""
+    if "\n" not in text and text == text.strip():
+        return text
+    mark = '"""' if '"' in text else '"'
+    return mark + text + mark

@@ -63,6 +63,14 @@ class Download:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
+def present(body: PullBody) -> Response:
+    """The answer for a model that is here already."""
+    if body.stream is False:
+        return JSONResponse({"status": "success"})
+    lines = b"".join(to_json({"status": status}) + b"\n" for status in ("pulling manifest", "success"))
+    return Response(lines, media_type=MEDIA_TYPE)
+
+
 async def pull(request: Request, body: PullBody) -> Response:
     """Raises BadRequest for what is not to be had; what comes up later is a line of the stream."""
     if not request.app.state.settings.server.allow_pull:

@@ -32,7 +32,7 @@ from cllm.server.ollama.answers import (
     Tags,
     Version,
 )
-from cllm.server.ollama.card import Card, read_card
+from cllm.server.ollama.card import Card, modelfile, read_card
 from cllm.server.ollama.schema import (
     MAX_TEXTS,
     ChatBody,
@@ -43,7 +43,7 @@ from cllm.server.ollama.schema import (
     PullBody,
     ShowBody,
 )
-from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, loaded
+from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import written
@@ -75,7 +75,7 @@ async def generate(request: Request) -> Response:
     asked, terms = body.chat(), body.terms(request)
     params = await params_of(request, body)
     if not body.prompt:
-        return json_answer(loaded(body.model, chat=False))
+        return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
     name = secrets.token_hex(12)
     if body.suffix:
         prefix = await service.encode(body.prompt, terms=terms, plain=True)
@@ -98,7 +98,7 @@ async def chat(request: Request) -> Response:
     asked, terms = body.chat(), body.terms(request)
     params = await params_of(request, body)
     if not body.messages:
-        return json_answer(loaded(body.model, chat=True))
+        return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
     generation = await service.prepare(secrets.token_hex(12), asked, params, terms)
     return await respond(request, body, generation, clock, chat=True)
 
@@ -137,6 +137,8 @@ async def embed_texts(request: Request) -> Response:
     clock = Clock()
     body = await read(request, EmbedBody)
     check_model(body.model, service)
+    if not body.input:  # which asks Ollama to load the model
+        return json_answer({"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0})
     given = [body.input] if isinstance(body.input, str) else body.input
     params = ["input"] if isinstance(body.input, str) else names("input", len(given))
     size = service.info.embedding_size
@@ -160,6 +162,8 @@ async def embeddings(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read(request, EmbeddingsBody)
     check_model(body.model, service)
+    if not body.prompt:
+        return json_answer({"embedding": []})
     texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
     found = await until_disconnect(request, embed(service, texts, ["prompt"], body.terms(request)))
     return json_answer({"embedding": found.vectors[0].tolist()})
@@ -205,11 +209,14 @@ async def show(request: Request) -> Response:
     defaults["num_predict"] = defaults.pop("max_tokens")
     capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
     capabilities += ["insert"] if service.vocabulary.infill_tokens else []
+    defaults = {name: value for name, value in defaults.items() if value is not None}
+    template = service.vocabulary.chat_template or ""
     return json_answer(
         {
             "license": card.license,
-            "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items() if value is not None),
-            "template": service.vocabulary.chat_template or "",
+            "modelfile": modelfile(service.model_name, template, defaults, card.license),
+            "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+            "template": template,
             "details": card.details,
             "model_info": card.model_info,
             "capabilities": capabilities + (["embedding"] if info.embedding_size else []),
@@ -220,8 +227,12 @@ async def show(request: Request) -> Response:
 
 @router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
 async def pull_model(request: Request) -> Response:
-    """Download a model into the hub's cache, if the server's settings allow it."""
-    return await pull.pull(request, await read(request, PullBody))
+    """Download a model into the hub's cache, if the server's settings allow it; the served model is there already."""
+    body = await read(request, PullBody)
+    service: Service = request.app.state.service
+    if service.serves(body.wanted()):
+        return pull.present(body)
+    return await pull.pull(request, body)
 
 
 async def read(request: Request, model: type[Model]) -> Model:

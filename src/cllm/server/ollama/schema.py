@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cllm.core.params import MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
@@ -35,6 +37,14 @@ NO_IMAGES = "this model reads text"
 ModelName = Annotated[str, Field(min_length=1)]
 
 
+def truncated(value: Any) -> Any:
+    """An integer for a number with a decimal point, as Ollama reads options."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
+Integer = Annotated[int, BeforeValidator(truncated)]
+
+
 class Options(Body):
     """How tokens are chosen; what is left out is the operator's default."""
 
@@ -50,21 +60,21 @@ class Options(Body):
         "tfs_z": "it has no effect in Ollama either",
     }
 
-    num_predict: Annotated[int, Field(ge=-2)] | None = Field(
+    num_predict: Annotated[Integer, Field(ge=-2)] | None = Field(
         default=None, description="Tokens to generate at most; 0 and below: up to the end of the context."
     )
     temperature: float | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1)] | None = None
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    mirostat: int | None = Field(default=None, description="0 or 2.")
+    mirostat: Integer | None = Field(default=None, description="0 or 2.")
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
-    seed: int | None = Field(default=None, description="-1: a new one for every request.")
+    seed: Integer | None = Field(default=None, description="-1: a new one for every request.")
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
+    repeat_last_n: Annotated[Integer, Field(ge=-1)] | None = Field(
         default=None, description="0: no repeat_penalty; else it counts the whole prompt and the whole answer."
     )
     presence_penalty: float | None = None
@@ -99,7 +109,6 @@ class GenerationBody(TermsBody):
     """What /api/generate and /api/chat have in common."""
 
     ignored: ClassVar = {
-        "keep_alive": "the model stays loaded as long as the server runs",
         "truncate": "a prompt that does not fit is refused, not cut",
         "shift": "a text ends where the context does; nothing of it is forgotten meanwhile",
     }
@@ -107,12 +116,20 @@ class GenerationBody(TermsBody):
 
     model: ModelName
     stream: bool | None = None
+    keep_alive: float | str | None = Field(
+        default=None, description="The model stays loaded; 0 without a prompt is answered as if it were unloaded."
+    )
     format: str | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
 
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether ``keep_alive`` is a duration of zero, such as 0 or "0s"."""
+        return self.keep_alive is not None and not re.search("[1-9]", str(self.keep_alive))
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Raises BadRequest for values out of range."""
@@ -274,7 +291,7 @@ class EmbedBody(TermsBody):
     }
 
     model: ModelName
-    input: str | list[str]
+    input: str | list[str] | None = Field(default=None, description="Without a text there are no vectors.")
     truncate: bool | None = Field(default=None, description="Cut texts that are too long, which is the default.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

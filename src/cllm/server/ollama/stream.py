@@ -55,9 +55,10 @@ def head_object(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
 
 
-def loaded(model: str, *, chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt: the model is there."""
-    return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": "load"}
+def no_prompt(model: str, *, unloads: bool, chat: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt, which asks Ollama to load or unload the model."""
+    reason = "unload" if unloads else "load"
+    return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": reason}
 
 
 def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool) -> dict[str, Any]:

@@ -52,13 +52,16 @@ class Chunks:
         self._close = b"}" if chat else b""
         self._going = self._close + b',"logprobs":null,"finish_reason":null}'
         self._logprobs = logprobs
+        self._unopened = set(range(generation.params.n)) if chat else set()
 
     def _choice(self, index: int, rest: bytes) -> bytes:
         return self._head + b'{"index":%d,' % index + rest + self._end
 
-    def first(self, index: int) -> bytes:
-        """The chunk that opens a choice of a chat."""
-        return self._choice(index, b'"delta":{"role":"assistant","content":""' + self._going)
+    def _open(self, delta: Delta) -> bytes:
+        """The first chunk of a chat's choice. A choice that begins with a call may have no content."""
+        self._unopened.remove(delta.index)
+        content = b'""' if delta.channel == Channel.TEXT else b"null"
+        return self._choice(delta.index, b'"delta":{"role":"assistant","content":' + content + self._going)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         end = self._going
@@ -88,6 +91,8 @@ class Chunks:
             data = self.text(delta.index, delta.text, self._logprobs(delta.logprobs))
         else:
             data = self.text(delta.index, delta.text) if delta.text else b""
+        if delta.index in self._unopened and (data or delta.finish):
+            data = self._open(delta) + data
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
     def count(self) -> None:
@@ -95,7 +100,7 @@ class Chunks:
         self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
 
     def begin(self) -> bytes:
-        return b"".join(self.first(i) for i in range(self._generation.params.n)) if self._chat else b""
+        return b""
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         return b"".join(map(self.of, deltas))
@@ -114,11 +119,7 @@ class Counted:
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
-        self.end, self.fault = chunks.end, chunks.fault
-
-    def begin(self) -> bytes:
-        self._chunks.count()
-        return self._chunks.begin()
+        self.begin, self.end, self.fault = chunks.begin, chunks.end, chunks.fault
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._chunks.count()
