@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 from cllm.answer import Answer, Generation, Terms, request_of
 from cllm.backends.base import Vocabulary
@@ -20,8 +21,8 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
 from cllm.process.client import EngineClient
 from cllm.text.chat import Chat
-from cllm.text.chat_form import ChatForm, schemas_of
-from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
+from cllm.text.chat_form import THINKING, ChatForm, schemas_of
+from cllm.text.chat_template import CLOSE, CUT, OPEN, ChatTemplate
 from cllm.text.dry_breakers import DryBreakers
 from cllm.text.grammar import Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
@@ -138,17 +139,38 @@ class Service:
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
         self._check_generates()
-        allowed = schemas_of(chat)
-        tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        messages = self._chat_form.messages(chat, tools)
-        length = sum(len(str(message.get("content") or "")) for message in messages)
+        length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        if len(str(messages)) + len(str(tools)) >= LONG_TEXT:
+        if len(str(chat.messages)) + len(str(chat.tools)) >= LONG_TEXT:
             self._check_room(terms, length)
-        text = await self.renderer.render(messages, tools, **self._chat_form.variables(chat))
+        text = await self.render_chat(chat)
         self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
         tokenize = self.chat_template.tokenize
         return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
+
+    async def render_chat(self, chat: Chat) -> str:
+        """The text of a conversation by the model's template, with fences around what is plain text."""
+        allowed = schemas_of(chat)
+        tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
+        messages, variables = self._chat_form.messages(chat, tools), self._chat_form.variables(chat)
+        if not chat.continued:
+            return await self.renderer.render(messages, tools, **variables)
+        return self._chat_form.begin(await self._render_begun(messages, tools, chat.continued, variables), chat)
+
+    async def _render_begun(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str, variables: dict[str, Any]
+    ) -> str:
+        """As the template writes a message that is there; if it leaves that out, as it asks for a new one."""
+        try:
+            return await self.renderer.render(messages, tools, continued, **variables)
+        except BadRequest as error:
+            if error.code is not None:  # of its limits
+                raise
+        if continued == "reasoning_content":
+            variables = variables | THINKING
+        *others, last = messages
+        begun: str = self.chat_template.fenced(last[continued])
+        return await self.renderer.render(others, tools, **variables) + CUT + begun
 
     async def grammar(self, constraint: Constraint, param: str) -> str:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.

@@ -45,13 +45,14 @@ class CallGrammar:
         parallel: bool,
         thinks: bool,
         inside: bool,
+        begun: bool = False,
     ) -> str:
         """The grammar of a message.
 
         answer: the grammar of its text, "" if there must be none. calls: whether it may be calls of ``tools`` instead.
         free: it is any text, but the calls in it are bound; this is for those whose arguments are JSON.
-        thinks, inside: it may begin with reasoning, or begins in the middle of it. It is not compiled yet. Raises
-        BadRequest (tools) for a schema that cannot be enforced.
+        thinks, inside: it may begin with reasoning, or begins in the middle of it; begun: in the middle of its text.
+        It is not compiled yet. Raises BadRequest (tools) for a schema that cannot be enforced.
         """
         self._rules = []
         header = self._form.header
@@ -59,7 +60,7 @@ class CallGrammar:
         if answer:
             options.append((self._text(header.final) + " " if header else "") + "@answer")
         if free:
-            options.append(self._text_with_calls(tools, parallel=parallel))
+            options.append(self._text_with_calls(tools, parallel=parallel, begun=begun))
         elif calls:
             options.append(self._calls(tools, parallel=parallel))
         thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
@@ -98,14 +99,14 @@ class CallGrammar:
             return f"{self._until(form.reasoning.close)} {space}?"
         return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
 
-    def _text_with_calls(self, tools: Schemas, *, parallel: bool) -> str:
+    def _text_with_calls(self, tools: Schemas, *, parallel: bool, begun: bool) -> str:
         calls, header, anything = self._form.calls, self._form.header, self._rule("/(?s:.*)/")
         assert calls
         if header:
             begin, close = self._text("<|channel|>"), self._text(header.close)
             said = f'{begin} ("final" | "commentary") {close} {anything}'
             call, then = self._calls(tools, parallel=False), self._text(header.end[0] + header.open[0] + "assistant")
-            return f"{call} | {said} ({then} {call})?"
+            return f"{anything} ({then} {call})?" if begun else f"{call} | {said} ({then} {call})?"
         if calls.bare:  # what begins like an object or a list is a call
             said = self._rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
             return f"{self._calls(tools, parallel=parallel)} | {said}"

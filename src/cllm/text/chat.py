@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -38,7 +38,8 @@ class Chat:
     may be called, () is all of them. So a call of one function is forced by "required" and its name.
     thinking: None is as the template does by itself; a template that knows no such switch ignores it.
     thinking_budget: tokens after which the model is made to end its reasoning. effort: a word for both.
-    variables: others for the template.
+    variables: others for the template. continued: the field of the last message, an assistant's, whose text the answer
+    goes on with; "" if the answer is a new message.
     """
 
     messages: list[dict[str, Any]]
@@ -50,6 +51,16 @@ class Chat:
     thinking_budget: int | None = None
     effort: Effort | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    continued: Literal["", "content", "reasoning_content"] = ""
+
+    def continuing(self) -> Chat:
+        """The same, to go on with the last message, which has no calls. If that is empty, the answer is a new one."""
+        last = self.messages[-1]
+        if last.get("content"):
+            return replace(self, continued="content")
+        if last.get("reasoning_content"):
+            return replace(self, continued="reasoning_content")
+        return replace(self, messages=self.messages[:-1])
 
     @property
     def strict_tools(self) -> set[str]:

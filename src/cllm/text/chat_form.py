@@ -15,12 +15,14 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import CallGrammar
 from cllm.text.chat import Chat, Effort
+from cllm.text.chat_template import CUT
 from cllm.text.form import form_of, forms
 from cllm.text.parser import Parser
 from cllm.text.spoken_tools import spoken
 
 TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning
 BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; others have none
+THINKING = {"enable_thinking": True, "thinking": True}  # as templates are told that the model shall think
 EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, medium and high
 
 
@@ -83,10 +85,31 @@ class ChatForm:
             if chat.effort != Effort.NONE:
                 variables["reasoning_effort"] = EFFORTS.get(chat.effort, chat.effort.value)
         if thinking is not None:
-            variables |= {"enable_thinking": thinking, "thinking": thinking}
+            variables |= dict.fromkeys(THINKING, thinking)
         if chat.thinking_budget is not None:
             variables["thinking_budget"] = chat.thinking_budget
         return variables | chat.variables
+
+    def begin(self, text: str, chat: Chat) -> str:
+        """The prompt for ``text``, in which CUT stands where the text begins that ``chat`` continues: after the mark
+        that opens reasoning if it is reasoning, and outside of reasoning if it is not.
+
+        Raises BadRequest for reasoning where the form has no place for it.
+        """
+        before, begun = text.split(CUT)
+        reasoning, header, is_text = self.form.reasoning, self.form.header, chat.continued == "content"
+        if header and before.endswith(header.close):
+            return before + begun
+        if header and is_text:
+            return before + header.final + begun
+        if reasoning:
+            is_inside = before.rstrip().endswith(reasoning.open)
+            mark = reasoning.close if is_text else reasoning.open + "\n"
+            return before + mark * (is_inside == is_text) + begun
+        if is_text:
+            return before + begun
+        why = "the reasoning of this model cannot be continued"
+        raise BadRequest(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
 
     def read(self, prompt: list[int], chat: Chat, params: SamplingParams) -> tuple[Reading | None, SamplingParams]:
         """How to read what follows ``prompt``, None if it is plain text; and ``params`` with what binds it.
@@ -94,7 +117,8 @@ class ChatForm:
         Raises BadRequest for calls that cannot be forced.
         """
         tools = schemas_of(chat)
-        inside, thinks = self._begins(prompt)
+        begun = chat.continued == "content"
+        inside, thinks = (chat.continued == "reasoning_content", False) if chat.continued else self._begins(prompt)
         form = self.form
         if form.reasoning and not inside and form.reasoning.close not in self._template:
             form = msgspec.structs.replace(form, reasoning=None)
@@ -102,8 +126,13 @@ class ChatForm:
             why = "names no declared tool" if form.calls else "cannot be enforced: this model's calls are not known"
             raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
         is_required = chat.tool_choice == "required"
+        if begun and is_required:
+            why = "cannot force a call where the text of a message is continued"
+            raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
+        if begun and (params.grammar or (form.calls and form.calls.bare)):
+            tools = {}  # the text goes on to the end of the message
         may_call = bool(tools and form.calls)
-        strict = () if params.grammar or is_required else self._strict(chat)
+        strict = () if params.grammar or is_required or not may_call else self._strict(chat)
         if is_required or strict or (params.grammar and (may_call or thinks or inside)):
             grammar = CallGrammar(form, self._control).write(
                 {name: schema if name in strict else {"type": "object"} for name, schema in tools.items()}
@@ -115,14 +144,18 @@ class ChatForm:
                 parallel=chat.parallel_tool_calls,
                 thinks=thinks,
                 inside=inside,
+                begun=begun,
             )
             params = msgspec.structs.replace(params, grammar=grammar)
         if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
             params = msgspec.structs.replace(params, thinking=budget)
-        if not (may_call or inside or thinks):
+        if not (may_call or inside or thinks or form.header):
             return None, params
         max_calls = None if chat.parallel_tool_calls else 1
-        return Reading(self._pieces, lambda: Parser(form, tools, inside=inside, max_calls=max_calls)), params
+        begun = bool(chat.continued)
+        return Reading(
+            self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls)
+        ), params
 
     def _strict(self, chat: Chat) -> set[str]:
         """Those that may be called whose arguments shall follow their schemas, if this form can be held to it."""

@@ -23,9 +23,10 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
     from cllm.text.worker import Work
 
-# Non-characters, which no text interchange may contain: they fence control tokens that a user has written.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-FENCES = re.compile(f"[{OPEN}{CLOSE}]")
+# Non-characters, which no text interchange may contain: two fence control tokens that a user has written, and one marks
+# where a prompt is to end that continues a message.
+OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
+FENCES = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
 
 # Names in a template that have a meaning already: no variable of a client may be called so.
 RESERVED = frozenset(
@@ -86,20 +87,28 @@ class ChatTemplate:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
         return self.tokenize(self.render(messages, tools, **variables))
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
+    ) -> str:
         """The text of that prompt, with fences around what is plain text.
 
-        With ``add_generation_prompt=False`` nothing asks for another message. Raises BadRequest if the model has no
-        template, the template refuses the messages, or makes too much of them.
+        With ``add_generation_prompt=False`` nothing asks for another message. ``continued`` is a field of the last
+        message: then the text ends where that field ends, and CUT stands where it begins. Raises BadRequest if the
+        model has no template, the template refuses the messages, leaves out that field, or makes too much of them.
         """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
         parts, room = [], MAX_LENGTH
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
+        adapted = self.fenced(self._adapted(messages))
+        if continued:
+            variables["add_generation_prompt"] = False
+            field = continued if continued in adapted[-1] else "thinking"
+            adapted[-1][field] = CUT + adapted[-1][field] + CUT
         try:
             for part in self._template.generate(
-                messages=self.fenced(self._adapted(messages)),
+                messages=adapted,
                 tools=self.fenced(tools) or None,
                 **self._vocabulary.special_texts,
                 **self.fenced({"add_generation_prompt": True, **variables}),
@@ -113,7 +122,13 @@ class ChatTemplate:
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:200] or type(error).__name__
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
-        return "".join(parts)
+        text = "".join(parts)
+        if not continued:
+            return text
+        before, *begun = text.rsplit(CUT, 2)
+        if len(begun) != 2:
+            raise BadRequest("The chat template leaves out what is to be continued.", param="messages")
+        return before.replace(CUT, "") + CUT + begun[0]
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Tokens of rendered text; what lies between fences is plain text."""
@@ -202,7 +217,7 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
 def prepare(texts: dict[str, Any]) -> Work:
     """The work of a process that renders: messages, tools and variables. ``texts``: what it needs of a Vocabulary."""
     template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
-    return lambda asked: template.render(asked[0], asked[1], **asked[2])
+    return lambda asked: template.render(*asked[:3], **asked[3])
 
 
 class TemplateRefusal(Exception):

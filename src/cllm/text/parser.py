@@ -38,10 +38,17 @@ class Parser:
     """
 
     def __init__(
-        self, form: Form, tools: Mapping[str, dict[str, Any]], *, inside: bool = False, max_calls: int | None = None
+        self,
+        form: Form,
+        tools: Mapping[str, dict[str, Any]],
+        *,
+        inside: bool = False,
+        begun: bool = False,
+        max_calls: int | None = None,
     ) -> None:
         """``tools``: the schemas of the arguments of what may be called, {}: calls are text. ``inside``: the text
-        begins in the middle of reasoning. After ``max_calls`` the parser is ``done`` and drops what follows.
+        begins in the middle of reasoning. ``begun``: it goes on with reasoning or a text that was there before. After
+        ``max_calls`` the parser is ``done`` and drops what follows.
         """
         self._reasoning = form.reasoning
         self._header = form.header
@@ -53,8 +60,8 @@ class Parser:
         self._space = ""
         self._parts: list[Part] = []
         self._is_last = False
-        self._is_fresh = inside  # white space is dropped until something else comes
-        self._has_spoken = False  # since the beginning or the last call
+        self._is_fresh = inside and not begun  # white space is dropped until something else comes
+        self._has_spoken = begun and not inside  # since the beginning or the last call
         self._opener = ""
         self._num_seen = 0  # characters of a head in which there is nothing
         self._reader: Reader = Object()
@@ -69,7 +76,7 @@ class Parser:
         if form.header:
             openers += [*form.header.open, *form.header.end]
             ends = (*form.header.open, *form.header.end)
-            self._state = self._in_header
+            self._state = self._in_text if begun else self._in_header
         elif form.reasoning:
             openers += [form.reasoning.open, *form.reasoning.skip]
             ends = (form.reasoning.close,)

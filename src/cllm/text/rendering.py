@@ -22,10 +22,12 @@ class Renderer(Workers):
         texts = {name: getattr(vocabulary, name) for name in ("chat_template", "control_tokens", "special_texts")}
         super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT, WALL_LIMIT)
 
-    async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> str:
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
+    ) -> str:
         """As ChatTemplate.render. Raises BadRequest, also if it takes too long or too much memory."""
         try:
-            question = to_json([messages, tools, variables])
+            question = to_json([messages, tools, continued, variables])
         except RecursionError:
             raise BadRequest("The messages or tools are nested too deeply.", param="messages") from None
         reply = await self.ask(question)

@@ -211,7 +211,7 @@ class CountBody(Body):
                 param="tool_choice.name",
                 code="invalid_value",
             )
-        return Chat(
+        chat = Chat(
             self._messages(),
             [tool.for_template() for tool in tools],
             tool_choice=CHOICES[choice.type],
@@ -221,6 +221,18 @@ class CountBody(Body):
             thinking_budget=thinking.budget_tokens if thinking else None,
             effort=EFFORTS[effort] if effort else None,
         )
+        return self._continuing(chat) if chat.messages[-1]["role"] == "assistant" else chat
+
+    def _continuing(self, chat: Chat) -> Chat:
+        """``chat``, to go on with its last message. Raises BadRequest where Anthropic does."""
+        last = chat.messages[-1]
+        if "tool_calls" in last:
+            raise invalid("messages", "after a tool_use block the user's next message must have its tool_result block")
+        if last["content"] != last["content"].rstrip():
+            raise invalid("messages", "the assistant's text at the end must not end with white space")
+        if last["content"] and (schema := self.output_schema()):
+            raise invalid(schema[1], "a format cannot be had where an assistant's text at the end is continued")
+        return chat.continuing()
 
     @property
     def shows_thinking(self) -> bool:
@@ -260,8 +272,6 @@ class CountBody(Body):
                         messages[-1][key] += turn[key]
                 else:
                     messages.append(turn)
-        if messages[-1]["role"] == "assistant":
-            raise invalid("messages", "the last one must be the user's; an answer cannot be begun for the model")
         return [finished(turn) for turn in messages]
 
 

@@ -227,7 +227,9 @@ class ChatBody(GenerationBody):
     def chat(self) -> Chat:
         """Raises BadRequest for images."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        return self.chat_of(self._messages(), tools)
+        chat = self.chat_of(self._messages(), tools)
+        is_begun = chat.messages and chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]
+        return chat.continuing() if is_begun else chat
 
     def _messages(self) -> list[dict[str, Any]]:
         """A result without an id belongs to the first call by its name, or to the first one, that has none yet."""

@@ -332,7 +332,6 @@ class ChatBody(GenerationBody):
         "function_call": "it is deprecated; use tool_choice",
         "chat_template": "the model's own template is used",
         "prompt_logprobs": "send the prompt to /v1/completions, with echo and logprobs",
-        "continue_final_message": "the answer is a new message; one cannot be begun for the model",
     }
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -347,7 +346,14 @@ class ChatBody(GenerationBody):
     modalities: list[Literal["text"]] | None = None
     metadata: Metadata | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Go on with the last message, an assistant's. The answer has the new text only; a constraint binds "
+        "that text.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="The opposite of continue_final_message, if it is given."
+    )
 
     def num_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
@@ -357,6 +363,8 @@ class ChatBody(GenerationBody):
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
             raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == bool(self.continue_final_message):
+            raise self.refuse("add_generation_prompt", "must be the opposite of 'continue_final_message'")
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
@@ -365,7 +373,7 @@ class ChatBody(GenerationBody):
         """Raises BadRequest for messages that no template can take."""
         mode, allowed = self._tool_choice()
         self._check_results()
-        return Chat(
+        chat = Chat(
             [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
             [tool.model_dump(exclude_none=True) for tool in self.tools or []],
             tool_choice=mode,
@@ -375,6 +383,7 @@ class ChatBody(GenerationBody):
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
             variables=given(self.chat_template_kwargs),
         )
+        return continuing(chat) if self.continue_final_message else chat
 
     def _check_results(self) -> None:
         """Raise BadRequest for the result of a call that nobody made."""
@@ -394,6 +403,14 @@ class ChatBody(GenerationBody):
                 return allowed.mode, tuple(tool.function.name for tool in allowed.tools)
             case mode:
                 return mode or "auto", ()
+
+
+def continuing(chat: Chat) -> Chat:
+    """``chat``, to go on with its last message. Raises BadRequest if that is not an assistant's, or has calls."""
+    if chat.messages[-1]["role"] != "assistant" or "tool_calls" in chat.messages[-1]:
+        message = "Invalid 'continue_final_message': the last message must be an assistant's, without tool calls."
+        raise BadRequest(message, param="continue_final_message", code="invalid_value")
+    return chat.continuing()
 
 
 class CompletionBody(GenerationBody):

@@ -17,8 +17,9 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, given
+from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, continuing, given
 from cllm.service import LONG_TEXT, Service
+from cllm.text.chat import Chat
 from cllm.text.chat_template import FENCES
 
 router = APIRouter(tags=["Tokens"])
@@ -33,12 +34,12 @@ class ConversationBody(Body):
 
     refused: ClassVar = {
         "chat_template": "the model's own is used",
-        "continue_final_message": "a prompt asks for a new message",
     }
 
     model: str | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = Field(default=False, description="End where the last message, an assistant's, does.")
     chat_template_kwargs: TemplateVariables | None = None
 
 
@@ -138,12 +139,12 @@ async def in_thread(size: int, work: Callable[[], T]) -> T:
 
 async def render(service: Service, messages: list[Message], body: ConversationBody) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    return await service.renderer.render(
+    chat = Chat(
         [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
         [tool.model_dump(exclude_none=True) for tool in body.tools or []],
-        add_generation_prompt=body.add_generation_prompt,
-        **given(body.chat_template_kwargs),
+        variables={"add_generation_prompt": body.add_generation_prompt, **given(body.chat_template_kwargs)},
     )
+    return await service.render_chat(continuing(chat) if body.continue_final_message else chat)
 
 
 def text_of(service: Service, tokens: list[int]) -> str:

@@ -1,0 +1,179 @@
+"""A message of the assistant that is continued: its prompt ends where its text ends, whatever the template does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cllm.backends.fake import FakeVocabulary
+from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest
+from cllm.observe.metrics import Metrics
+from cllm.service import Service
+from cllm.text.chat import Channel, Chat
+from cllm.text.chat_form import ChatForm
+from cllm.text.chat_template import CUT, FENCES
+
+ASKED = {"role": "user", "content": "Q"}
+ASK = "{% if add_generation_prompt %}[A]{% endif %}"
+ASK_THINKING = "{% if add_generation_prompt %}[A]{{ '<think>\n' if enable_thinking else '<think></think>' }}{% endif %}"
+EACH = "{% for m in messages %}[{{ m.role[0] | upper }}]"
+TEMPLATES = {
+    "plain": EACH + "{{ m.content }}</s>{% endfor %}" + ASK,
+    "trimming": EACH + "{{ m.content | trim }}</s>{% endfor %}" + ASK,
+    # Qwen 3
+    "thinking": EACH
+    + "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% endif %}"
+    + "{{ m.content }}</s>{% endfor %}"
+    + ASK,
+    # DeepSeek R1: what was thought is not shown again, and the prompt opens the reasoning
+    "forgetting": EACH + "{{ m.content.split('</think>')[-1] }}</s>{% endfor %}" + ASK_THINKING,
+    # Nemotron Nano 2
+    "opening": EACH + "{{ '<think>\n' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}" + ASK,
+    # gpt-oss
+    "headers": (
+        "{% for message in messages %}<|start|>{{ message.role }}"
+        "{% if message.thinking %}<|channel|>analysis<|message|>{{ message.thinking }}<|end|><|start|>assistant"
+        "{% endif %}<|channel|>final<|message|>{{ message.content }}<|return|>{% endfor %}"
+    ),
+    # written so that it takes no last message of an assistant
+    "refusing_headers": (
+        "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
+        "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ message.content }}"
+        "<|end|>{% endfor %}<|start|>assistant"
+    ),
+    "refusing": "{{ raise_exception('no') if messages[-1].role == 'assistant' }}" + EACH + "{{ m.content }}{% endfor %}"
+    "{# </think> #}" + ASK_THINKING,
+}
+
+
+def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
+    vocabulary = FakeVocabulary()
+    vocabulary.chat_template = source
+    message = {"role": "assistant", "content": content, **({"reasoning_content": thought} if thought else {})}
+
+    async def render() -> str:
+        service = Service(None, vocabulary, Metrics("m"), "m")
+        try:
+            return await service.render_chat(Chat([ASKED, message], **options).continuing())
+        finally:
+            await service.close()
+
+    return asyncio.run(render())
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("plain", "[U]Q</s>[A] The sum "),
+        ("trimming", "[U]Q</s>[A] The sum "),
+        ("thinking", "[U]Q</s>[A]<think>\n\n</think>\n The sum "),
+        ("forgetting", "[U]Q</s>[A] The sum "),
+        ("opening", "[U]Q</s>[A]<think>\n</think> The sum "),
+        (
+            "headers",
+            "<|start|>user<|channel|>final<|message|>Q<|return|><|start|>assistant<|channel|>final<|message|> The sum ",
+        ),
+        (
+            "refusing_headers",
+            "<|start|>user<|channel|>final<|message|>Q<|end|><|start|>assistant<|channel|>final<|message|> The sum ",
+        ),
+        ("refusing", "[U]Q[A]<think></think> The sum "),
+    ],
+)
+def test_prompt_ends_where_the_text_ends(name, prompt):
+    """With every blank of it, outside of reasoning."""
+    assert rendered(TEMPLATES[name], " The sum ") == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("thinking", "[U]Q</s>[A]<think>\nLet me"),
+        ("forgetting", "[U]Q</s>[A]<think>\nLet me"),
+        ("opening", "[U]Q</s>[A]<think>\nLet me"),
+        (
+            "headers",
+            "<|start|>user<|channel|>final<|message|>Q<|return|><|start|>assistant<|channel|>analysis<|message|>Let me",
+        ),
+        ("refusing", "[U]Q[A]<think>\nLet me"),
+    ],
+)
+def test_prompt_ends_where_the_reasoning_ends(name, prompt):
+    assert rendered(TEMPLATES[name], "", thought="Let me", thinking=False) == prompt
+
+
+@pytest.mark.parametrize("name", ["plain", "refusing_headers"])
+def test_reasoning_that_has_no_place_is_refused(name):
+    with pytest.raises(BadRequest) as raised:
+        rendered(TEMPLATES[name], "", thought="Let me")
+    assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["plain", "refusing", "forgetting"])
+@pytest.mark.parametrize("content", [f"a{CUT}b", f"{CUT}", "a</think>b", "a<|im_end|>"])
+def test_text_of_a_message_cannot_move_the_end(name, content):
+    """Nor does it become a control token."""
+    prompt = rendered(TEMPLATES[name], content)
+    assert FENCES.sub("", prompt).endswith(content.replace(CUT, "\ufffd"))
+    assert ("<|im_end|>" in content) == (FENCES.sub("", prompt) != prompt)
+
+
+def test_a_message_that_says_nothing_is_a_new_one():
+    chat = Chat([ASKED, {"role": "assistant", "content": ""}]).continuing()
+    assert (chat.messages, chat.continued) == ([ASKED], "")
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
+HARMONY = "{{ tools }}<|start|><|channel|><|message|>"
+HERMES = "{{ tools }}<tool_call><think></think>"
+LLAMA = '{{ tools }}<|start_header_id|>"parameters": '
+CALL = '{"name": "f", "arguments": {}}'
+
+
+def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[tuple[Channel, str]]:
+    """The parts of ``text`` after a beginning in ``field``."""
+    vocabulary = FakeVocabulary()
+    vocabulary.chat_template = template
+    chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
+    reading, _ = ChatForm(vocabulary).read([1], chat, SamplingParams())
+    parser = reading.parser()
+    return [(part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())]
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "text", "parts"),
+    [
+        (HERMES, "content", " so on", [(Channel.TEXT, " so on")]),
+        (HERMES, "content", "<think>a</think>", [(Channel.TEXT, "<think>a</think>")]),
+        (HERMES, "content", f" b<tool_call>{CALL}</tool_call>", [(Channel.TEXT, " b"), (Channel.CALL, "f")]),
+        (HERMES, "reasoning_content", " a</think>\n\nb", [(Channel.REASONING, " a"), (Channel.TEXT, "b")]),
+        (HARMONY, "content", " so on<|end|>", [(Channel.TEXT, " so on")]),
+        (
+            HARMONY,
+            "reasoning_content",
+            " a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            [(Channel.REASONING, " a"), (Channel.TEXT, "b")],
+        ),
+    ],
+)
+def test_what_continues_a_message_is_read_on_in_its_place(template, field, text, parts):
+    assert read(template, field, text) == parts
+
+
+def test_text_that_goes_on_is_no_call_where_a_call_is_the_whole_message():
+    vocabulary = FakeVocabulary()
+    vocabulary.chat_template = LLAMA
+    chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
+    assert ChatForm(vocabulary).read([1], chat, SamplingParams()) == (None, SamplingParams())
+
+
+def test_grammar_binds_the_text_that_goes_on():
+    """It is neither preceded by reasoning nor replaced by a call."""
+    for template in (HERMES, HARMONY):
+        vocabulary = FakeVocabulary()
+        vocabulary.chat_template = template
+        chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
+        _, params = ChatForm(vocabulary).read([1], chat, SamplingParams(grammar='start: "a"'))
+        assert params.grammar == 'start: "a"'
