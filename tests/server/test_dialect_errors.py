@@ -66,7 +66,7 @@ def check_ollama(answer, status):
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}, "messages[0].role"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "messages"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The "}]}, "messages"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}]}, ".input"),
         ({"system": 5}, "system"),
