@@ -99,12 +99,14 @@ show_failure() {
   tail -n 25 "$log" | cut -c 1-300
 }
 
-# clang refuses the switches of pyproject.toml that cure GCC, and does not need them.
+# clang does not know the switches that pyproject.toml has for GCC, and does not need them.
 without_gcc_switches() {
   mkdir -p .tools/bin
   {
     echo '#!/bin/sh'
-    echo 'for a; do shift; case $a in -fno-tree-sra|-fno-tree-dse|-fno-dse) ;; *) set -- "$@" "$a" ;; esac; done'
+    echo 'for a; do shift; case $a in'
+    echo '  -fno-tree-sra | -fno-tree-dse | -fno-dse | -fschedule-insns | -fsched-pressure | -frecord-gcc-switches) ;;'
+    echo '  *) set -- "$@" "$a" ;; esac; done'
     echo "exec $1 \"\$@\""
   } >.tools/bin/c++
   chmod +x .tools/bin/c++ && echo "$PWD/.tools/bin/c++"

@@ -1,11 +1,13 @@
 """What the doctor says of a build that he cannot meet on this machine."""
 
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from cllm.cli import probe as module
-from cllm.cli.doctor import cure, failure
+from cllm.cli.doctor import BUILD, SWITCHES, better_build, cure, failure
 from cllm.cli.probe import Probe, probe
 
 
@@ -23,6 +25,44 @@ def test_each_failure_has_its_cure(result, word):
     """A crash and a wrong answer are cured by the compiler's switches."""
     assert word in cure(result)
     assert result.passed == (word == "")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "switches", "cpu", "says"),
+    [
+        ("GCC: (Debian) 12.2.0", f"GNU C++17 12.2.0 -O3 {SWITCHES}", {"avx2"}, "none known"),
+        ("GCC: (Debian) 12.2.0", "GNU C++17 12.2.0 -O3 -fschedule-insns", {"avx2"}, BUILD),
+        ("GCC: (Debian) 12.2.0", "", {"avx2"}, BUILD),
+        ("clang version 19.1.7", "", {"avx2"}, "none known"),
+        ("GCC: (Debian) 12.2.0", "", set(), "none known"),
+        ("GCC: (Debian) 12.2.0", f"GNU C++17 12.2.0 -O3 {SWITCHES}", {"avx2", "avx512f"}, "leaves AVX512 of the CPU"),
+    ],
+)
+def test_a_build_that_could_be_faster_is_told_with_the_command_that_makes_it(compiler, switches, cpu, says):
+    """Where the compiler's switches or the CPU's vector extensions are not used."""
+    found = Probe(answer="72", system="CPU : AVX = 1 | AVX2 = 1 | FMA = 1 |", compiler=compiler, switches=switches)
+    assert says in better_build(found, cpu)
+
+
+def test_the_compiler_switches_are_the_same_wherever_they_are_written():
+    """A person who builds by hand must get the build that was measured."""
+    root = Path(__file__).resolve().parents[2]
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    variables = pyproject["tool"]["uv"]["extra-build-variables"]["llama-cpp-python"]
+    assert variables["CXXFLAGS"] == SWITCHES
+    assert f'CXXFLAGS="{SWITCHES}"' in (root / "README.md").read_text()
+    dropped = (root / "tools" / "setup.sh").read_text()
+    assert all(switch in dropped for switch in SWITCHES.split() if switch.startswith("-f")), "clang refuses them"
+
+
+@pytest.mark.llama
+def test_the_library_says_how_it_was_compiled():
+    """Whoever compiled it: its signature, and the switches if GCC was asked to record them."""
+    from cllm.backends.llama_cpp.library import compiled
+
+    compiler, switches = compiled()
+    assert compiler.startswith(("GCC: ", "clang version "))
+    assert not switches or "-O" in switches
 
 
 def test_a_child_that_dies_is_a_finding(monkeypatch):

@@ -14,11 +14,13 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of it. error is "" if the answer came; died_of is the name of the signal that killed the process."""
+    """What came of it. compiler and switches: see Compiled.
+    error is "" if the answer came; died_of is the name of the signal that killed the process."""
 
     answer: str = ""
     system: str = ""
     compiler: str = ""
+    switches: str = ""
     gpu_offload: bool = False
     error: str = ""
     died_of: str = ""
@@ -46,13 +48,13 @@ def probe() -> Probe:
 
 def main() -> None:
     """The child: load, decode, say so on stdout."""
-    from cllm.backends.llama_cpp.library import compiler, supports_gpu_offload
+    from cllm.backends.llama_cpp.library import compiled, supports_gpu_offload
     from cllm.core.params import SamplingParams
     from cllm.llm import LLM
 
     with LLM(scheduler_max_num_seqs=1) as llm:
         completion = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8))
-        found = Probe(completion.text, llm.info.system, compiler(), supports_gpu_offload())
+        found = Probe(completion.text, llm.info.system, *compiled(), supports_gpu_offload())
     print(json.dumps(asdict(found)))
 
 

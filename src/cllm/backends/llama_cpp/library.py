@@ -8,7 +8,7 @@ import os
 import re
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # An abort inside libllama would start gdb for a backtrace where gdb is installed; the engine must die quickly instead.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -54,13 +54,22 @@ def system_info() -> str:
     return str(lib.llama_print_system_info().decode().strip())
 
 
-def compiler() -> str:
-    """What compiled the CPU kernels, as the compiler signs its work; "" where it does not."""
+class Compiled(NamedTuple):
+    """How the CPU kernels were compiled: the compiler's signature and the switches it recorded, "" where it did not."""
+
+    compiler: str
+    switches: str
+
+
+def compiled() -> Compiled:
+    """How the CPU kernels of this build were compiled, as their file says."""
     folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
     for path in sorted(folder.glob("*ggml-cpu*")):
-        if signed := re.search(rb"(GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+)", path.read_bytes()):
-            return signed[0].decode()
-    return ""
+        data = path.read_bytes()
+        if signed := re.search(rb"(GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+)", data):
+            switches = re.search(rb"GNU C\+\+\d+ [^\0]*", data)  # only with -frecord-gcc-switches
+            return Compiled(signed[0].decode(), switches[0].decode() if switches else "")
+    return Compiled("", "")
 
 
 def supports_gpu_offload() -> bool:
