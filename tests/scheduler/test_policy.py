@@ -152,6 +152,44 @@ def test_counters_are_bounded():
     assert len(waiting.policy.counters) <= MAX_COUNTERS + 1
 
 
+def test_forgotten_key_is_charged_from_the_floor(monkeypatch):
+    """A running key whose counter was forgotten goes on where those who come back begin, not at 0."""
+    monkeypatch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 10)
+    policy = Fair({})
+    runs = sequence("runs")
+    for seq in (runs, *(sequence(str(i), size=100 + i) for i in range(20))):
+        policy.arrived(policy.group(seq))
+        policy.served(seq, seq.num_prompt_tokens, 0)
+    assert policy.group(runs) not in policy.counters
+    floor = policy.floors[Priority.NORMAL]
+    assert floor > 0
+    policy.served(runs, 0, 5)
+    assert policy.rank(policy.group(runs)) == (Priority.NORMAL, floor + 5 * OUTPUT_WEIGHT)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from(list(Priority)), st.integers(0, 50), st.booleans()), max_size=150
+    )
+)
+def test_rank_of_a_waiting_key_never_falls(events):
+    """Whatever is served, forgotten and comes back meanwhile; also when those served are not the first in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 6)
+        policy, ranks = Fair({"3": 5.0}), {}
+        for key, priority, size, waits in events:
+            seq = sequence(str(key), priority, size=size)
+            group = policy.group(seq)
+            if waits and group not in ranks:
+                policy.arrived(group)
+                ranks[group] = policy.rank(group)
+            else:
+                policy.served(seq, size, 1)
+            for waiting, rank in ranks.items():
+                assert policy.rank(waiting) >= rank
+                ranks[waiting] = policy.rank(waiting)
+
+
 def test_a_policy_of_ones_own():
     """package.module:Class is imported and given the weights."""
     policy = make_policy(f"{__name__}:Own", {"a": 2.0})

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from cllm.core.request import Priority
-from cllm.core.sequence import Sequence
 from cllm.errors import StartupError
+
+if TYPE_CHECKING:
+    from cllm.core.sequence import Sequence  # it imports NumPy, which would delay the API process's start
 
 OUTPUT_WEIGHT = 2  # a sampled token counts as two tokens of a prompt, as in the paper
 MAX_COUNTERS = 4096
@@ -23,7 +25,13 @@ class Policy(Protocol):
     """Sorts the waiting into groups: within one, deadlines and arrivals decide; among them, the least rank.
 
     While somebody of a group waits, its rank may grow but not fall.
+
+    ``has_classes``: requests of a lower class yield to those of a higher one. ``takes_turns``: within a class, each
+    account is served in turn, by its weight. By these two the API process computes what is ahead of a new request.
     """
+
+    has_classes: bool
+    takes_turns: bool
 
     def group(self, seq: Sequence) -> Any:
         """Something hashable."""
@@ -49,6 +57,9 @@ class Policy(Protocol):
 class FirstComeFirstServed:
     """One queue for all."""
 
+    has_classes = False
+    takes_turns = False
+
     def __init__(self, weights: Mapping[str, float]) -> None:
         pass
 
@@ -71,6 +82,8 @@ class FirstComeFirstServed:
 class Priorities(FirstComeFirstServed):
     """A queue for each class."""
 
+    has_classes = True
+
     def group(self, seq: Sequence) -> Any:
         return seq.request.priority
 
@@ -87,34 +100,43 @@ class Fair(Priorities):
     the waiting; the floor is the virtual time of start-time fair queueing, and costs O(1).)
     """
 
+    takes_turns = True
+
     def __init__(self, weights: Mapping[str, float]) -> None:
         """``weights``: the share of a key against the others; 1 where it is not named."""
         self._weights = weights
         self.counters: dict[tuple[Priority, str], float] = {}
-        self._max_counters = MAX_COUNTERS
         self.floors = dict.fromkeys(Priority, 0.0)
 
     def group(self, seq: Sequence) -> Any:
         return seq.request.priority, seq.request.key
 
     def rank(self, group: Any) -> Any:
-        return group[0], self.counters.get(group, self.floors[group[0]])
+        return group[0], self._counter(group)
+
+    def _counter(self, group: Any) -> float:
+        return self.counters.get(group, self.floors[group[0]])
 
     def arrived(self, group: Any) -> None:
-        floor = self.floors[group[0]]
-        self.counters[group] = max(self.counters.get(group, floor), floor)
+        self.counters[group] = max(self._counter(group), self.floors[group[0]])
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        group = seq.request.priority, seq.request.key
-        counter = self.counters.get(group, 0.0)
+        if num_prompt_tokens and len(self.counters) > MAX_COUNTERS:
+            self._forget_half()
+        group = self.group(seq)
+        counter = self._counter(group)
         if num_prompt_tokens:
             self.floors[group[0]] = max(self.floors[group[0]], counter)
-            if len(self.counters) > self._max_counters:  # the smaller half is forgotten: those come back at the floor
-                kept = sorted(self.counters, key=self.counters.__getitem__)[len(self.counters) // 2 :]
-                self.counters = {other: self.counters[other] for other in kept}
-                self._max_counters = max(MAX_COUNTERS, 2 * len(kept))
         cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
+
+    def _forget_half(self) -> None:
+        """Forget the smaller half of the counters. The floors rise to what is forgotten, so no rank falls."""
+        by_size = sorted(self.counters.items(), key=lambda item: item[1])
+        half = len(by_size) // 2
+        for (priority, _), counter in by_size[:half]:
+            self.floors[priority] = max(self.floors[priority], counter)
+        self.counters = dict(by_size[half:])
 
 
 def split_prefill_budget(lacking: list[Sequence], budget: int, enough: float) -> Iterator[tuple[Sequence, int]]:
