@@ -7,6 +7,7 @@ from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
+from cllm.scheduler.policy import Fair, FirstComeFirstServed, Priorities, make_policy
 
 CAPACITY = 4
 BATCH, NORMAL, INTERACTIVE = Priority.BATCH, Priority.NORMAL, Priority.INTERACTIVE
@@ -17,7 +18,8 @@ def ask(key="", priority=NORMAL, n=1, length=10):
 
 
 def backlog_of(*, policy="fair", weights=None, seconds_each=0.0, **limits):
-    backlog = Backlog(QueueLimits(**limits), policy, weights or {})
+    weights = weights or {}
+    backlog = Backlog(QueueLimits(**limits), make_policy(policy, weights), weights)
     if seconds_each:
         backlog.observe(Stats(num_waiting=10, waiting_seconds=10 * seconds_each))
     return backlog
@@ -178,9 +180,33 @@ def test_a_weight_counts():
     assert backlog.place(ask(key="heavy"), CAPACITY).position == 10
 
 
-@pytest.mark.parametrize(("policy", "position"), [("fcfs", 11), ("a.module:Class", 11), ("priority", 6), ("fair", 2)])
+class Tenants(Fair):
+    """Shares by tenant."""
+
+
+class Classes(Priorities):
+    """The classes in another order."""
+
+
+class Shortest(FirstComeFirstServed):
+    """One queue, sorted by length."""
+
+
+class Silent:
+    """A policy that inherits nothing and does not say how it sorts."""
+
+    def __init__(self, weights):
+        pass
+
+
+OWN = [(f"{__name__}:{policy.__name__}", position) for policy, position in ((Tenants, 2), (Classes, 6), (Shortest, 11))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "position"), [("fcfs", 11), ("priority", 6), ("fair", 2), *OWN, (f"{__name__}:Silent", 11)]
+)
 def test_what_is_ahead_depends_on_the_policy(policy, position):
-    """Of a policy that nobody here knows everything is."""
+    """A subclass counts as what it is derived from; of a policy that says nothing, everything is ahead."""
     backlog = backlog_of(policy=policy)
     submit(backlog, CAPACITY, priority=INTERACTIVE)
     for _ in range(CAPACITY):

@@ -9,13 +9,14 @@ from cllm.errors import EngineError
 from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
 from cllm.process.flights import Flights
 from cllm.process.results import ResultCache
+from cllm.scheduler.policy import Fair
 
 
 class Air:
     """Flights, and the engine's part played by hand."""
 
     def __init__(self, results=0, capacity=4, **limits):
-        self.flights = Flights(Backlog(QueueLimits(**limits), "fair", {}), ResultCache(results, 100_000))
+        self.flights = Flights(Backlog(QueueLimits(**limits), Fair({}), {}), ResultCache(results, 100_000))
         self.computed = []  # names of what the engine was told to compute
         self.capacity = capacity
 

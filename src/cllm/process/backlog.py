@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cllm.core.output import Stats
 from cllm.core.request import Priority, Request
 from cllm.errors import CLLMError
+from cllm.scheduler.policy import Policy
 
 SHARE = 0.2  # of a new observation in a mean
 
@@ -69,11 +70,13 @@ class Backlog:
     as a fair scheduler serves before it. So nobody is refused because somebody else has filled the queue.
     """
 
-    def __init__(self, limits: QueueLimits, policy: str, weights: Mapping[str, float]) -> None:
-        """``policy`` and ``weights`` are the scheduler's; of a policy that is not known everything is ahead."""
+    def __init__(self, limits: QueueLimits, policy: Policy, weights: Mapping[str, float]) -> None:
+        """``policy`` and ``weights`` are the scheduler's; of a policy that does not say how it sorts, everything is
+        ahead.
+        """
         self._limits = limits
-        self._has_classes = policy in ("fair", "priority")
-        self._is_fair = policy == "fair"
+        self._has_classes = getattr(policy, "has_classes", False)
+        self._takes_turns = getattr(policy, "takes_turns", False)
         self._weights = weights
         self._stats = Stats()  # of the engine's last step
         self._seconds_held = 0.0  # that a sequence keeps its place in the engine
@@ -162,7 +165,7 @@ class Backlog:
         num_requests = num_tokens = 0.0
         ahead_seqs = excess - num_waiting  # parked, or siblings of such as have begun
         for priority, loads in classes:
-            takes_turns = self._is_fair and priority == request.priority
+            takes_turns = self._takes_turns and priority == request.priority
             for key, load in loads.items():
                 count = load.num_requests * num_waiting / num_seqs
                 if takes_turns and key != request.key:

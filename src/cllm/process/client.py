@@ -25,6 +25,7 @@ from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
+from cllm.scheduler.policy import make_policy
 from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.process")
@@ -49,7 +50,7 @@ class EngineClient:
         launched: Popen[bytes] | None = None,
     ) -> None:
         """``limits``: of the queue; none by default. ``results``: to be kept; none by default. ``launched``: a process
-        that is to be the first engine.
+        that is to be the first engine. Raises StartupError if there is no such policy.
         """
         self.info: ModelInfo | None = None
         self.ready = False
@@ -60,7 +61,7 @@ class EngineClient:
         self._launched = launched
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
-        backlog = Backlog(limits or QueueLimits(), params.policy, params.weights)
+        backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights)
         self._flights = Flights(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: EngineProcess | None = None
