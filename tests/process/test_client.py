@@ -25,7 +25,7 @@ def run(test, **more):
         client = EngineClient(FAKE, **more)
         await client.start()
         try:
-            await asyncio.wait_for(test(client), 20)
+            await asyncio.wait_for(test(client), 120)  # on a busy machine an engine takes long to start
         finally:
             await client.close()
         assert client._process.ended.is_set()
@@ -179,6 +179,28 @@ def test_a_dead_engine_fails_its_streams_and_comes_back():
         assert client.num_restarts == 1
 
     run(test)
+
+
+def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(monkeypatch, caplog):
+    """A request that kills every engine meets longer and longer pauses, although each engine computes a few steps."""
+    monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 0.1)
+    now = [1000.0]
+
+    async def test(client):
+        for seconds_of_service in (59.0, 59.0, 59.0, 60.0):
+            stream = ask(client, "poison", max_tokens=1000, ignore_eos=True)
+            await received(stream)
+            now[0] += seconds_of_service
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineError):
+                await tokens(stream)
+            client.close_stream(stream)
+            while not client.ready:  # noqa: ASYNC110  # it tells nobody
+                await asyncio.sleep(0.02)
+        pauses = [record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")]
+        assert pauses == [0.1, 0.2, 0.4, 0.1]
+
+    run(test, clock=lambda: now[0])
 
 
 def test_what_cannot_start_is_a_startup_error(tmp_path):

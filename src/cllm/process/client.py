@@ -31,6 +31,7 @@ from cllm.scheduler.trace import Explanation
 log = logging.getLogger("cllm.process")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
+HEALTHY_AFTER = 60.0  # seconds of service after which a death has nothing to do with the one before
 CLOSE_TIMEOUT = 5.0
 USUAL_LOAD_SECONDS = 5.0  # of a model, until that is known
 
@@ -48,9 +49,10 @@ class EngineClient:
         limits: QueueLimits | None = None,
         results: ResultCache | None = None,
         launched: Popen[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``limits``: of the queue; none by default. ``results``: to be kept; none by default. ``launched``: a process
-        that is to be the first engine. Raises StartupError if there is no such policy.
+        that is to be the first engine. ``clock`` gives seconds. Raises StartupError if there is no such policy.
         """
         self.info: ModelInfo | None = None
         self.ready = False
@@ -69,7 +71,8 @@ class EngineClient:
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._backoff = FIRST_BACKOFF  # before the next start
-        self._spawned = time.monotonic()
+        self._clock = clock
+        self._spawned = self._ready_since = clock()
         self._load_seconds = USUAL_LOAD_SECONDS
 
     @property
@@ -84,7 +87,7 @@ class EngineClient:
 
     async def _spawn(self) -> None:
         self._loaded = asyncio.get_running_loop().create_future()
-        self._spawned = time.monotonic()
+        self._spawned = self._clock()
         launched, self._launched = self._launched, None
         process = self._process = await spawn(self._take, launched)
         self.pid = process.pid
@@ -105,14 +108,14 @@ class EngineClient:
             if not self._loaded.cancel():
                 self._loaded.exception()  # which nobody may have asked for
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
-        self._load_seconds = time.monotonic() - self._spawned
+        self._ready_since = self._clock()
+        self._load_seconds = self._ready_since - self._spawned
         self.ready = True
 
     def _take(self, message: FromChild) -> None:
         """What the engine says."""
         match message:
             case Stepped():
-                self._backoff = FIRST_BACKOFF
                 self.stats = message.stats
                 self._flights.backlog.observe(message.stats)
                 self._flights.put(message.outputs, time.monotonic())
@@ -130,7 +133,7 @@ class EngineClient:
 
     def seconds_until_ready(self) -> float:
         """As it took the last time; 0 if it is ready."""
-        return 0.0 if self.ready else max(1.0, self._load_seconds - (time.monotonic() - self._spawned))
+        return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._spawned))
 
     async def _serve_and_restart(self) -> None:
         while True:
@@ -140,8 +143,11 @@ class EngineClient:
             self.ready = False
             if self._closing:
                 return
+            if self._clock() - self._ready_since >= HEALTHY_AFTER:
+                self._backoff = FIRST_BACKOFF
             cause = process.describe_end()
-            log.error("the engine died (%s) with %d requests; starting it again", cause, len(self._flights))
+            message = "the engine died (%s) with %d requests; starting it again in %.1f s"
+            log.error(message, cause, len(self._flights), self._backoff)
             died = EngineError(f"The engine died ({cause}) and is being started again; please retry.")
             self.end_all(died)
             while self._asked:
