@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cllm.backends.fake import FakeBackend
@@ -12,6 +14,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add, Close
+from cllm.engine.disk import DiskCache
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -160,6 +163,33 @@ def test_prefixes_leave_ram_and_come_back_from_disk(tmp_path):
     assert len(engine.scheduler.ledger.tiers.files) == 4
     for i in range(4):
         assert ask(engine, [i, *LONG[1:]]) == (answers[i], 2)
+
+
+class SlowlyMeasured(bytes):
+    """Switches threads while its size is asked for, in the middle of whatever is computed from it."""
+
+    def __len__(self) -> int:
+        time.sleep(0.0005)
+        return super().__len__()
+
+
+def test_bytes_that_wait_to_be_written_are_counted_right(tmp_path, monkeypatch):
+    """While one thread accepts and another one finishes, no update is lost: the bound holds to the byte afterwards."""
+    disk = DiskCache(tmp_path, "model")
+    data = SlowlyMeasured(100)
+    for i in range(200):
+        disk.write(i, np.array([i], np.int32), data)
+    disk.flush(60)
+    assert len(disk.results()) == 200
+
+    monkeypatch.setattr("cllm.engine.disk.MAX_PENDING", 300)
+    go_on = threading.Event()
+    disk._jobs.put(go_on.wait)  # nothing is finished meanwhile
+    for i in range(1000, 1005):
+        disk.write(i, np.array([i], np.int32), data)
+    go_on.set()
+    disk.flush(60)
+    assert [result.key for result in disk.results() if result is not True] == [1000, 1001, 1002]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

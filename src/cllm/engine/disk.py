@@ -78,7 +78,8 @@ class DiskCache:
         self._files: dict[int, File] = {}
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
-        self._num_pending_bytes = 0
+        self._num_accepted_bytes = 0  # to be written; only the caller's thread changes this
+        self._num_finished_bytes = 0  # of those; only the thread that writes changes this
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left_over in folder.glob("*.tmp"):
@@ -120,10 +121,10 @@ class DiskCache:
         return self._files[key].size
 
     def write(self, key: int, tokens: Tokens, data: memoryview, salt: str = "") -> None:
-        """Begin to write; ``data`` must not change."""
-        if self._num_pending_bytes + len(data) > MAX_PENDING:
+        """Begin to write; ``data`` must not change. Does nothing if MAX_PENDING would be exceeded."""
+        if self._num_accepted_bytes - self._num_finished_bytes + len(data) > MAX_PENDING:
             return
-        self._num_pending_bytes += len(data)
+        self._num_accepted_bytes += len(data)
         raw = tokens.astype("<i4").tobytes()
         path = self._folder / f"{self._name(raw, salt)}{SUFFIX}"
         self._files[key] = File(path, len(data))
@@ -131,8 +132,8 @@ class DiskCache:
 
     def _write(self, key: int, path: Path, tokens: bytes, data: memoryview, salt: str) -> Written | None:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data), salt))
         try:
+            head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data), salt))
             with temporary.open("wb") as file:
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)
                 file.write(data)
@@ -143,7 +144,7 @@ class DiskCache:
                 temporary.unlink()
             return None
         finally:
-            self._num_pending_bytes -= len(data)
+            self._num_finished_bytes += len(data)
         return Written(key)
 
     def read(self, key: int, into: memoryview) -> None:
