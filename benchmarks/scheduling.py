@@ -36,7 +36,7 @@ from cllm.core.sequence import Sequence
 from cllm.engine.build import build_backend, build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import held_out_questions
-from cllm.process.launch import engine_environment
+from cllm.process.launch import with_big_pages
 
 LAYOUTS = ("unified", "partitioned")
 NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, which is no merit
@@ -468,8 +468,9 @@ def main() -> None:
     parser.add_argument("--flags", nargs="*", default=[], help="further flags for cllm serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if engine_environment() != os.environ:  # so that what is measured here has what the engine process has
-        os.execve(sys.executable, [sys.executable, *sys.argv], engine_environment())
+    environment = with_big_pages(os.environ)
+    if environment != os.environ:  # so that what is measured here has what the engine process has
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     report = Report()
     for name in options.names or BENCHMARKS:
         if name in ("shared-prefix", "long-prompt", "small-pool") and not LLAMA_SERVER.exists():

@@ -29,6 +29,7 @@ NEIGHBOURS = {("cli", "bench"), ("llm", "text"), ("llm", "process")}
 # The ground floor: everybody may import it, it imports only what is named here.
 GROUND = {
     "errors": set(),
+    "environment": set(),
     "models": {"errors"},
     "config": {"config_file"},
     "config_sources": {"errors", "config", "config_file"},

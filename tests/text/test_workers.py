@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import worker_tasks
 
+from cllm.environment import child_environment
 from cllm.errors import BadRequest, EngineError
 from cllm.text import workers
 from cllm.text.worker import READY, Reply, frame, to_json
-from cllm.text.workers import INHERITED, Workers
+from cllm.text.workers import Workers
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop]
 with contextlib.suppress(ImportError):
@@ -266,8 +267,8 @@ def test_what_libraries_print_is_no_answer(run):
 
 @posix
 def test_what_a_process_has_of_ours(run, monkeypatch):
-    """A session of its own, few variables, and no modules from the current folder."""
-    monkeypatch.setenv("SECRET", "1")
+    """A session of its own, no secrets, and no modules from the current folder."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
 
     async def use(made):
         return int(await pid_of(made)), (await ask(made, "surroundings")).split()
@@ -275,7 +276,8 @@ def test_what_a_process_has_of_ours(run, monkeypatch):
     pid, (session, *names) = run(use)
     assert int(session) == pid
     assert "PYTHONPATH" in names
-    assert {*names} <= {*INHERITED, "LC_CTYPE"}, "python itself sets LC_CTYPE"
+    assert {*names} <= {*child_environment(), "LC_CTYPE"}, "python itself sets LC_CTYPE"
+    assert "HF_TOKEN" not in names
 
 
 def test_a_process_ends_with_its_parent():

@@ -334,9 +334,9 @@ def stages(
 
 def begin_like_an_engine() -> None:
     """Begin again with what engine processes have in their environment, so that an engine in this one has it too."""
-    from cllm.process.launch import engine_environment
+    from cllm.process.launch import with_big_pages
 
-    environment = engine_environment()
+    environment = with_big_pages(os.environ)
     if sys.argv[1:3] == ["bench", "stages"] and sys.platform == "linux" and environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # ourselves
 

@@ -8,18 +8,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from typing import Any
 
+from cllm.environment import child_environment
 from cllm.errors import EngineError
 from cllm.text.worker import HEAD, Reply, Work, frame
 
 START_LIMIT = 60.0  # seconds until a process is ready, on a machine that is busy with something else
-INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ", "SYSTEMROOT", "TMPDIR")
 
 log = logging.getLogger("cllm.text")
 
@@ -107,7 +106,7 @@ class Workers:
                 *self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={name: os.environ[name] for name in INHERITED if name in os.environ},
+                env=child_environment(),
                 start_new_session=True,
             )
         except OSError as error:
