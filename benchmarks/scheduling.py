@@ -97,10 +97,10 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
         limits.append(limit)
         with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags) as target:
             load(target, words(1, options, seed=99 + i), 1)
-            before = metric(target, "cllm:prefill_tokens_computed")
+            before = metric(target, "cllm:prefill_tokens_computed_total")
             outcome = load(target, tasks, 8)
             ours.append((outcome.wall, mean_ttft(outcome)))
-            computed.append((metric(target, "cllm:prefill_tokens_computed") - before) / num_tokens)
+            computed.append((metric(target, "cllm:prefill_tokens_computed_total") - before) / num_tokens)
         print(f"  round {i + 1}: cLLM {ours[-1]}, the backend alone {limits[-1]}", flush=True)
         best = None
         for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
@@ -258,7 +258,7 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
         with cllm(None, *flags) as target:
             outcome = load(target, tasks, 16, may_fail=True)
             ours.append(sum(not answer.failure for answer in outcome.answers) / 16)
-            parked.append(metric(target, "cllm:parked"))
+            parked.append(metric(target, "cllm:parked_total"))
         for cells, found in ((512, theirs), (16 * 512, ample)):
             with llama_server(BUILTIN, "-np", 16, "-kvu", "-c", cells, "--jinja") as target:
                 outcome = load(target, tasks, 16, may_fail=True)

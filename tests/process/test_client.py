@@ -11,6 +11,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
+from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
 from cllm.process.results import ResultCache
@@ -177,6 +178,33 @@ def test_a_dead_engine_fails_its_streams_and_comes_back():
             await asyncio.sleep(0.02)
         assert await tokens(ask(client, "c", max_tokens=1)) == [98]
         assert client.num_restarts == 1
+
+    run(test)
+
+
+def test_counters_survive_a_restart():
+    """What Prometheus reads never falls, and goes on from where it was: while there is no engine, and with the next."""
+
+    def counted(metrics, client):
+        page = metrics.render(client.stats_since_start, ready=client.ready, num_restarts=client.num_restarts).decode()
+        lines = [line for line in page.splitlines() if line.startswith("cllm:")]
+        values = {line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines}
+        return [values[f"{name}_total"] for name in ("engine_steps", "prefill_tokens_computed", "engine_restarts")]
+
+    async def test(client):
+        metrics, watched, late = Metrics("m"), [], Metrics("m")
+        for _ in range(3):
+            await tokens(ask(client, "a", range(50), max_tokens=4))
+            watched.append(counted(metrics, client))
+            os.kill(client.pid, signal.SIGKILL)
+            while client.ready:  # noqa: ASYNC110  # it tells nobody
+                await asyncio.sleep(0.02)
+            watched.append(counted(metrics, client))
+            while not client.ready:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert watched == [[4, 50, 0], [4, 50, 0], [8, 100, 1], [8, 100, 1], [12, 150, 2], [12, 150, 2]]
+        assert client.stats.num_steps == 0
+        assert counted(late, client) == [12, 150, 3], "however seldom the page is read"
 
     run(test)
 

@@ -102,11 +102,11 @@ def test_another_model(client) -> None:
 
 def test_metrics(fake_server, client) -> None:
     before = fake_server.metric("embeddings_total"), fake_server.metric("embedding_tokens_total")
-    computed = fake_server.metric("embedding_tokens_computed")
+    computed = fake_server.metric("embedding_tokens_computed_total")
     client.embeddings.create(model="fake", input=["abc", "de"])
     assert fake_server.metric("embeddings_total") == before[0] + 2
     assert fake_server.metric("embedding_tokens_total") == before[1] + 5
-    assert fake_server.metric("embedding_tokens_computed") == computed + 5
+    assert fake_server.metric("embedding_tokens_computed_total") == computed + 5
 
 
 def slow_body(num_texts: int = 600) -> dict:
@@ -124,9 +124,9 @@ def test_who_goes_away_is_forgotten(fake_server) -> None:
     with pytest.raises(httpx2.TimeoutException):
         fake_server.client.post("/v1/embeddings", json=slow_body(), timeout=0.3)
     time.sleep(0.5)
-    computed = fake_server.metric("embedding_tokens_computed")
+    computed = fake_server.metric("embedding_tokens_computed_total")
     time.sleep(0.5)
-    assert fake_server.metric("embedding_tokens_computed") == computed < 200_000
+    assert fake_server.metric("embedding_tokens_computed_total") == computed < 200_000
 
 
 def test_a_full_queue(start_server) -> None:

@@ -88,10 +88,10 @@ def test_metrics_count_what_happened(fake_server):
     assert [metric(name) - old for name, old in zip(names, before, strict=True)] == [1, 3, 5, 1, 4, 1]
     assert metric("seq_ids") == 4
     assert metric("engine_ready") == 1
-    assert metric("prefill_tokens_computed") > 0
-    for name in ("parked", "ram_cache_bytes", "disk_cache_bytes", "waiting_tokens", "estimated_waiting_seconds"):
+    assert metric("prefill_tokens_computed_total") > 0
+    for name in ("parked_total", "ram_cache_bytes", "disk_cache_bytes", "waiting_tokens", "estimated_waiting_seconds"):
         assert metric(name) == 0
-    assert metric("spec_decode_num_draft_tokens") >= metric("spec_decode_num_accepted_tokens")
+    assert metric("spec_decode_num_draft_tokens_total") >= metric("spec_decode_num_accepted_tokens_total")
     assert metric("kv_cells_held") == metric("num_requests_running") == metric("num_requests_waiting") == 0
 
 

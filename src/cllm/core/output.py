@@ -63,7 +63,7 @@ class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine after a step: what the gauges show.
+    """The engine after a step: what gauges and counters show.
 
     waiting_seconds: estimated time until all who wait now are served. prompt_token_seconds: what a token of a prompt
     will probably take, cached ones, which take none, included. step_seconds: what a step takes now.
@@ -88,3 +88,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_token_seconds: float = 0.0
     step_seconds: float = 0.0
     num_embedding_tokens: int = 0
+
+    def plus_totals(self, earlier: Stats) -> Stats:
+        """Self, whose TOTALS go on from those of ``earlier``."""
+        totals = {field: getattr(self, field) + getattr(earlier, field) for field in TOTALS}
+        return msgspec.structs.replace(self, **totals)
+
+
+# Fields that only grow while an engine runs.
+TOTALS = ("num_steps", "num_parked", "num_prefill_tokens", "num_guesses", "num_accepted", "num_embedding_tokens")

@@ -34,19 +34,22 @@ GAUGES = {
     "num_cells": ("kv_cells", "KV cells (tokens) there are"),
     "num_cells_held": ("kv_cells_held", "KV cells held by running sequences"),
     "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, free for the taking"),
-    "num_steps": ("engine_steps", "steps since the engine started"),
-    "num_parked": ("parked", "times that a sequence gave up its cells for others, to go on later"),
-    "num_prefill_tokens": ("prefill_tokens_computed", "prompt tokens computed since the engine started"),
-    "num_guesses": ("spec_decode_num_draft_tokens", "tokens guessed since the engine started"),
-    "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
     "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
-    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of embedded texts since the engine started"),
     "num_waiting_tokens": (
         "waiting_tokens",
         "tokens to compute of the sequences that wait, by what was cached when they came",
     ),
     "waiting_seconds": ("estimated_waiting_seconds", "time until all who wait now are served, as steps have cost"),
+}
+
+COUNTERS = {
+    "num_steps": ("engine_steps", "steps computed"),
+    "num_parked": ("parked", "times that a sequence gave up its cells for others, to go on later"),
+    "num_prefill_tokens": ("prefill_tokens_computed", "prompt tokens computed"),
+    "num_guesses": ("spec_decode_num_draft_tokens", "tokens guessed"),
+    "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
+    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of embedded texts computed"),
 }
 
 
@@ -91,8 +94,11 @@ class Metrics:
             return family.labels(model_name)
 
         self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
+        self._totals = {field: counter(name, text) for field, (name, text) in COUNTERS.items()}
+        self._counted = Stats()  # what the counters of ``_totals`` have
         self._ready = gauge("engine_ready", "1 if the engine takes requests")
-        self._restarts = gauge("engine_restarts", "times the engine died and was started again")
+        self._restarts = counter("engine_restarts", "times the engine died and was started again")
+        self._num_restarts = 0  # that were counted
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
         self.connections = gauge("http_connections", "open HTTP connections")
         self._requests = counter("requests", "requests accepted")
@@ -178,12 +184,16 @@ class Metrics:
         self._e2e.observe(seconds)
 
     def render(self, stats: Stats, *, ready: bool, num_restarts: int) -> bytes:
-        """The page that Prometheus reads."""
+        """The page that Prometheus reads. The totals of ``stats`` and ``num_restarts`` must never fall."""
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0
         for field, gauge in self._stats.items():
             gauge.set(getattr(stats, field))
+        for field, counter in self._totals.items():
+            counter.inc(getattr(stats, field) - getattr(self._counted, field))
+        self._counted = stats
         self._usage.set(stats.num_cells_held / stats.num_cells if stats.num_cells else 0)
         self._ready.set(ready)
-        self._restarts.set(num_restarts)
+        self._restarts.inc(num_restarts - self._num_restarts)
+        self._num_restarts = num_restarts
         return generate_latest(self._registry)

@@ -57,6 +57,7 @@ class EngineClient:
         self.info: ModelInfo | None = None
         self.ready = False
         self.stats = Stats()
+        self._earlier_stats = Stats()  # of the engines that have died
         self.num_restarts = 0
         self.pid: int | None = None
         self.params = params
@@ -107,6 +108,7 @@ class EngineClient:
             ended.cancel()
             if not self._loaded.cancel():
                 self._loaded.exception()  # which nobody may have asked for
+        self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._spawned
@@ -130,6 +132,11 @@ class EngineClient:
                 self._loaded.set_result(message.info)
             case Failed() if not self._loaded.done():
                 self._loaded.set_exception(StartupError(message.reason))
+
+    @property
+    def stats_since_start(self) -> Stats:
+        """``stats``, whose totals count over all engines of this client."""
+        return self.stats.plus_totals(self._earlier_stats)
 
     def seconds_until_ready(self) -> float:
         """As it took the last time; 0 if it is ready."""

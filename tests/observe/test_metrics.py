@@ -1,0 +1,38 @@
+"""The page that Prometheus reads."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cllm.core.output import TOTALS, Stats
+from cllm.observe.metrics import COUNTERS, GAUGES, Metrics
+
+NAMES = [name for name, _ in COUNTERS.values()]
+
+
+def read(page: bytes) -> dict[str, tuple[str, float]]:
+    """Type and value of each metric that has one sample, by its name without "cllm:"."""
+    families = text_string_to_metric_families(page.decode())
+    return {
+        family.name.removeprefix("cllm:"): (family.type, family.samples[0].value)
+        for family in families
+        if len(family.samples) == 1
+    }
+
+
+def test_what_only_grows_is_a_counter() -> None:
+    """With the name's suffix, and equal to the totals however often the page is read between."""
+    metrics = Metrics("m")
+    for factor in (1, 1, 3):
+        stats = Stats(**{field: factor * i for i, field in enumerate(COUNTERS, start=1)})
+        page = metrics.render(stats, ready=True, num_restarts=factor)
+    found = read(page)
+    assert [found[name] for name in NAMES] == [("counter", 3.0 * i) for i in range(1, len(NAMES) + 1)]
+    assert found["engine_restarts"] == ("counter", 3.0)
+    for name in [*NAMES, "engine_restarts"]:
+        assert f'cllm:{name}_total{{model_name="m"}}'.encode() in page
+
+
+def test_every_total_is_a_counter_and_no_gauge() -> None:
+    assert {*COUNTERS} == {*TOTALS}
+    assert not {*GAUGES} & {*TOTALS}
