@@ -12,8 +12,9 @@ import argparse
 import statistics
 import sys
 
-from cllm.bench.servers import MODEL, cllm, cpu_seconds, load
+from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.workload import Words, word_tasks
+from cllm.observe.cpu_time import cpu_seconds
 
 
 def main() -> None:

@@ -19,10 +19,14 @@ def prepare(begin):
 
 def prepare_slowly(begin):
     """Computes for longer than a question may."""
-    end = time.process_time() + SLOWLY
-    while time.process_time() < end:
-        pass
+    compute(SLOWLY)
     return prepare(begin)
+
+
+def note_limit(begin):
+    """Has one question: the CPU time that it could have taken for this."""
+    seconds, _ = signal.getitimer(signal.ITIMER_PROF)
+    return lambda asked: str(seconds)
 
 
 def fail(begin):
@@ -74,6 +78,22 @@ def spin():
 def sleep(seconds):
     time.sleep(seconds)
     return "slept"
+
+
+def sleep_the_first_time(path):
+    """Create ``path`` and sleep; answer if it is there."""
+    if Path(path).exists():
+        return "answered"
+    Path(path).touch()
+    return sleep(600)
+
+
+def compute(seconds):
+    """Seconds of CPU time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return "computed"
 
 
 def eat():

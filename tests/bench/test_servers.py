@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cllm.bench.servers import cpu_seconds, memory_mb, running
+from cllm.bench.servers import memory_mb, running
 from cllm.errors import StartupError
+from cllm.observe.cpu_time import cpu_seconds
 
 PATIENCE = 20.0  # seconds
 

@@ -15,6 +15,8 @@ import httpx2
 import openai
 import pytest
 
+from cllm.observe.cpu_time import cpu_seconds
+
 START_TIMEOUT = 60
 
 
@@ -77,9 +79,7 @@ class Server:
 
     def cpu_seconds(self, *pids: int) -> float:
         """CPU time that the processes ``pids`` have used so far; by default the API process."""
-        stats = (Path(f"/proc/{pid}/stat").read_text() for pid in pids or [self.process.pid])
-        fields = [stat.rpartition(")")[2].split() for stat in stats]
-        return sum(int(user) + int(system) for *_, user, system in (f[:13] for f in fields)) / os.sysconf("SC_CLK_TCK")
+        return sum(map(cpu_seconds, pids or [self.process.pid]))
 
     def wait_until_idle(self, timeout: float = 60) -> dict[str, int]:
         """The stats once nothing runs or waits."""

@@ -218,7 +218,7 @@ def test_a_dead_api_process_takes_the_engine_with_it(start_server):
 
 @pytest.mark.slow
 def test_the_process_that_renders_chats(start_server):
-    """Is there before the first one, replaced when it has died, and does not outlive the server."""
+    """Is there before the first one, replaced when it has died or was stopped, and does not outlive the server."""
     server = start_server(*FAKE)
 
     def renderers():
@@ -232,7 +232,11 @@ def test_the_process_that_renders_chats(start_server):
     os.kill(first[0], signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{first[0]}").exists())  # the server has been told
     assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
+    (stopped,) = renderers()
+    os.kill(stopped, signal.SIGSTOP)
+    assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
     (second,) = renderers()
+    assert second != stopped
     server.stop(signal.SIGKILL)
     wait_for(lambda: not alive(second))
 

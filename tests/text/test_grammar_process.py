@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -107,14 +108,30 @@ def test_legal_ones_that_look_bad():
     Checks().run(use)
 
 
-def test_one_that_takes_too_long_is_refused():
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
+def test_one_that_takes_too_long_is_refused(monkeypatch):
     """It, and nobody who waits behind it."""
+    monkeypatch.setattr(grammar_process, "CPU_LIMIT", 0.02)
+    many = Constraint("json_schema", {"enum": [f"{i:035}" for i in range(9000)]})
 
     async def use(process):
-        process._wall_limit = 0.0
-        assert "too complex" in await refusal(process, NUMBER)
-        process._wall_limit = grammar_process.WALL_LIMIT
+        assert "too complex" in await refusal(process, many)
         assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+
+    Checks().run(use)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_process_that_was_stopped_is_replaced(monkeypatch):
+    """Nobody is refused for that, and nothing wrong is remembered."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 1.0)
+
+    async def use(process):
+        await process.check(NUMBER, "field")
+        (idle,) = process._idle
+        idle.send_signal(signal.SIGSTOP)
+        assert await process.check(Constraint("regex", "a"), "field") == "start: /a/"
+        assert [kept.pid for kept in process._idle] != [idle.pid]
 
     Checks().run(use)
 

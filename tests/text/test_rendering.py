@@ -12,8 +12,8 @@ import time
 import pytest
 
 from cllm.backends.fake import FakeVocabulary
-from cllm.errors import BadRequest
-from cllm.text import rendering
+from cllm.errors import BadRequest, EngineError
+from cllm.text import rendering, workers
 from cllm.text.chat_template import MAX_LENGTH, ChatTemplate
 from cllm.text.rendering import Renderer
 
@@ -114,9 +114,13 @@ def test_a_text_has_a_limit(monkeypatch):
 
 
 def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
-    """The parent kills what does not answer, also where a process may compute for ever."""
-    monkeypatch.setattr(rendering, "WALL_LIMIT", 0.7)
+    """Where CPU time can neither be limited nor read, and a process that was ended looks like one that failed, the
+    parent ends what does not answer.
+    """
     monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
+    monkeypatch.setattr(workers, "STALL_LIMIT", 0.7)
+    monkeypatch.setattr(workers, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(workers, "KILLED", ())
     with pytest.raises(BadRequest, match="seconds") as refused:
         with_renderer(ENDLESS, render)
     assert refused.value.code == "template_limit"
@@ -141,21 +145,27 @@ def test_nested_too_deeply():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_a_process_that_was_killed_is_replaced():
-    """Whoever asked it is refused; whoever comes next is not."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_text_is_rendered_although_the_process_was_killed_or_stopped(monkeypatch, how):
+    """The client is not told that its messages take too long."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 2.0)
 
     async def use(renderer):
         assert await render(renderer) == "x"
-        pid = renderer._idle[0].pid
-        asked = asyncio.create_task(render(renderer, "bomb"))
-        await asyncio.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(BadRequest) as refused:
-            await asked
-        assert refused.value.code == "template_limit"
+        os.kill(renderer._idle[0].pid, how)
         return await render(renderer)
 
-    assert with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use) == "x"
+    assert with_renderer("x", use) == "x"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_text_that_no_process_renders_is_not_refused(monkeypatch):
+    """It takes no CPU time, so a 503 follows, not a 400."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
+    monkeypatch.setattr(workers, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
+    with pytest.raises(EngineError, match="does not answer"):
+        with_renderer(ENDLESS, render)
 
 
 def test_one_who_does_not_wait_leaves_nothing_behind():

@@ -45,9 +45,9 @@ def run(request, monkeypatch, caplog) -> Iterator[Callable]:
     launch_one = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", launch)
 
-    def run(use: Use, prepare=worker_tasks.prepare, *, num=2, cpu_limit=0.3, wall_limit=20.0):
+    def run(use: Use, prepare=worker_tasks.prepare, *, num=2, cpu_limit=0.3):
         async def main():
-            made = Workers(prepare, lambda: b'"begin"', num, cpu_limit, wall_limit)
+            made = Workers(prepare, lambda: b'"begin"', num, cpu_limit)
             try:
                 return await use(made)
             finally:
@@ -118,9 +118,10 @@ def test_a_refusal_is_an_answer(run):
 
 
 @posix
-@pytest.mark.parametrize("what", ["spin", "eat", "die", "crash"])
-def test_what_takes_too_much_ends_its_process_alone(run, what):
+@pytest.mark.parametrize("what", ["spin", "eat", "crash"])
+def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
     """Although it has all the time in the world; and the next question, which waits behind it, is answered."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 600.0)
 
     async def use(made):
         before = await pid_of(made)
@@ -128,21 +129,69 @@ def test_what_takes_too_much_ends_its_process_alone(run, what):
         assert answers == [None, "next"]
         assert await pid_of(made) != before
 
-    run(use, num=1, wall_limit=600.0)
+    run(use, num=1)
 
 
-def test_who_does_not_compute_has_a_limit_too(run):
+@posix
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_question_is_asked_again_when_its_process_was_killed_or_stopped(run, monkeypatch, tmp_path, how):
+    """By no fault of the question, so a new process gets it."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 2.0 if how == signal.SIGSTOP else 600.0)
+
     async def use(made):
-        assert await ask(made, "sleep", 600) is None
-        return await ask(made, "sleep", 0.1)
+        pid, path = await pid_of(made), tmp_path / "asked"
+        asked = asyncio.create_task(ask(made, "sleep_the_first_time", str(path)))
+        await until(path.exists)
+        os.kill(pid, how)
+        assert await asked == "answered"
+        assert await pid_of(made) != pid
 
-    assert run(use, wall_limit=1.0) == "slept"
+    run(use, num=1)
+
+
+@posix
+def test_process_that_was_stopped_while_idle_is_replaced(run, monkeypatch):
+    monkeypatch.setattr(workers, "STALL_LIMIT", 2.0)
+
+    async def use(made):
+        os.kill(stopped := await pid_of(made), signal.SIGSTOP)
+        assert await ask(made, "echo", "x") == "x"
+        assert await pid_of(made) != stopped
+
+    run(use, num=1)
+
+
+@posix
+@pytest.mark.parametrize("question", [["die"], ["sleep", 600]])
+def test_question_that_two_processes_do_not_answer_is_not_refused(run, monkeypatch, question):
+    """Neither took too much CPU time, so it is our fault."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
+
+    async def use(made):
+        with pytest.raises(EngineError, match="does not answer"):
+            await ask(made, *question)
+        monkeypatch.setattr(workers, "STALL_LIMIT", 600.0)
+        return await ask(made, "echo", "next")
+
+    assert run(use, num=1) == "next"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time is read from /proc")
+def test_process_that_computes_is_not_taken_for_stopped(run, monkeypatch):
+    """It may compute for longer than it may stand still."""
+    monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
+    assert run(lambda made: ask(made, "compute", 1.5), cpu_limit=20.0) == "computed"
 
 
 def test_to_start_is_on_nobodys_account(run):
-    """Neither the processor's time nor that on the clock."""
-    echo = run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, wall_limit=worker_tasks.SLOWLY - 0.1)
-    assert echo == "x"
+    """A question may take less CPU time than the start."""
+    assert run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, cpu_limit=0.3) == "x"
+
+
+@posix
+def test_start_has_a_limit_of_its_own(run):
+    """The system would end a process that computes for ever before it is ready."""
+    assert 10 < float(run(lambda made: ask(made, "say_limit"), worker_tasks.note_limit)) < 61
 
 
 @pytest.mark.parametrize("prepare", [worker_tasks.fail, worker_tasks.hang])
@@ -191,19 +240,6 @@ def test_an_idle_one_that_has_died_is_replaced(run):
             os.kill(dead := await pid_of(made), signal.SIGKILL)
             await made._idle[0].wait()
             assert await pid_of(made) != dead
-
-    run(use, num=1)
-
-
-@posix
-def test_a_busy_one_that_is_killed_is_replaced(run):
-    async def use(made):
-        pid = await pid_of(made)
-        asked = asyncio.create_task(ask(made, "sleep", 600))
-        await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
-        assert await asked is None
-        assert await pid_of(made) != pid
 
     run(use, num=1)
 

@@ -37,7 +37,7 @@ from cllm.bench.performance import (
     Run,
 )
 from cllm.bench.report import latencies_of
-from cllm.bench.servers import MODEL, Server, cllm, cpu_seconds, example_server, llama_server, load, memory_mb, ollama
+from cllm.bench.servers import MODEL, Server, cllm, example_server, llama_server, load, memory_mb, ollama
 from cllm.bench.stages import Size, Work
 from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
@@ -45,6 +45,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.models.gguf import kv_bytes_per_token, read_header
 from cllm.models.memory import available_bytes
+from cllm.observe.cpu_time import cpu_seconds
 
 TEMPERATURE = 0.8
 WAVES = 2  # requests of each client

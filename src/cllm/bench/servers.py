@@ -176,15 +176,6 @@ def example_server(
             yield server
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used; 0 where there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def memory_mb(pid: int) -> float | None:
     """Proportional set size of a process and all below it, in MB; None where there is no /proc."""
     if not Path("/proc/self/smaps_rollup").exists():

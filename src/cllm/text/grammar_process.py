@@ -16,8 +16,7 @@ from cllm.text.grammar import Constraint, Special, invalid
 from cllm.text.worker import Reply, refusal, to_json
 from cllm.text.workers import Workers
 
-CPU_LIMIT = 1.0  # seconds for one grammar
-WALL_LIMIT = 10.0  # the same, on a machine that is busy with something else
+CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once
 MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
@@ -35,7 +34,7 @@ class GrammarProcess(Workers):
             size, tokens = special()
             return to_json([size, [*tokens.items()], MAX_LEXER_STATES])
 
-        super().__init__(grammar.prepare, begin, 1, CPU_LIMIT, WALL_LIMIT)
+        super().__init__(grammar.prepare, begin, 1, CPU_LIMIT)
         self._observe = observe
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -43,7 +42,9 @@ class GrammarProcess(Workers):
         self._known_size = 0
 
     async def check(self, constraint: Constraint, param: str) -> str:
-        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask."""
+        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask, or if
+        the process is stopped or killed.
+        """
         try:
             question = pydantic_core.to_json((constraint.kind, constraint.value, param))
         except ValueError:

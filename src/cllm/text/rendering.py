@@ -11,8 +11,7 @@ from cllm.text.worker import MEMORY_LIMIT, to_json
 from cllm.text.workers import Workers
 
 MAX_PROCESSES = 2
-CPU_LIMIT = 2.0  # seconds for one text
-WALL_LIMIT = 15.0  # the same, on a machine that is busy with something else
+CPU_LIMIT = 2.0  # seconds of CPU time for one text
 
 
 class Renderer(Workers):
@@ -20,12 +19,14 @@ class Renderer(Workers):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         texts = {name: getattr(vocabulary, name) for name in ("chat_template", "control_tokens", "special_texts")}
-        super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT, WALL_LIMIT)
+        super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT)
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
     ) -> str:
-        """As ChatTemplate.render. Raises BadRequest, also if it takes too long or too much memory."""
+        """As ChatTemplate.render. Raises BadRequest, also if it takes too much CPU time or memory; EngineError if the
+        processes are stopped or killed.
+        """
         try:
             question = to_json([messages, tools, continued, variables])
         except RecursionError:
@@ -33,8 +34,8 @@ class Renderer(Workers):
         reply = await self.ask(question)
         if reply is None:
             message = (
-                f"The chat template failed: for these messages it takes more than {CPU_LIMIT:g} seconds, or more than "
-                f"{MEMORY_LIMIT >> 20} MiB of memory."
+                f"The chat template failed: for these messages it takes more than {CPU_LIMIT:g} seconds of CPU time, "
+                f"or more than {MEMORY_LIMIT >> 20} MiB of memory."
             )
             raise BadRequest(message, param="messages", code="template_limit")
         return reply.get()

@@ -21,6 +21,7 @@ from cllm.errors import BadRequest
 
 HEAD = 4  # bytes of a frame's length
 READY = b'"+"'
+START_CPU_LIMIT = 60.0  # seconds of CPU time until a process is ready
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 
 Work = Callable[[Any], str]  # it may raise BadRequest
@@ -69,7 +70,10 @@ def limit_time(seconds: float) -> None:
 
 
 def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -> None:
-    work = prepare(read(sys.stdin.buffer))
+    begin = read(sys.stdin.buffer)
+    limit_time(START_CPU_LIMIT)
+    work = prepare(begin)
+    limit_time(0)
     answer = READY
     while True:
         output.write(frame(answer))

@@ -16,9 +16,14 @@ from typing import Any
 
 from cllm.environment import child_environment
 from cllm.errors import EngineError
+from cllm.observe.cpu_time import cpu_seconds
 from cllm.text.worker import HEAD, Reply, Work, frame
 
-START_LIMIT = 60.0  # seconds until a process is ready, on a machine that is busy with something else
+# Seconds without any CPU time used, after which a process counts as stopped; where that time cannot be read, seconds
+# until there is an answer. A process that starts reads files, maybe slowly.
+STALL_LIMIT = 10.0
+START_LIMIT = 60.0
+KILLED = (-9, -15)  # SIGKILL and SIGTERM: somebody else ended the process, or we did because it was stopped
 
 log = logging.getLogger("cllm.text")
 
@@ -28,18 +33,15 @@ class Workers:
     not answer it is ended.
     """
 
-    def __init__(
-        self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float, wall_limit: float
-    ) -> None:
+    def __init__(self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float) -> None:
         """Each of at most ``num`` imports ``prepare`` and calls it with the JSON of ``begin``, asked in another thread.
 
-        The limits are seconds for one question: of the processor; and until there is an answer.
+        ``cpu_limit``: seconds of CPU time for one question.
         """
         self._name = prepare.__module__
         self._command = ("-m", "cllm.text.worker", self._name, prepare.__qualname__, str(cpu_limit))
         self._begin = begin
         self._num = num
-        self._wall_limit = wall_limit
         self._free = asyncio.Semaphore(num)
         self._take_lock = asyncio.Lock()
         self._idle: list[Process] = []
@@ -54,19 +56,24 @@ class Workers:
                 self._idle.append(await self._take())
 
     async def ask(self, question: bytes) -> Reply | None:
-        """What the work makes of ``question``, which is JSON; None if it took too much time or memory, or died.
+        """What the work makes of ``question``, which is JSON; None if it took too much time or memory, or crashed.
 
-        Raises EngineError if there is no process to ask.
+        A process that was stopped or killed says nothing about the question: another one is asked, once. Raises
+        EngineError if that one does not answer either, or if there is no process to ask.
         """
         async with self._free:
-            process = await self._take()
-            answer = await self._exchange(process, question, self._wall_limit)
-            if answer is not None:
-                self._idle.append(process)
-                return Reply(*json.loads(answer))
-        self._check_open()
-        log.warning("%s took too much time or memory, and was ended", self._name)
-        return None
+            for _ in range(2):
+                process = await self._take()
+                answer = await self._exchange(process, question, STALL_LIMIT)
+                if answer is not None:
+                    self._idle.append(process)
+                    return Reply(*json.loads(answer))
+                self._check_open()
+                if await process.wait() not in KILLED:
+                    log.warning("%s took too much time or memory, and was ended", self._name)
+                    return None
+                log.warning("%s was stopped or killed, and is replaced", self._name)
+        raise EngineError(f"The process of {self._name} does not answer; please retry.")
 
     async def close(self) -> None:
         """End all processes; who waits for one gets an EngineError."""
@@ -116,13 +123,14 @@ class Workers:
             raise EngineError(f"The process of {self._name} does not start.")
         return process
 
-    async def _exchange(self, process: Process, question: bytes, seconds: float) -> bytes | None:
+    async def _exchange(self, process: Process, question: bytes, stall_limit: float) -> bytes | None:
         """The answer; or None, and the process is ended, as it is if the caller does not wait."""
         assert process.stdin
         assert process.stdout
         answer = None
-        clock = asyncio.timeout(0 if self._is_closed else seconds)
+        clock = asyncio.timeout(0 if self._is_closed else None)
         self._clocks.add(clock)
+        watch = asyncio.create_task(expire_if_stalled(clock, process.pid, stall_limit))
         try:
             async with clock:
                 process.stdin.write(frame(question))
@@ -131,6 +139,7 @@ class Workers:
         except (OSError, EOFError, RuntimeError):  # RuntimeError: what uvloop says of a pipe that is closed
             pass
         finally:
+            watch.cancel()
             self._clocks.discard(clock)
             if answer is None:
                 self._end(process)
@@ -146,3 +155,14 @@ class Workers:
 
 def is_alive(process: Process) -> bool:
     return process.returncode is None and process.stdout is not None and not process.stdout.at_eof()
+
+
+async def expire_if_stalled(clock: asyncio.Timeout, pid: int, limit: float) -> None:
+    """Let ``clock`` expire once the process has used no CPU time for ``limit`` seconds."""
+    before = cpu_seconds(pid)
+    await asyncio.sleep(limit)
+    while (now := cpu_seconds(pid)) > before:
+        before = now
+        await asyncio.sleep(limit)
+    if not clock.expired():
+        clock.reschedule(0)
