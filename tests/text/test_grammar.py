@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -94,6 +95,13 @@ def test_json_objects():
         ("regex", "", "empty"),
         ("regex", "a" * (MAX_TEXT + 1), "longer"),
         ("regex", r"(a)\1", "backreferences"),
+        ("regex", "((a{1,500}){1,500}){1,500}", "multiply to more than 10000"),
+        ("grammar", "start: /(a{1,500}){1,500}/{2}", "multiply to more than 10000"),
+        ("grammar", 'root ::= (("a"{1,500}){1,500}){1,500}', "multiply to more than 10000"),
+        ("json_schema", {"pattern": "((a{1,500}){1,500}){1,500}"}, "multiply to more than 10000"),
+        ("regex", "a{0}", "nothing but an empty text"),
+        ("grammar", "root ::= ", "nothing but an empty text"),
+        ("grammar", 'start: "" ""', "nothing but an empty text"),
         ("choice", [], "1 to"),
         ("choice", [""], "empty"),
         ("choice", ["a"] * 5000, "1 to"),
@@ -116,6 +124,13 @@ def test_what_is_refused(kind, value, sign):
     assert sign in str(caught.value)
     assert caught.value.param == "field"
     assert len(str(caught.value)) < 400
+
+
+def test_nested_repetitions_are_refused_before_they_are_compiled():
+    begun = time.process_time()
+    with pytest.raises(BadRequest):
+        lark("regex", "((a{1,500}){1,500}){1,500}")
+    assert time.process_time() - begun < 0.1
 
 
 def test_special_tokens_are_ours():

@@ -99,10 +99,10 @@ def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
 
 
 def test_legal_ones_that_look_bad():
-    """Regular expressions that make others backtrack, or count for ever."""
+    """Regular expressions that make others backtrack, or that count far."""
 
     async def use(process):
-        for pattern in ("^(a+)+$", "((a{1,500}){1,500}){1,500}", "(a|a)*b", "(.*a.{30})"):
+        for pattern in ("^(a+)+$", "(a{1,100}){1,100}", "(a|a)*b", "(.*a.{30})"):
             assert await process.check(Constraint("regex", pattern), "field")
 
     Checks().run(use)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cllm.errors import BadRequest
 from cllm.text.json_schema import enforceable
+from cllm.text.repetitions import LARK, MAX_EXPANSION, expands_too_far
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
 NUM_TRIED = 32  # tokens
+TOO_FAR = f"its nested repetitions multiply to more than {MAX_EXPANSION}"
 # At most one space where JSON allows any number: a model must not be able to write blanks for ever.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
@@ -72,18 +74,23 @@ def to_lark(constraint: Constraint, param: str) -> str:
         case "json_schema":
             return f"start: {json_term(value, param)}"
         case "regex":
-            return f"start: {regex_term(check_size(value, MAX_TEXT, param))}"
+            if expands_too_far(check_size(value, MAX_TEXT, param)):
+                raise invalid(param, TOO_FAR)
+            return f"start: {regex_term(value)}"
         case "choice":
             return f"start: {' | '.join(map(text_term, check_choices(value, param)))}"
         case "grammar":
             from llguidance.gbnf_to_lark import any_to_lark
 
             try:
-                return any_to_lark(check_size(value, MAX_TEXT, param))
+                text = any_to_lark(check_size(value, MAX_TEXT, param))
             except BadRequest:
                 raise
             except Exception as error:  # noqa: BLE001  # it raises that very class
                 raise invalid(param, str(error)) from None
+            if expands_too_far(text, LARK):
+                raise invalid(param, TOO_FAR)
+            return str(text)
         case "lark":
             return str(value)
 
@@ -136,6 +143,8 @@ class Checker:
                 raise invalid(param, "it names special tokens, which only text may stand for")
         tokenizer = self._ours if constraint.kind == "lark" else self._clients
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if allows_only_the_end(matcher.deep_copy(), tokenizer.eos_token):
+            raise invalid(param, "it allows nothing but an empty text")
         self._try(matcher)
         if matcher.is_error():
             raise invalid(param, reason(matcher.get_error()))
@@ -150,6 +159,11 @@ class Checker:
                 return
             byte = rng.choice([at for at, bits in enumerate(mask) if bits])
             matcher.consume_token(rng.choice([8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1]))
+
+
+def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return mask == 1 << end_token and not matcher.is_error()
 
 
 def reason(error: str) -> str:

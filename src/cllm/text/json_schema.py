@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urljoin
 
 from cllm.errors import BadRequest
+from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.string_formats import FORMATS, patterns
 
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
@@ -169,6 +170,8 @@ class Translator:
             self._refuse(where, "it must be a string")
         if NOT_PORTABLE.search(value):
             self._refuse(where, "'&&', '--', '~~' and '[:' in brackets are not supported")
+        if expands_too_far(value):
+            self._refuse(where, f"its nested repetitions multiply to more than {MAX_EXPANSION}")
         first, *more = patterns(value)
         return {keyword: first} | ({"allOf": [{keyword: one} for one in more]} if more else {})
 
