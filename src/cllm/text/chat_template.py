@@ -101,12 +101,12 @@ class ChatTemplate:
         parts, room = [], MAX_LENGTH
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
-        adapted = self.fenced(self._adapted(messages))
-        if continued:
-            variables["add_generation_prompt"] = False
-            field = continued if continued in adapted[-1] else "thinking"
-            adapted[-1][field] = CUT + adapted[-1][field] + CUT
         try:
+            adapted = self.fenced(self._adapted(messages))
+            if continued:
+                variables["add_generation_prompt"] = False
+                field = continued if continued in adapted[-1] else "thinking"
+                adapted[-1][field] = CUT + adapted[-1][field] + CUT
             for part in self._template.generate(
                 messages=adapted,
                 tools=self.fenced(tools) or None,
