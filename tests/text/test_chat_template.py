@@ -214,3 +214,36 @@ def test_what_templates_expect():
         "  {% generation %}\nx\n  {% endgeneration %}\n{{ strftime_now('%Y') }}"
     )
     assert text(encode(source)) == f"01x\n{datetime.datetime.now().astimezone().year}"
+
+
+EACH = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+FIRST_ONLY = "{% if not loop.first and m.role == 'system' %}{{ raise_exception('not here') }}{% endif %}"
+SYSTEMS = {
+    "anywhere": EACH,
+    "first": EACH.replace("%}[", "%}" + FIRST_ONLY + "["),
+    "dropped": EACH.replace("%}[", "%}{% if m.role != 'system' or loop.first %}[").replace("]{%", "]{% endif %}{%"),
+    "never": EACH.replace("%}[", "%}{{ raise_exception('no system') if m.role == 'system' }}["),
+}
+
+
+def said(*messages: str) -> list[dict[str, str]]:
+    """``u:text`` is a user's message, and so on."""
+    roles = {"u": "user", "s": "system", "a": "assistant"}
+    return [{"role": roles[message[0]], "content": message[2:]} for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "prompt"),
+    [
+        ("anywhere", said("s:S", "u:Q", "s:T"), "[system:S][user:Q][system:T]"),
+        ("first", said("s:S", "u:Q", "s:T"), "[system:S][user:Q\n\nT]"),
+        ("dropped", said("s:S", "u:Q", "s:T"), "[system:S][user:Q\n\nT]"),
+        ("first", said("s:S", "s:T", "u:Q"), "[system:S\n\nT][user:Q]"),
+        ("first", said("u:Q", "s:T", "u:R"), "[user:Q\n\nT\n\nR]"),
+        ("first", said("u:Q", "a:A", "s:T", "u:R", "u:V"), "[user:Q][assistant:A][user:T\n\nR][user:V]"),
+        ("never", said("s:S", "u:Q", "a:A"), "[user:S\n\nQ][assistant:A]"),
+    ],
+)
+def test_system_message_that_a_template_would_not_show_joins_its_neighbour(name, messages, prompt):
+    """Claude Code sends one behind the user's; templates refuse it or, worse, leave it out."""
+    assert ChatTemplate(FakeVocabulary(), SYSTEMS[name]).render(messages, []) == prompt

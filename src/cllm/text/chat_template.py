@@ -83,6 +83,13 @@ class ChatTemplate:
         shown = {content: [self._probe(given, content) or "" for given in forms] for content in ("", None)}
         return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
 
+    @cached_property
+    def _shows_system(self) -> tuple[bool, bool]:
+        """Whether a system message is shown as the first one, and behind others; some templates refuse or drop it."""
+        system, user = {"role": "system", "content": "probe"}, {"role": "user", "content": "a"}
+        first, later = (self._try(messages) or "" for messages in ([system, user], [user, system]))
+        return "probe" in first, "probe" in later
+
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
         return self.tokenize(self.render(messages, tools, **variables))
@@ -147,8 +154,25 @@ class ChatTemplate:
         """``messages`` as this template wants them: arguments as objects, and the names that it has for things."""
         return [
             self._adapted_message(message) if message["role"] in ("assistant", "tool") else message
-            for message in messages
+            for message in self._with_shown_systems(messages)
         ]
+
+    def _with_shown_systems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``messages`` in which a system message that the template would not show is part of the message before it, or
+        begins the user's next one, so that roles which alternated still do.
+        """
+        shown: list[dict[str, Any]] = []
+        was_hidden = False
+        for i, message in enumerate(messages):
+            role, before = message["role"], shown[-1]["role"] if shown else ""
+            is_hidden = role == "system" and not self._shows_system[i > 0]
+            if (is_hidden and before in ("system", "user")) or (was_hidden and role == before == "user"):
+                texts = filter(None, (shown[-1]["content"], message["content"]))
+                shown[-1] = {**shown[-1], "content": "\n\n".join(texts)}
+            else:
+                shown.append({**message, "role": "user"} if is_hidden else message)
+            was_hidden = is_hidden
+        return shown
 
     def _adapted_message(self, message: dict[str, Any]) -> dict[str, Any]:
         message = dict(message)
@@ -182,7 +206,11 @@ class ChatTemplate:
     def _probe(self, arguments: Any, content: str | None) -> str | None:
         """A conversation with a call that has these arguments; None if the template refuses it."""
         call = {"id": "probe1234", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return self._try([{"role": "user", "content": "a"}, message])
+
+    def _try(self, messages: list[dict[str, Any]]) -> str | None:
+        """What the template makes of them; None if it refuses."""
         try:
             return (
                 self._template.render(messages=messages, **self._vocabulary.special_texts) if self._template else None
