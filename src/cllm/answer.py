@@ -82,6 +82,15 @@ class Usage:
 
 
 @dataclass(slots=True)
+class Times:
+    """By the monotonic clock: when a generation was handed over, and when its first and its latest tokens came."""
+
+    submitted: float = 0.0
+    first: float = 0.0
+    latest: float = 0.0
+
+
+@dataclass(slots=True)
 class Generation:
     """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
 
@@ -97,6 +106,7 @@ class Generation:
     param: str = "prompt"
     reading: Reading | None = None
     usage: Usage = field(default_factory=Usage)
+    times: Times = field(default_factory=Times)
 
 
 class Answer:
@@ -132,7 +142,8 @@ class Answer:
         }
         self._num_going = len(self._choices)
         self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in stream.requests]
-        self._begun = self._last = time.monotonic()
+        times = generation.times
+        self._begun = times.submitted = times.first = times.latest = time.monotonic()
         self._outcome = "abort"
         self._closed = False
         self._error: CLLMError | None = None  # what the engine's last word means
@@ -179,6 +190,11 @@ class Answer:
             seconds,
         )
 
+    def stop(self) -> None:
+        """End the answer where it is, as if it had finished."""
+        self._outcome = "finished"
+        self.close()
+
     @property
     def finished(self) -> bool:
         """Every choice has."""
@@ -213,8 +229,11 @@ class Answer:
             now, before = time.monotonic(), self.generation.usage.completion_tokens
             deltas = self._feed(outputs)
             if count := self.generation.usage.completion_tokens - before:
-                self._metrics.tokens(count, now - self._last, first=before == 0)
-                self._last = now
+                times = self.generation.times
+                self._metrics.tokens(count, now - times.latest, first=before == 0)
+                times.latest = now
+                if before == 0:
+                    times.first = now
         except Exception as error:
             self._outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
             raise

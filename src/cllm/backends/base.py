@@ -106,6 +106,11 @@ class Vocabulary(Protocol):
         ...
 
     @property
+    def repository_tokens(self) -> tuple[int, int] | None:
+        """What marks the name of a repository and a file of it, for a prompt of several files; None if unknown."""
+        ...
+
+    @property
     def special_tokens(self) -> dict[int, str]:
         """The names of tokens that stand for more than their text, by id; a grammar must name them to allow them."""
         ...

@@ -248,6 +248,7 @@ class FakeVocabulary:
 
     size = VOCABULARY_SIZE
     infill_tokens: tuple[int, int, int] | None = None
+    repository_tokens: tuple[int, int] | None = None
     special_tokens = CONTROL
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (

@@ -15,7 +15,7 @@ from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import batches, completions, embeddings, files, responses, tokens
+from cllm.server.openai import batches, completions, embeddings, files, llama_server, responses, tokens
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
@@ -31,6 +31,7 @@ ROUTERS = (
     batches.router,
     ollama.router,
     tokens.router,
+    llama_server.router,
     native.router,
     rerank.router,
     benchmark.router,

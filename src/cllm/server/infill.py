@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
 from cllm.answer import Terms
 from cllm.errors import BadRequest
-from cllm.service import Service
+from cllm.service import LONG_TEXT, Service
+
+
+class Snippet(NamedTuple):
+    """A part of another file, which the model may look at."""
+
+    filename: str
+    text: str
 
 
 async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
     """Tokens that ask for what lies between ``prefix`` and ``suffix``. Raises BadRequest if the model knows no such."""
-    if (marks := service.vocabulary.infill_tokens) is None:
-        message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
-        raise BadRequest(message, param="suffix", code="unsupported_parameter")
+    marks = marks_of(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     behind = await service.encode(suffix, "suffix", terms, plain=True)
     return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
+
+
+def marks_of(service: Service, param: str) -> tuple[int, int, int]:
+    """Raises BadRequest if the model has none."""
+    if (marks := service.vocabulary.infill_tokens) is None:
+        message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
+        raise BadRequest(message, param=param, code="unsupported_parameter")
+    return marks
+
+
+async def fitted_infill(
+    service: Service, prefix: str, suffix: str, snippets: Sequence[Snippet], num_new_tokens: int | None
+) -> tuple[list[int], bool]:
+    """A prompt as ``infill`` makes it, with ``snippets`` of other files before it; and whether it was shortened.
+
+    It leaves room for ``num_new_tokens``, or for a quarter of the context. What does not fit is left out: first the
+    snippets, the last of which is the most important one, then the beginning of the prefix and the end of the suffix,
+    which keep three quarters of the room and one quarter. Raises BadRequest if the model knows no such prompts.
+    """
+    marks, files = marks_of(service, "input_suffix"), service.vocabulary.repository_tokens
+    context = service.info.context_length
+    longest = context * service.longest_piece  # characters; no text that is longer fits
+    texts = ["project\n", "file\n", prefix[-longest:], suffix[:longest]]
+    for snippet in reversed(snippets):
+        text = f"{snippet.filename}\n{snippet.text}\n" if files else f"--- {snippet.filename} ---\n{snippet.text}\n\n"
+        if (longest := longest - len(text)) < 0:
+            break
+        texts.append(text)
+
+    def tokenize() -> list[list[int]]:
+        return [service.vocabulary.tokenize(text, add_special=False, parse_special=False) for text in texts]
+
+    is_long = sum(map(len, texts)) >= LONG_TEXT
+    project, file, before, behind, *parts = await asyncio.to_thread(tokenize) if is_long else tokenize()
+    begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
+    wanted = context // 4 if num_new_tokens is None else min(num_new_tokens, context // 2)
+    room = context - 1 - wanted - len(begin) - len(marks)
+    num_behind = min(len(behind), max(room // 4, room - len(before)))
+    num_before = min(len(before), room - num_behind)
+    middle = [marks[0], *before[len(before) - num_before :], marks[1], *behind[:num_behind], marks[2]]
+    head, tail = ([files[0], *project], [files[1], *file]) if files else ([], [])
+    room -= num_before + num_behind + len(head) + len(tail)
+    shown: list[list[int]] = []
+    for part in parts:
+        if (room := room - len(part) - (1 if files else 0)) < 0:
+            break
+        shown.insert(0, [files[1], *part] if files else part)
+    others = [*head, *chain.from_iterable(shown), *tail] if shown else []
+    is_whole = (num_before, num_behind, len(shown)) == (len(before), len(behind), len(snippets))
+    return [*begin, *others, *middle], not is_whole

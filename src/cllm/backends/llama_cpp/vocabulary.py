@@ -61,6 +61,11 @@ class LlamaVocabulary:
         return None if min(prefix, suffix, middle) < 0 else (prefix, suffix, middle)
 
     @cached_property
+    def repository_tokens(self) -> tuple[int, int] | None:
+        repository, file = int(lib.llama_vocab_fim_rep(self._vocab)), int(lib.llama_vocab_fim_sep(self._vocab))
+        return None if min(repository, file) < 0 else (repository, file)
+
+    @cached_property
     def control_tokens(self) -> list[str]:
         texts = {self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
         return sorted(texts - {""}, key=len, reverse=True)

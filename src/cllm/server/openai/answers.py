@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cllm.server.body import Shape, example
+from cllm.server.timings import Timings
+
+TIMINGS = {
+    "cache_n": 0,
+    "prompt_n": 17,
+    "prompt_ms": 34.0,
+    "prompt_per_token_ms": 2.0,
+    "prompt_per_second": 500.0,
+    "predicted_n": 3,
+    "predicted_ms": 60.0,
+    "predicted_per_token_ms": 20.0,
+    "predicted_per_second": 50.0,
+}
 
 
 class TokensDetails(Shape):
@@ -38,6 +51,7 @@ class AssistantMessage(Shape):
     content: str | None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCalled] | None = None
 
 
@@ -56,6 +70,7 @@ class ChatCompletion(Shape):
         model="cllm-builtin",
         choices=[{"index": 0, "message": {"role": "assistant", "content": "72"}, "finish_reason": "stop"}],
         usage={"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20},
+        timings=TIMINGS,
     )
 
     id: str
@@ -64,6 +79,7 @@ class ChatCompletion(Shape):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings
 
 
 class CompletionChoice(Shape):
@@ -81,6 +97,7 @@ class Completion(Shape):
         model="cllm-builtin",
         choices=[{"index": 0, "text": " 72", "finish_reason": "stop"}],
         usage={"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+        timings=TIMINGS,
     )
 
     id: str
@@ -89,6 +106,7 @@ class Completion(Shape):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    timings: Timings
 
 
 class ModelObject(Shape):
@@ -151,3 +169,52 @@ class Templated(Shape):
     model_config = example(prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
     prompt: str
+
+
+class SamplingSettings(Shape):
+    n_predict: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+class InfillSettings(SamplingSettings):
+    n_ctx: int
+
+
+class Infilled(Shape):
+    """All fields, or those that ``response_fields`` names."""
+
+    content: str = ""
+    stop: bool = True
+    model: str = ""
+    stop_type: Literal["eos", "limit", "word"] = "eos"
+    stopping_word: str = ""
+    tokens_evaluated: int = 0
+    tokens_predicted: int = 0
+    tokens_cached: int = 0
+    truncated: bool = False
+    generation_settings: InfillSettings | None = None
+    timings: Timings | None = None
+
+
+class PropsSettings(Shape):
+    n_ctx: int
+    params: SamplingSettings
+
+
+class Modalities(Shape):
+    vision: bool
+    audio: bool
+
+
+class Props(Shape):
+    default_generation_settings: PropsSettings
+    total_slots: int
+    model_alias: str
+    modalities: Modalities
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str

@@ -25,6 +25,7 @@ from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
+from cllm.server.timings import timings
 from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
@@ -118,7 +119,8 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
         return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
         choices = await until_disconnect(request, collect(answer, logprobs))
-    return json_answer({**head, "choices": choices, "usage": usage_object(generation.usage)}, headers_of(answer))
+    figures = {"usage": usage_object(generation.usage), "timings": timings(generation)}
+    return json_answer({**head, "choices": choices, **figures}, headers_of(answer))
 
 
 async def collect(answer: Answer, logprobs: Callable[[list[ToldToken]], dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -83,6 +83,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Limit = None
+    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(unlimited)] = Field(
+        default=None, description="The name of max_tokens in llama-server; 0 computes the prompt alone."
+    )
     temperature: float | None = Field(
         default=None, description="From 0 to 100; above 2 is an extension of OpenAI's API."
     )
@@ -119,7 +122,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
     def num_new_tokens(self) -> int | None:
-        return self.max_tokens
+        given = self.model_fields_set
+        return self.n_predict if "n_predict" in given and "max_tokens" not in given else self.max_tokens
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Raises BadRequest for values out of range."""
@@ -201,6 +205,7 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="The other name of reasoning_content.")
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -220,8 +225,8 @@ class Message(Body):
         }
         if self.name is not None:
             message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
+        if (thoughts := self.reasoning if self.reasoning_content is None else self.reasoning_content) is not None:
+            message["reasoning_content"] = thoughts
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -356,7 +361,7 @@ class ChatBody(GenerationBody):
     )
 
     def num_new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or super().num_new_tokens()
 
     def check(self) -> None:
         """Raise BadRequest for what would change the answer and cannot be done yet."""

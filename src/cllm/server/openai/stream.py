@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import error_event
+from cllm.server.timings import timings
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
@@ -50,6 +51,7 @@ class Chunks:
         self._end = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
         self._text = b'"delta":{"content":' if chat else b'"text":'
         self._close = b"}" if chat else b""
+        self._num_going = len(generation.prompts) * generation.params.n
         self._going = self._close + b',"logprobs":null,"finish_reason":null}'
         self._logprobs = logprobs
         self._unopened = set(range(generation.params.n)) if chat else set()
@@ -70,6 +72,10 @@ class Chunks:
         return self._choice(index, self._text + to_json(text) + end)
 
     def finish(self, index: int, reason: str) -> bytes:
+        """The last chunk of a choice; without a chunk for the usage, the last one of all brings the timings."""
+        self._num_going -= 1
+        if not self._num_going and not self._include_usage:
+            self._end = b"]," + self._timings()
         empty = b'"delta":{}' if self._chat else b'"text":""'
         return self._choice(index, empty + b',"logprobs":null,"finish_reason":"%s"}' % reason.encode())
 
@@ -82,7 +88,13 @@ class Chunks:
         return self._choice(delta.index, b'"delta":{"tool_calls":[' + to_json(call) + b"]" + self._going)
 
     def _reasoning(self, delta: Delta) -> bytes:
-        return self._choice(delta.index, b'"delta":{"reasoning_content":' + to_json(delta.text) + self._going)
+        text = to_json(delta.text)
+        return self._choice(
+            delta.index, b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + self._going
+        )
+
+    def _timings(self) -> bytes:
+        return b'"timings":' + to_json(timings(self._generation)) + b"}\n\n"
 
     def of(self, delta: Delta) -> bytes:
         if delta.channel != Channel.TEXT:
@@ -108,7 +120,8 @@ class Chunks:
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n" + DONE
+        usage = to_json(usage_object(self._generation.usage))
+        return self._head + b'],"usage":' + usage + b"," + self._timings() + DONE
 
     def fault(self, error: Exception) -> bytes:
         return error_event(error) + DONE
@@ -153,7 +166,7 @@ class Whole:
         text = "".join(self.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         if self._calls:
             message["content"] = text or None
             message["tool_calls"] = [

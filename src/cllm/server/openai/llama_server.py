@@ -1,0 +1,195 @@
+"""POST /infill and GET /props, for clients that were written for llama-server, editors above all."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cllm import __version__
+from cllm.answer import Answer, Delta, Generation
+from cllm.server.body import Body, documented, example, read_body
+from cllm.server.errors import error_event
+from cllm.server.infill import Snippet, fitted_infill
+from cllm.server.openai.answers import Infilled, Props
+from cllm.server.openai.routes import check_model, headers_of, json_answer
+from cllm.server.openai.schema import GenerationBody
+from cllm.server.sse import EventStream, until_disconnect
+from cllm.server.timings import timings
+from cllm.service import Service
+
+router = APIRouter(tags=["llama-server"])
+
+MAX_SNIPPETS = 1000
+STOP_TYPES = {"length": "limit", "stop": "eos"}
+
+
+class Extra(Body):
+    """A part of another file."""
+
+    filename: str = "file"
+    text: str
+
+
+class InfillBody(GenerationBody):
+    """What stands before and behind the cursor. ``n_predict`` and max_tokens are the same."""
+
+    model_config = example(input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0)
+    ignored: ClassVar = {
+        "cache_prompt": "prefixes are found by their tokens",
+        "id_slot": "there are no slots; a sequence gets the cells that hold most of its prompt",
+        "n_indent": "the answer is given as the model writes it",
+        "n_keep": "a prompt that is too long is shortened at its beginning and its end",
+        "samplers": "the order of the steps is fixed; see sampling",
+        "t_max_prompt_ms": "it has no effect in llama-server either",
+    }
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = Field(default="", description="What stands between the prefix and the cursor.")
+    input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
+        default=[],
+        description="Parts of other files, the most important ones last; those that do not fit are left out.",
+    )
+    response_fields: Annotated[list[str], Field(max_length=100)] | None = Field(
+        default=None, description="Only these fields are answered; a field within another is timings/prompt_ms."
+    )
+    t_max_predict_ms: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="End the answer so long after its first token, once it has a line; 0 is off. Not in a stream.",
+    )
+    n: Literal[1] | None = None
+
+
+@router.post("/infill", openapi_extra=documented(InfillBody, Infilled, stream="text/event-stream"))
+async def infill(request: Request) -> Response:
+    """What belongs between a prefix and a suffix. 400 if the model has no tokens for that.
+
+    A prompt that does not fit is shortened, because editors send as much as they have; ``truncated`` says so.
+    """
+    service: Service = request.app.state.service
+    body = await read_body(request, InfillBody)
+    check_model(body.model, service)
+    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
+    if grammar := await body.grammar(service):
+        params = msgspec.structs.replace(params, grammar=grammar)
+    snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
+    before = body.input_prefix + body.prompt
+    prompt, is_short = await fitted_infill(service, before, body.input_suffix, snippets, params.max_tokens)
+    terms = body.terms(request)
+    generation = Generation(f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix")
+    answer = service.submit(generation)
+    events = InfillEvents(service, generation, body, is_short)
+    if body.stream:
+        return EventStream(answer, events, headers_of(answer))
+    with answer:
+        content = await until_disconnect(request, collect(answer, events, body.t_max_predict_ms or 0))
+    return json_answer(content, headers_of(answer))
+
+
+async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict[str, Any]:
+    """The whole answer, or what there is of it when ``time_limit`` milliseconds have passed; 0 is no limit."""
+    texts: list[str] = []
+    async for deltas in answer:
+        events.deltas(deltas)
+        texts += [delta.text for delta in deltas]
+        spent = (time.monotonic() - answer.generation.times.first) * 1000
+        if time_limit and spent > time_limit and any("\n" in text for text in texts):
+            answer.stop()
+            break
+    return events.content("".join(texts), is_last=True)
+
+
+class InfillEvents:
+    """An answer in llama-server's words: see Events."""
+
+    def __init__(self, service: Service, generation: Generation, body: InfillBody, is_short: bool) -> None:
+        self._generation = generation
+        self._fields = body.response_fields
+        self._last = Delta(0, "", 0, "length")
+        params, usage = generation.params, generation.usage
+        self._head = {
+            "index": 0,
+            "model": service.model_name,
+            "tokens_evaluated": usage.prompt_tokens,
+            "truncated": is_short,
+            "generation_settings": {"n_ctx": service.info.context_length, **settings_of(params)},
+        }
+
+    def content(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """The whole answer or, if not ``is_last``, a part of it."""
+        found: dict[str, Any] = {"index": 0, "content": text, "stop": is_last}
+        if is_last:
+            usage, last = self._generation.usage, self._last
+            found |= self._head | {
+                "tokens_predicted": usage.completion_tokens,
+                "tokens_cached": usage.cached_tokens,
+                "stop_type": "word" if last.stop else STOP_TYPES.get(last.finish, "limit"),
+                "stopping_word": last.stop,
+                "timings": timings(self._generation),
+            }
+        if self._fields is None:
+            return found
+        return {path: value for path in self._fields if (value := value_at(found, path)) is not None}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        self._last = deltas[-1]
+        return b"".join(event(self.content(delta.text, is_last=False)) for delta in deltas if delta.text)
+
+    def end(self) -> bytes:
+        return event(self.content("", is_last=True))
+
+    def fault(self, error: Exception) -> bytes:
+        return error_event(error)
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+def value_at(content: Any, path: str) -> Any:
+    """The value at ``path``, a/b for b within a; None if there is none."""
+    for name in path.split("/"):
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def settings_of(params: Any) -> dict[str, Any]:
+    """Sampling in llama-server's names. ``params``: SamplingParams, or the operator's defaults."""
+    return {
+        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
+
+
+@router.get("/props", openapi_extra=documented(answer=Props))
+async def props(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What clients have to know of the model: its context, its template, and that it reads text alone."""
+    service: Service = request.app.state.service
+    check_model(model, service)
+    info, vocabulary = service.info, service.vocabulary
+    return {
+        "default_generation_settings": {
+            "n_ctx": info.context_length,
+            "params": settings_of(request.app.state.sampling),
+        },
+        "total_slots": info.max_num_seqs,
+        "model_alias": service.model_name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": vocabulary.chat_template or "",
+        **vocabulary.special_texts,
+        "build_info": f"cllm-{__version__}",
+    }

@@ -1,0 +1,75 @@
+"""Prompts that ask for what is missing, and how they are shortened."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from cllm.backends.fake import FakeVocabulary
+from cllm.errors import BadRequest
+from cllm.server.infill import Snippet, fitted_infill
+
+PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text here has
+
+
+def service(context_length=1000, infill=(PREFIX, SUFFIX, MIDDLE), repository=None):
+    vocabulary = FakeVocabulary()
+    vocabulary.infill_tokens, vocabulary.repository_tokens = infill, repository
+    return SimpleNamespace(vocabulary=vocabulary, info=SimpleNamespace(context_length=context_length), longest_piece=12)
+
+
+def prompt(service, prefix, suffix, snippets=(), num_new_tokens=10):
+    tokens, is_short = asyncio.run(fitted_infill(service, prefix, suffix, snippets, num_new_tokens))
+    assert len(tokens) + num_new_tokens < service.info.context_length
+    return bytes(tokens), is_short
+
+
+def test_a_prefix_and_a_suffix_stand_behind_their_marks():
+    assert prompt(service(), "a = ", "\n") == (b"\x01a = \x02\n\x03", False)
+    assert prompt(service(), "", "") == (b"\x01\x02\x03", False)
+
+
+def test_snippets_of_other_files_come_first():
+    snippets = [Snippet("b.py", "b = 1"), Snippet("c.py", "c = 2")]
+    text, is_short = prompt(service(), "a = ", "\n", snippets)
+    assert (text, is_short) == (b"--- b.py ---\nb = 1\n\n--- c.py ---\nc = 2\n\n\x01a = \x02\n\x03", False)
+    text, is_short = prompt(service(repository=(REPOSITORY, FILE)), "a = ", "\n", snippets)
+    assert (text, is_short) == (
+        b"\x04project\n\x05b.py\nb = 1\n\x05c.py\nc = 2\n\x05file\n\x01a = \x02\n\x03",
+        False,
+    )
+
+
+@pytest.mark.parametrize("repository", [None, (REPOSITORY, FILE)])
+def test_the_first_snippets_are_left_out_where_there_is_no_room(repository):
+    snippets = [Snippet(f"{i}.py", "x" * 100) for i in range(20)]
+    text, is_short = prompt(service(repository=repository), "a = ", "\n", snippets)
+    assert is_short
+    assert b"19.py" in text
+    assert b"0.py\n" not in text.replace(b"10.py", b"")
+    assert text.endswith(b"\x01a = \x02\n\x03")
+    assert len(text) > 800
+
+
+@pytest.mark.parametrize(
+    ("num_prefix", "num_suffix", "kept"), [(5000, 5000, (740, 246)), (5000, 10, (976, 10)), (10, 5000, (10, 976))]
+)
+def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(num_prefix, num_suffix, kept):
+    text, is_short = prompt(service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet("a", "b")])
+    before, behind = text.removeprefix(b"\x01").removesuffix(b"\x03").split(b"\x02")
+    assert is_short
+    assert (before[-1:], behind[:1]) == (b"P", b"S")
+    assert abs(len(before) - kept[0]) <= 2
+    assert abs(len(behind) - kept[1]) <= 2
+
+
+@pytest.mark.parametrize("wanted", [None, 10**9])
+def test_room_is_left_for_the_answer(wanted):
+    tokens, _ = asyncio.run(fitted_infill(service(), "p" * 5000, "", (), wanted))
+    assert 400 <= len(tokens) <= 750
+
+
+def test_a_model_without_marks_is_refused():
+    with pytest.raises(BadRequest, match="cannot fill in") as refused:
+        prompt(service(infill=None), "a", "b")
+    assert refused.value.param == "input_suffix"
