@@ -83,7 +83,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Times:
-    """By the monotonic clock: when a generation was handed over, and when its first and its latest tokens came."""
+    """When a generation was submitted, and when its first and its latest token arrived; seconds, monotonic clock."""
 
     submitted: float = 0.0
     first: float = 0.0
@@ -191,7 +191,7 @@ class Answer:
         )
 
     def stop(self) -> None:
-        """End the answer where it is, as if it had finished."""
+        """End the generation early; it counts as finished, not as aborted."""
         self._outcome = "finished"
         self.close()
 

@@ -63,7 +63,7 @@ class Model(Section):
     name: Text | None = Field(default=None, description="Name shown in /v1/models; null takes it from the model.")
     aliases: Names = Field(
         default=[],
-        description='Other names that requests may use, and patterns of names such as claude-*; "*" accepts any name.',
+        description='Other names that requests may use for the model, or patterns such as claude-*; "*" accepts any.',
     )
     max_context_length: int | None = Field(
         default=None,
@@ -290,7 +290,7 @@ class Option:
     """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ...".
 
     ``expects_of_entries`` does so for each entry of a mapping; the type of a mapping is str, for it is given as JSON.
-    The type of a list is str too, for it is given with commas.
+    The type of a list is str too, because a variable or a flag separates its entries by commas.
     """
 
     key: str

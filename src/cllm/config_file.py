@@ -90,7 +90,7 @@ def unknown(name: str, known: Collection[str]) -> str:
 
 
 def split_names(value: object) -> object:
-    """The list of names that a text with commas stands for; whatever else it is, as it is."""
+    """Split a text at its commas; return any other value unchanged."""
     return list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 

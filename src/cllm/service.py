@@ -49,7 +49,7 @@ class Service:
         aliases: Sequence[str] = (),
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token; ``recorder`` is told
-        of every request when it has ended. ``aliases``: other names of the model, and patterns of names.
+        of every request when it has ended. ``aliases``: other names of the model, or patterns of names.
         """
         self.engine = engine
         self.vocabulary = vocabulary
@@ -76,13 +76,13 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """The model's own name, and its aliases that are no patterns."""
+        """The model's name, and its aliases that are not patterns."""
         return list(
             dict.fromkeys([self.model_name, *(alias for alias in self._aliases if not set("*?[") & set(alias))])
         )
 
     def serves(self, name: str) -> bool:
-        """Whether a request that names the model ``name`` is for the one that is served. "" is the served one."""
+        """Whether ``name`` stands for the served model: its name with or without :latest, an alias, or ""."""
         if not name or name.removesuffix(":latest") == self.model_name.removesuffix(":latest"):
             return True
         return len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases)

@@ -7,7 +7,7 @@ import pytest
 
 from cllm.backends.fake import FakeVocabulary
 from cllm.errors import BadRequest
-from cllm.server.infill import Snippet, fitted_infill
+from cllm.server.infill import Snippet, build_infill_prompt
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text here has
 
@@ -19,7 +19,7 @@ def service(context_length=1000, infill=(PREFIX, SUFFIX, MIDDLE), repository=Non
 
 
 def prompt(service, prefix, suffix, snippets=(), num_new_tokens=10):
-    tokens, is_short = asyncio.run(fitted_infill(service, prefix, suffix, snippets, num_new_tokens))
+    tokens, is_short = asyncio.run(build_infill_prompt(service, prefix, suffix, snippets, num_new_tokens))
     assert len(tokens) + num_new_tokens < service.info.context_length
     return bytes(tokens), is_short
 
@@ -65,7 +65,7 @@ def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(num_
 
 @pytest.mark.parametrize("wanted", [None, 10**9])
 def test_room_is_left_for_the_answer(wanted):
-    tokens, _ = asyncio.run(fitted_infill(service(), "p" * 5000, "", (), wanted))
+    tokens, _ = asyncio.run(build_infill_prompt(service(), "p" * 5000, "", (), wanted))
     assert 400 <= len(tokens) <= 750
 
 

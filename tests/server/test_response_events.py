@@ -13,7 +13,7 @@ from cllm.errors import BadRequest, EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
 from cllm.server.openai.response_store import ResponseStore
 from cllm.server.openai.response_stream import ResponseEvents
-from cllm.server.openai.response_tools import Called, input_of
+from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.chat import Channel
 
 HEAD = {
@@ -221,5 +221,5 @@ def test_a_call_of_a_tool_in_a_namespace_names_both():
         ("ls -l", "ls -l"),
     ],
 )
-def test_the_input_of_a_custom_tool_is_found_in_what_the_model_wrote(arguments, text):
-    assert input_of(arguments) == text
+def test_the_extract_input_a_custom_tool_is_found_in_what_the_model_wrote(arguments, text):
+    assert extract_input(arguments) == text

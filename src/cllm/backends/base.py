@@ -107,7 +107,7 @@ class Vocabulary(Protocol):
 
     @property
     def repository_tokens(self) -> tuple[int, int] | None:
-        """What marks the name of a repository and a file of it, for a prompt of several files; None if unknown."""
+        """The tokens before the name of a repository and before each of its files; None if the model has none."""
         ...
 
     @property

@@ -54,7 +54,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
     app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
-    app.state.skipped = set()  # what was left out of requests, and logged
+    app.state.skipped = set()  # types of skipped parts that have been logged
     app.state.batches = batches.make(app, settings)
     errors.install(app, DIALECTS)
     for router in ROUTERS:

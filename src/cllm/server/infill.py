@@ -1,4 +1,4 @@
-"""What is asked of a model that is to fill in."""
+"""Prompts for models that fill in the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cllm.service import LONG_TEXT, Service
 
 
 class Snippet(NamedTuple):
-    """A part of another file, which the model may look at."""
+    """A part of another file, as context."""
 
     filename: str
     text: str
@@ -21,32 +21,32 @@ class Snippet(NamedTuple):
 
 async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
     """Tokens that ask for what lies between ``prefix`` and ``suffix``. Raises BadRequest if the model knows no such."""
-    marks = marks_of(service, "suffix")
+    marks = find_marks(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     behind = await service.encode(suffix, "suffix", terms, plain=True)
     return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
 
 
-def marks_of(service: Service, param: str) -> tuple[int, int, int]:
-    """Raises BadRequest if the model has none."""
+def find_marks(service: Service, param: str) -> tuple[int, int, int]:
+    """The tokens before the prefix, the suffix and the middle. Raises BadRequest if the model has none."""
     if (marks := service.vocabulary.infill_tokens) is None:
         message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
         raise BadRequest(message, param=param, code="unsupported_parameter")
     return marks
 
 
-async def fitted_infill(
+async def build_infill_prompt(
     service: Service, prefix: str, suffix: str, snippets: Sequence[Snippet], num_new_tokens: int | None
 ) -> tuple[list[int], bool]:
-    """A prompt as ``infill`` makes it, with ``snippets`` of other files before it; and whether it was shortened.
+    """Return the prompt, with ``snippets`` of other files before the prefix, and whether it was shortened to fit.
 
-    It leaves room for ``num_new_tokens``, or for a quarter of the context. What does not fit is left out: first the
-    snippets, the last of which is the most important one, then the beginning of the prefix and the end of the suffix,
-    which keep three quarters of the room and one quarter. Raises BadRequest if the model knows no such prompts.
+    The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None. Snippets are dropped
+    first, beginning with the first one. Then the beginning of the prefix and the end of the suffix are cut, down to
+    three quarters and one quarter of the room. Raises BadRequest if the model cannot fill in.
     """
-    marks, files = marks_of(service, "input_suffix"), service.vocabulary.repository_tokens
+    marks, files = find_marks(service, "input_suffix"), service.vocabulary.repository_tokens
     context = service.info.context_length
-    longest = context * service.longest_piece  # characters; no text that is longer fits
+    longest = context * service.longest_piece  # characters; a longer text cannot fit
     texts = ["project\n", "file\n", prefix[-longest:], suffix[:longest]]
     for snippet in reversed(snippets):
         text = f"{snippet.filename}\n{snippet.text}\n" if files else f"--- {snippet.filename} ---\n{snippet.text}\n\n"

@@ -1,4 +1,4 @@
-"""Parts of requests that are left out because they cannot be served: counted, logged once, named in a header."""
+"""Parts of requests that are left out because this server cannot serve them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from cllm.service import Service
 
 HEADER = "x-cllm-skipped"
-# The types by which parts are counted and named; a client can make up any number of others.
+# Types with a label of their own. Clients can invent types, so all others are counted as "other".
 KINDS = frozenset(
     {
         "additional_tools",
@@ -55,7 +55,7 @@ log = logging.getLogger("cllm.server")
 
 
 def note_skipped(request: Request, kinds: Iterable[str]) -> dict[str, str]:
-    """Count what is left out of ``request``, by its type; and the header that says so, if there is something."""
+    """Count the parts of ``request`` that are left out and log each type once; return a header that names the types."""
     service: Service = request.app.state.service
     names = [name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other" for kind in kinds]
     if not names:
@@ -65,5 +65,7 @@ def note_skipped(request: Request, kinds: Iterable[str]) -> dict[str, str]:
         service.metrics.skipped(name)
         if name not in logged:
             logged.add(name)
-            log.warning("%s cannot be served and is left out of requests; it is counted, and logged once", name)
+            log.warning(
+                "requests contain %s, which cannot be served; it is left out, counted, and not logged again", name
+            )
     return {HEADER: ", ".join(dict.fromkeys(names))}

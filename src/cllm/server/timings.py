@@ -1,4 +1,4 @@
-"""How long an answer took, in the words of llama-server."""
+"""Timings of an answer in llama-server's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cllm.server.body import Shape
 
 
 class Timings(Shape):
-    """Milliseconds. ``cache_n`` tokens of the prompt were not computed again; to wait counts as reading the prompt."""
+    """Times in milliseconds. ``cache_n``: prompt tokens from the cache. ``prompt_ms`` includes time in the queue."""
 
     cache_n: int
     prompt_n: int
@@ -22,18 +22,18 @@ class Timings(Shape):
     predicted_per_second: float
 
 
-def timings(generation: Generation) -> dict[str, Any]:
-    """The fields of Timings, of what has been computed so far."""
+def build_timings(generation: Generation) -> dict[str, Any]:
+    """The fields of Timings for what has been generated so far."""
     usage, times = generation.usage, generation.times
     return {
         "cache_n": usage.cached_tokens,
-        **part("prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted),
-        **part("predicted", usage.completion_tokens, times.latest - times.first),
+        **build_part("prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted),
+        **build_part("predicted", usage.completion_tokens, times.latest - times.first),
     }
 
 
-def part(name: str, count: int, seconds: float) -> dict[str, Any]:
-    """``count`` tokens in ``seconds``; rates are 0 where nothing was computed or no time has passed."""
+def build_part(name: str, count: int, seconds: float) -> dict[str, Any]:
+    """The fields for ``count`` tokens that took ``seconds``; a rate is 0 if it cannot be computed."""
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1000,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
 OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
 FENCES = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
 
-# Names in a template that have a meaning already: no variable of a client may be called so.
+# Names that already have a meaning in templates. Clients cannot use them for variables.
 RESERVED = frozenset(
     {
         *jinja2.defaults.DEFAULT_NAMESPACE,

@@ -20,7 +20,7 @@ from cllm.server.openai.routes import check_model, head_of, headers_of, json_ans
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, Counted, usage_object
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.server.timings import timings
+from cllm.server.timings import build_timings
 from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
@@ -54,7 +54,7 @@ async def completions(request: Request) -> Response:
         return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
         choices = await until_disconnect(request, collect(answer, words))
-    figures = {"usage": usage_object(generation.usage), "timings": timings(generation)}
+    figures = {"usage": usage_object(generation.usage), "timings": build_timings(generation)}
     return json_answer({**head, "choices": choices, **figures}, headers_of(answer))
 
 

@@ -35,9 +35,9 @@ class ExpiresAfter(Body):
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
-def short_name(name: str) -> str:
+def check_name(name: str) -> str:
     if len(name) > MAX_NAME:
-        raise ValueError(f"the name of a file has at most {MAX_NAME} characters, not {len(name)}")
+        raise ValueError(f"a file name must have at most {MAX_NAME} characters, not {len(name)}")
     return name
 
 
@@ -48,10 +48,10 @@ class UploadBody(Body):
         file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
     )
 
-    # Checked here is the name of the file; a limit of the schema would speak of its content.
+    # The value is the file's name. A maxLength in the schema would limit the content of the file.
     file: Annotated[
         str,
-        pydantic.AfterValidator(short_name),
+        pydantic.AfterValidator(check_name),
         Field(description="JSON lines, one request each.", json_schema_extra={"format": "binary"}),
     ]
     purpose: Literal["batch"]

@@ -1,4 +1,4 @@
-"""POST /infill and GET /props, for clients that were written for llama-server, editors above all."""
+"""POST /infill and GET /props: llama-server's routes for editors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cllm import __version__
 from cllm.answer import Answer, Delta, Generation
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.errors import error_event
-from cllm.server.infill import Snippet, fitted_infill
+from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Infilled, Props
 from cllm.server.openai.routes import check_model, headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.server.timings import timings
+from cllm.server.timings import build_timings
 from cllm.service import Service
 
 router = APIRouter(tags=["llama-server"])
@@ -32,47 +32,47 @@ STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
 class Extra(Body):
-    """A part of another file."""
+    """A part of another file, as context."""
 
     filename: str = "file"
     text: str
 
 
 class InfillBody(GenerationBody):
-    """What stands before and behind the cursor. ``n_predict`` and max_tokens are the same."""
+    """The text before and after the cursor, and how to sample."""
 
     model_config = example(input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0)
     ignored: ClassVar = {
         "cache_prompt": "prefixes are found by their tokens",
-        "id_slot": "there are no slots; a sequence gets the cells that hold most of its prompt",
-        "n_indent": "the answer is given as the model writes it",
-        "n_keep": "a prompt that is too long is shortened at its beginning and its end",
-        "samplers": "the order of the steps is fixed; see sampling",
-        "t_max_prompt_ms": "it has no effect in llama-server either",
+        "id_slot": "there are no slots; the prefix cache finds what can be reused",
+        "n_indent": "the answer is not edited",
+        "n_keep": "a prompt that is too long is cut at its beginning and its end",
+        "samplers": "the order of the sampling steps is fixed",
+        "t_max_prompt_ms": "llama-server ignores it too",
     }
 
     input_prefix: str = ""
     input_suffix: str = ""
-    prompt: str = Field(default="", description="What stands between the prefix and the cursor.")
+    prompt: str = Field(default="", description="The text between the prefix and the cursor.")
     input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
         default=[],
-        description="Parts of other files, the most important ones last; those that do not fit are left out.",
+        description="Parts of other files, the most important one last. Those that do not fit are dropped.",
     )
     response_fields: Annotated[list[str], Field(max_length=100)] | None = Field(
-        default=None, description="Only these fields are answered; a field within another is timings/prompt_ms."
+        default=None, description="Return only these fields; timings/prompt_ms is prompt_ms within timings."
     )
     t_max_predict_ms: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="End the answer so long after its first token, once it has a line; 0 is off. Not in a stream.",
+        description="End the answer this long after its first token if it has a line; 0 is off. Streams go on.",
     )
     n: Literal[1] | None = None
 
 
 @router.post("/infill", openapi_extra=documented(InfillBody, Infilled, stream="text/event-stream"))
 async def infill(request: Request) -> Response:
-    """What belongs between a prefix and a suffix. 400 if the model has no tokens for that.
+    """Fill in the text between a prefix and a suffix. 400 if the model has no tokens for that.
 
-    A prompt that does not fit is shortened, because editors send as much as they have; ``truncated`` says so.
+    A prompt that is too long is shortened, and ``truncated`` is true: editors send more context than may fit.
     """
     service: Service = request.app.state.service
     body = await read_body(request, InfillBody)
@@ -82,7 +82,7 @@ async def infill(request: Request) -> Response:
         params = msgspec.structs.replace(params, grammar=grammar)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
-    prompt, is_short = await fitted_infill(service, before, body.input_suffix, snippets, params.max_tokens)
+    prompt, is_short = await build_infill_prompt(service, before, body.input_suffix, snippets, params.max_tokens)
     terms = body.terms(request)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix")
     answer = service.submit(generation)
@@ -95,7 +95,10 @@ async def infill(request: Request) -> Response:
 
 
 async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict[str, Any]:
-    """The whole answer, or what there is of it when ``time_limit`` milliseconds have passed; 0 is no limit."""
+    """Return the whole answer. Stop early once ``time_limit`` milliseconds have passed and a line is complete.
+
+    A limit of 0 is off.
+    """
     texts: list[str] = []
     async for deltas in answer:
         events.deltas(deltas)
@@ -108,7 +111,7 @@ async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict
 
 
 class InfillEvents:
-    """An answer in llama-server's words: see Events."""
+    """An answer in llama-server's format; implements Events."""
 
     def __init__(self, service: Service, generation: Generation, body: InfillBody, is_short: bool) -> None:
         self._generation = generation
@@ -124,7 +127,7 @@ class InfillEvents:
         }
 
     def content(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The whole answer or, if not ``is_last``, a part of it."""
+        """The object for ``text``. The last one has the figures of the whole answer too."""
         found: dict[str, Any] = {"index": 0, "content": text, "stop": is_last}
         if is_last:
             usage, last = self._generation.usage, self._last
@@ -133,7 +136,7 @@ class InfillEvents:
                 "tokens_cached": usage.cached_tokens,
                 "stop_type": "word" if last.stop else STOP_TYPES.get(last.finish, "limit"),
                 "stopping_word": last.stop,
-                "timings": timings(self._generation),
+                "timings": build_timings(self._generation),
             }
         if self._fields is None:
             return found
@@ -158,14 +161,14 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def value_at(content: Any, path: str) -> Any:
-    """The value at ``path``, a/b for b within a; None if there is none."""
+    """The value at ``path``, where a/b is b within a; None if it does not exist."""
     for name in path.split("/"):
         content = content.get(name) if isinstance(content, dict) else None
     return content
 
 
 def settings_of(params: Any) -> dict[str, Any]:
-    """Sampling in llama-server's names. ``params``: SamplingParams, or the operator's defaults."""
+    """Sampling settings under llama-server's names. ``params``: SamplingParams or SamplingDefaults."""
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "temperature": params.temperature,
@@ -177,7 +180,7 @@ def settings_of(params: Any) -> dict[str, Any]:
 
 @router.get("/props", openapi_extra=documented(answer=Props))
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
-    """What clients have to know of the model: its context, its template, and that it reads text alone."""
+    """The context length, the chat template and the input modalities of the model."""
     service: Service = request.app.state.service
     check_model(model, service)
     info, vocabulary = service.info, service.vocabulary

@@ -8,7 +8,7 @@ from cllm.errors import BadRequest
 
 
 def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """The ``objects`` after the one with the id ``after``, at most ``limit``; from the first one if ``after`` is empty.
+    """Return at most ``limit`` of the ``objects`` that follow the one with the id ``after``; "" is the beginning.
 
     Raises BadRequest if that is not among them.
     """

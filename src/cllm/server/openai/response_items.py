@@ -1,4 +1,4 @@
-"""The items of a response's input, and their translation to the messages of a chat."""
+"""Input items of the Responses API, and their translation to chat messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_id(kind: str) -> str:
 
 
 class Part(Body):
-    """A part of a content; what is no text is refused."""
+    """A part of a message's content. Parts that are not text are refused."""
 
     type: str
     text: str | None = None
@@ -57,7 +57,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A call that the model has made. ``namespace``: of the tool, if it was declared in one."""
+    """A call by the model. ``namespace``: the namespace in which the tool was declared, if any."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: Identifier
@@ -80,7 +80,7 @@ class CustomCallItem(CallItem):
 
 
 class LocalShellCallItem(Body):
-    """A call of a tool that is not served here; other servers' models have made it."""
+    """A call of OpenAI's local shell. This server never makes one, but a client may replay one from elsewhere."""
 
     type: Literal["local_shell_call"]
     call_id: Identifier
@@ -106,14 +106,14 @@ class CallOutputItem(Body):
 
 
 class LocalShellOutputItem(CallOutputItem):
-    """OpenAI calls the id of the call ``id`` here."""
+    """OpenAI's reference names the id of the call ``id``; clients send ``call_id`` too."""
 
     type: Literal["local_shell_call_output"]  # type: ignore[assignment]
     call_id: Identifier = Field(validation_alias=pydantic.AliasChoices("call_id", "id"))
 
 
 class ReasoningItem(Body):
-    """``encrypted_content`` is for the server that has written it; without another content the item is left out."""
+    """Only the server that wrote ``encrypted_content`` can read it. An item without other content is left out."""
 
     type: Literal["reasoning"]
     summary: list[Part] | None = None
@@ -126,7 +126,7 @@ class ReasoningItem(Body):
 
 
 class ReferenceItem(Body):
-    """An item of a response that is kept, by its id."""
+    """A reference to an output item of a stored response."""
 
     type: Literal["item_reference"] | None = "item_reference"
     id: Identifier
@@ -136,7 +136,7 @@ class ReferenceItem(Body):
 
 
 class OtherItem(Body):
-    """An item that no chat template knows, such as a search in the web: it is left out."""
+    """An item that chat templates have no place for, such as a web search. It is left out."""
 
     type: str
 
@@ -158,7 +158,7 @@ MODELS: dict[str, type[Body]] = {
 
 
 def tag_of(item: Any) -> str:
-    """The name of the model of ``item``; clients may leave out the type of a message or a reference."""
+    """The tag of the model for ``item``. The type may be missing from messages and references."""
     if not isinstance(item, dict):
         return f"item:{type(item).__name__}"
     kind = item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
@@ -180,7 +180,7 @@ Item = Annotated[
 
 
 def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat. What an assistant thought, said and called in a row is one message."""
+    """Translate items to chat messages. Consecutive reasoning, text and calls become one assistant message."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         PLACES[item["type"]](messages, item)
@@ -190,7 +190,7 @@ def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[d
 def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     role, content = item["role"], "".join(part["text"] for part in item["content"])
     if role in ("system", "developer") and [message["role"] for message in messages] == ["system"]:
-        messages[0]["content"] += f"\n\n{content}"  # many templates take one system message and no second
+        messages[0]["content"] += f"\n\n{content}"  # many templates accept only one system message
     elif role == "assistant":
         last = assistant(messages)
         if last.get("content") or "tool_calls" in last:
@@ -229,7 +229,7 @@ def place_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> Non
 
 
 def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that others would be added to."""
+    """The last message if it is the assistant's, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]

@@ -29,7 +29,7 @@ NAMES = {
 CHOICES = ("function", "custom", "allowed_tools")
 
 
-def can_be_chosen(value: Any) -> Any:
+def check_choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in CHOICES:
         raise ValueError(f"tools of the type '{kind[:40]}' cannot be chosen, only {', '.join(CHOICES)}")
@@ -43,7 +43,7 @@ class NamedTool(Body):
 
 
 class AllowedTool(Body):
-    """One of the tools that are declared; those without a name are among those that are left out."""
+    """A declared tool. Only tools that are left out have no name."""
 
     type: str
     name: str | None = None
@@ -111,7 +111,7 @@ class ResponseBody(GenerationBody):
         "context_management": "nothing is compacted; a prompt that is too long is refused with both numbers",
         "image": "there are no images",
         "access_programs": "there are none",
-        "client_metadata": "it is for the client's own services",
+        "client_metadata": "it is meant for OpenAI's servers",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **GenerationBody.refused,
@@ -122,7 +122,7 @@ class ResponseBody(GenerationBody):
     }
 
     input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS)] | None = Field(
-        default=None, description="Needed unless there is a previous_response_id."
+        default=None, description="Required unless previous_response_id is given."
     )
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # has other options than a chat's
     instructions: str | None = None
@@ -133,12 +133,12 @@ class ResponseBody(GenerationBody):
     metadata: Metadata | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         default=None,
-        description="Functions and custom tools, in namespaces or not; tools of other types are left out, and named in "
-        "x-cllm-skipped.",
+        description="Functions and custom tools, also within namespaces. Tools of other types are left out; the header "
+        "x-cllm-skipped names their types.",
     )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None,
-        pydantic.BeforeValidator(can_be_chosen),
+        pydantic.BeforeValidator(check_choice),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -146,7 +146,7 @@ class ResponseBody(GenerationBody):
     max_output_tokens: Limit = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="auto is read as disabled: a prompt that is too long is refused, with both numbers."
+        default=None, description="auto is treated as disabled: a prompt that is too long is refused."
     )
     include: Annotated[list[str], Field(max_length=20)] | None = Field(
         default=None, description="message.output_text.logprobs; what else there is belongs to built-in tools."
@@ -160,7 +160,7 @@ class ResponseBody(GenerationBody):
             raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
-        """What was sent, as resources; references and what is left out among them."""
+        """The input as item resources, including references and items that will be left out."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input).resource()] if self.input else []
         return [item.resource() for item in self.input or []]
@@ -197,13 +197,13 @@ class ResponseBody(GenerationBody):
         return toolset
 
     def _choice(self, toolset: Toolset) -> str | dict[str, Any] | None:
-        """``tool_choice`` in the words of a chat, which knows functions alone."""
+        """Translate ``tool_choice`` for a chat, where every tool is a function."""
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
             return choice
         if isinstance(choice, NamedTool):
             (name, *_) = toolset.flat_names(choice.name, choice.namespace) or [choice.name]
-            return named(name)
+            return force_function(name)
         names = [name for tool in choice.tools if tool.name for name in toolset.flat_names(tool.name, tool.namespace)]
         if not names and choice.mode == "required":
             raise self.refuse("tool_choice", "requires a call, and none of the tools that it allows is served")
@@ -211,7 +211,7 @@ class ResponseBody(GenerationBody):
             return "none"
         return {
             "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.mode, "tools": [named(name) for name in names]},
+            "allowed_tools": {"mode": choice.mode, "tools": [force_function(name) for name in names]},
         }
 
     @property
@@ -229,6 +229,6 @@ def renamed(error: BadRequest) -> BadRequest:
     return error
 
 
-def named(name: str) -> dict[str, Any]:
-    """A choice of a chat: this function."""
+def force_function(name: str) -> dict[str, Any]:
+    """The ``tool_choice`` of a chat that forces the function ``name``."""
     return {"type": "function", "function": {"name": name}}

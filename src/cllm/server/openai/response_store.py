@@ -16,7 +16,7 @@ from cllm.errors import BadRequest
 class Stored:
     """``response`` and ``items`` (what was sent with it) are JSON, so that what they take is known.
 
-    item_ids: of the output, as clients refer to it.
+    item_ids: the ids of the output items, for item_reference.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._num_bytes = 0
-        self._response_ids: dict[str, str] = {}  # by the ids of the items of their output
+        self._response_ids: dict[str, str] = {}  # output item id -> response id
 
     def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Keep ``response``, unless it is too large alone; those not used for longest make room."""
@@ -78,9 +78,9 @@ class ResponseStore:
         self._remove(response_id)
 
     def items(self, item_ids: Iterable[str], owner: str) -> dict[str, dict[str, Any]]:
-        """By their ids, the items of these that are in the output of responses kept for ``owner``, which count as used.
+        """Return the output items of stored responses of ``owner`` that have one of these ids, by id.
 
-        A response is read once, however many of its items are asked for.
+        Ids that are not found are missing from the result. Each response is parsed once, and counts as used.
         """
         wanted, found = dict.fromkeys(item_ids), dict[str, dict[str, Any]]()
         for item_id in wanted:

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_items import new_id
-from cllm.server.openai.response_tools import Called, input_of
+from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
@@ -35,13 +35,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class OutputItem:
-    """One item of the output as it grows: a message, a reasoning or a call of a function.
+    """One item of the output as it grows: a message, reasoning or a tool call.
 
-    A custom tool is shown as it was declared, so its input is known when the arguments of its function are complete.
+    The input of a custom tool is known only when the arguments of its function are complete, so it is one delta.
     """
 
     def __init__(self, channel: Channel, index: int, call: int, tool: Called) -> None:
-        """``index``: its place in the output. ``call`` and ``tool`` are those of a call."""
+        """``index``: its place in the output. ``call``: which call of the answer this is; ``tool``: what it calls."""
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
         self.id, self.call_id = new_id("ctc" if tool.is_custom else PREFIXES[channel]), new_id("call")
         self._texts: list[str] = []
@@ -55,7 +55,7 @@ class OutputItem:
         self._plain = self._head + (b',"logprobs":[]' if channel == Channel.TEXT else b"")
 
     def add(self, text: str, logprobs: list[dict[str, Any]], sequence_number: int) -> bytes:
-        """The event that says what has come; nothing where that cannot be said yet."""
+        """Add text and return the event for it; custom tools have no event before their end."""
         self._texts.append(text)
         if self.tool.is_custom:
             return b""
@@ -72,7 +72,7 @@ class OutputItem:
     @property
     def text(self) -> str:
         text = "".join(self._texts)
-        return input_of(text) if self.tool.is_custom else text
+        return extract_input(text) if self.tool.is_custom else text
 
     def part(self, text: str) -> dict[str, Any]:
         if self.channel == Channel.REASONING:
@@ -110,8 +110,8 @@ class ResponseEvents:
     ) -> None:
         """``head``: the response before anything was computed. ``on_end`` gets it when all has been.
 
-        ``called``: the tools that functions stand for, by the names of these. ``logprobs``: those of some tokens as a
-        chat has them, if they are wanted.
+        ``called``: the tool behind each function, by the function's name. ``logprobs``: makes the logprobs object for
+        some tokens, if the client asked for it.
         """
         self._generation = generation
         self._logprobs = logprobs

@@ -1,4 +1,4 @@
-"""The tools of a response: what the chat is told of them, and which tool a call of the model means."""
+"""Tools of the Responses API: declared to the model as functions, and found again by the function that it calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from cllm.server.body import Body
 from cllm.server.openai.schema import MAX_TOOLS, Function, ToolName
 
-# The arguments of the function that stands for a custom tool, whose input is plain text.
+# Custom tools take plain text. The model calls them as functions with these arguments.
 CUSTOM_ARGUMENTS = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The input of the tool, as plain text."}},
@@ -27,12 +27,12 @@ class FunctionTool(Function):
         return {"type": "function", "parameters": None, "strict": None, **self.model_dump(exclude_unset=True)}
 
     def function(self) -> dict[str, Any]:
-        """As a chat declares it."""
+        """The declaration of the function for a chat."""
         return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
 class InputFormat(Body):
-    """``syntax`` and ``definition``: of a grammar."""
+    """The format of a custom tool's input; ``syntax`` and ``definition`` describe a grammar."""
 
     type: str
     syntax: str | None = None
@@ -40,7 +40,7 @@ class InputFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is plain text. The model is told of its format, which is not enforced."""
+    """A tool whose input is plain text. Its format is described to the model but not enforced."""
 
     type: Literal["custom"]
     name: ToolName
@@ -59,13 +59,13 @@ class CustomTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that OpenAI's servers run, or that a model must have been trained for: it is left out."""
+    """A tool that this server cannot offer, such as web_search. It is left out."""
 
     type: str
 
 
 def tag_of(tool: Any) -> str:
-    """The name of the model of ``tool``."""
+    """The tag of the model for ``tool``."""
     kind = tool.get("type") or "function" if isinstance(tool, dict) else type(tool).__name__
     if not isinstance(kind, str):
         return "tool:None"
@@ -82,7 +82,7 @@ DISCRIMINATOR = Discriminator(tag_of, custom_error_type="tool_type", custom_erro
 
 
 class NamespaceTool(Body):
-    """Tools that are called by the name of the namespace and their own."""
+    """A group of tools; a call names the namespace and the tool."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -99,7 +99,7 @@ Tool = Annotated[OneTool | Annotated[NamespaceTool, Tag("tool:namespace")], DISC
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The tool that a function of the chat stands for."""
+    """The tool behind a function that is declared to the model."""
 
     name: str
     namespace: str | None = None
@@ -108,7 +108,7 @@ class Called:
 
 @dataclass(slots=True)
 class Toolset:
-    """functions: as the chat declares them. called: by their names. skipped: the types of tools that are left out."""
+    """functions: declarations for a chat. called: the tool behind each function. skipped: types of tools left out."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     called: dict[str, Called] = field(default_factory=dict)
@@ -127,21 +127,21 @@ class Toolset:
                 self.called[name] = Called(tool.name, namespace.name if namespace else None, is_custom)
 
     def flat_names(self, name: str, namespace: str | None) -> list[str]:
-        """The functions that stand for the tool ``name``, of any namespace if none is given."""
+        """Names of the functions for the tool ``name``; without a namespace, those of all namespaces."""
         if (exact := flat_name(name, namespace)) in self.called:
             return [exact]
         return [flat for flat, called in self.called.items() if namespace is None and called.name == name]
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name of the function that stands for a tool in a namespace."""
+    """The name of the function for a tool."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def input_of(arguments: str) -> str:
-    """The input of a custom tool from the arguments of its function, which may have been cut off.
+def extract_input(arguments: str) -> str:
+    """Extract the input of a custom tool from the arguments that the model wrote, which may be cut off.
 
-    A model is not bound to the names of the arguments, so any other single text is taken as well, and else all of them
+    The model may have used another name than ``input``, so any single text is accepted. Other arguments are returned
     as they are.
     """
     try:

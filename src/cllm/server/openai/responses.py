@@ -110,9 +110,9 @@ def kept(request: Request) -> ResponseStore:
 async def generation_of(
     request: Request, body: ResponseBody
 ) -> tuple[Generation, list[dict[str, Any]], dict[str, str]]:
-    """What is to be computed, the items that were sent, and a header that names what of the body was left out.
+    """Return the generation, the input items, and a header that names the parts of the body that were left out.
 
-    Raises BadRequest in the names of this dialect.
+    Raises BadRequest with the field names of this dialect.
     """
     check_model(body.model, request.app.state.service)
     body.check()

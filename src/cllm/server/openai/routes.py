@@ -25,7 +25,7 @@ from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
 from cllm.server.queueing import place_headers
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.server.timings import timings
+from cllm.server.timings import build_timings
 from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
@@ -53,14 +53,14 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The model that is served, under its name and under each alias; ``root`` is its name."""
+    """The served model, under its name and under each alias that is not a pattern; ``root`` is its name."""
     service: Service = request.app.state.service
     return {"object": "list", "data": [model_object(service, name) for name in service.names]}
 
 
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """The model that is served, if that is its name or an alias."""
+    """The served model, by its name or an alias."""
     service: Service = request.app.state.service
     check_model(name, service)
     is_own = name.removesuffix(":latest") == service.model_name.removesuffix(":latest")
@@ -119,7 +119,7 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
         return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
         choices = await until_disconnect(request, collect(answer, logprobs))
-    figures = {"usage": usage_object(generation.usage), "timings": timings(generation)}
+    figures = {"usage": usage_object(generation.usage), "timings": build_timings(generation)}
     return json_answer({**head, "choices": choices, **figures}, headers_of(answer))
 
 

@@ -30,14 +30,14 @@ MAX_VARIABLES = 64
 MAX_VARIABLES_BYTES = 10_000
 
 
-def unlimited(value: Any) -> Any:
-    """None for -1, which is how llama-server's clients ask for no limit."""
+def read_limit(value: Any) -> Any:
+    """Read -1 as None: clients of llama-server ask for no limit so."""
     return None if type(value) is int and value == -1 else value
 
 
-# How many tokens are generated at most.
+# The largest number of tokens to generate.
 Limit = Annotated[
-    Annotated[int, Field(ge=1)] | None, pydantic.BeforeValidator(unlimited), Field(description="-1 is no limit.")
+    Annotated[int, Field(ge=1)] | None, pydantic.BeforeValidator(read_limit), Field(description="-1 means no limit.")
 ]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -83,8 +83,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Limit = None
-    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(unlimited)] = Field(
-        default=None, description="The name of max_tokens in llama-server; 0 computes the prompt alone."
+    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)] = Field(
+        default=None, description="llama-server's name of max_tokens; 0 computes only the prompt, -1 means no limit."
     )
     temperature: float | None = Field(
         default=None, description="From 0 to 100; above 2 is an extension of OpenAI's API."
@@ -205,7 +205,7 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(default=None, description="The other name of reasoning_content.")
+    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -282,26 +282,26 @@ class AllowedTools(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-def free(name: str) -> str:
+def check_variable(name: str) -> str:
     if not name.isidentifier() or len(name) > MAX_NAME:
-        raise ValueError(f"a variable has a name of at most {MAX_NAME} letters, digits and _")
+        raise ValueError(f"the name of a variable must have at most {MAX_NAME} letters, digits and _")
     if name in RESERVED:
-        raise ValueError("this variable of the template is set by the server")
+        raise ValueError("the server sets this variable of the template")
     return name
 
 
-def bounded(variables: dict[str, Any]) -> dict[str, Any]:
+def check_size(variables: dict[str, Any]) -> dict[str, Any]:
     if len(to_json(variables)) > MAX_VARIABLES_BYTES:
-        raise ValueError(f"all variables together have at most {MAX_VARIABLES_BYTES} bytes as JSON")
+        raise ValueError(f"the variables must have at most {MAX_VARIABLES_BYTES} bytes as JSON")
     return variables
 
 
 Scalar = bool | int | float | str | None
-# What a client may tell the chat template beside the messages and tools.
+# Variables that a client passes to the chat template.
 TemplateVariables = Annotated[
-    dict[Annotated[str, pydantic.AfterValidator(free)], Scalar | list[Scalar] | dict[str, Scalar]],
+    dict[Annotated[str, pydantic.AfterValidator(check_variable)], Scalar | list[Scalar] | dict[str, Scalar]],
     at_most(MAX_VARIABLES),
-    pydantic.AfterValidator(bounded),
+    pydantic.AfterValidator(check_size),
     Field(
         description="Variables of the chat template, such as enable_thinking. A value is a text, a number, true "
         "or false, or a flat list or object of these. What the template does not know changes nothing."
@@ -309,8 +309,8 @@ TemplateVariables = Annotated[
 ]
 
 
-def given(variables: dict[str, Any] | None) -> dict[str, Any]:
-    """Those that are not null."""
+def drop_nulls(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """Drop variables that are null."""
     return {name: value for name, value in (variables or {}).items() if value is not None}
 
 
@@ -386,7 +386,7 @@ class ChatBody(GenerationBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             thinking_budget=self.thinking_token_budget,
             effort=Effort(self.reasoning_effort) if self.reasoning_effort else None,
-            variables=given(self.chat_template_kwargs),
+            variables=drop_nulls(self.chat_template_kwargs),
         )
         return continuing(chat) if self.continue_final_message else chat
 
@@ -423,8 +423,8 @@ class CompletionBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {**GenerationBody.refused, "prompt_logprobs": "use echo with logprobs"}
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(unlimited)] = Field(
-        default=16, description="0 computes the prompt alone; -1 is no limit."
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)] = Field(
+        default=16, description="0 computes only the prompt; -1 means no limit."
     )
     echo: bool | None = None
     suffix: str | None = None

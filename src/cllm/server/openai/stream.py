@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import error_event
-from cllm.server.timings import timings
+from cllm.server.timings import build_timings
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 
@@ -72,7 +72,7 @@ class Chunks:
         return self._choice(index, self._text + to_json(text) + end)
 
     def finish(self, index: int, reason: str) -> bytes:
-        """The last chunk of a choice; without a chunk for the usage, the last one of all brings the timings."""
+        """The last chunk of a choice. The last one of the stream has the timings, unless a usage chunk follows."""
         self._num_going -= 1
         if not self._num_going and not self._include_usage:
             self._end = b"]," + self._timings()
@@ -94,7 +94,7 @@ class Chunks:
         )
 
     def _timings(self) -> bytes:
-        return b'"timings":' + to_json(timings(self._generation)) + b"}\n\n"
+        return b'"timings":' + to_json(build_timings(self._generation)) + b"}\n\n"
 
     def of(self, delta: Delta) -> bytes:
         if delta.channel != Channel.TEXT:

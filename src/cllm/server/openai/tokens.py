@@ -17,7 +17,7 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, continuing, given
+from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, continuing, drop_nulls
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat import Chat
 from cllm.text.chat_template import FENCES
@@ -142,7 +142,7 @@ async def render(service: Service, messages: list[Message], body: ConversationBo
     chat = Chat(
         [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
         [tool.model_dump(exclude_none=True) for tool in body.tools or []],
-        variables={"add_generation_prompt": body.add_generation_prompt, **given(body.chat_template_kwargs)},
+        variables={"add_generation_prompt": body.add_generation_prompt, **drop_nulls(body.chat_template_kwargs)},
     )
     return await service.render_chat(continuing(chat) if body.continue_final_message else chat)
 
