@@ -34,8 +34,25 @@ ensure_uv() {
   python=$(find_python)
   say "fetching uv into .tools"
   "$python" -m venv .tools/uv >&2 || die "$python cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)"
-  .tools/uv/bin/pip install --quiet --disable-pip-version-check uv >&2 || die "pip could not fetch uv from PyPI: check the network, or install uv yourself"
+  log=.tools/setup.log
+  fetch_uv >"$log" 2>&1 || {
+    certificates_failed pip && { fetch_uv --cert "$(certificates)" || fetch_uv --use-feature=truststore; } >>"$log" 2>&1
+  } || { cat "$log" >&2; die "pip could not fetch uv from PyPI: check the network, or install uv yourself"; }
   mkdir -p .tools/bin && ln -sf ../uv/bin/uv .tools/bin/uv
+}
+
+fetch_uv() { .tools/uv/bin/pip install --quiet --disable-pip-version-check "$@" uv; }
+
+# Behind a proxy that inspects TLS only the system knows the certificates; pip and uv bring their own.
+certificates_failed() {
+  grep -qiE 'certificate.?verify.?failed|invalid peer certificate|self.signed certificate' "$log" || return 1
+  say "$1 does not know the certificate of the package index: trying again with the system's certificates"
+}
+
+certificates() {
+  for file in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/ca-bundle.pem /etc/ssl/cert.pem; do
+    [ ! -r "$file" ] || { echo "$file"; return; }
+  done
 }
 
 find_python() {
@@ -79,13 +96,20 @@ install() {
   trap 'exit 143' TERM
   # In the foreground, so that Ctrl-C reaches it. The compilation lies in TMPDIR, where its progress can be counted.
   status=0
-  env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null >"$log" 2>&1 || status=$?
+  sync_environment >"$log" 2>&1 || status=$?
+  if [ "$status" != 0 ] && certificates_failed uv; then
+    export UV_SYSTEM_CERTS=true UV_NATIVE_TLS=true # the second is what older ones call it
+    status=0
+    sync_environment >"$log" 2>&1 || status=$?
+  fi
   trap - EXIT INT TERM
   clean_up
   [ ! -t 2 ] || printf '\r\033[K' >&2
   [ "$status" = 0 ] || { show_failure >&2; die "set-up failed; all of it is in $log"; }
   [ "$(seconds)" -lt 5 ] || say "ready after $(elapsed)"
 }
+
+sync_environment() { env -u MAKEFLAGS TMPDIR="$work" uv sync $without </dev/null; }
 
 clean_up() {
   kill "$reporter" 2>/dev/null || :

@@ -1,0 +1,100 @@
+"""tools/setup.sh, with programs in place of uv, pip and the compilers that only say what they are told."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "setup.sh"
+
+UV = """#!/bin/sh
+echo "uv $*" >>"$CALLS"
+case "$1 $2" in
+  "--version ") echo "uv 0.13.0" ;;
+  "sync --check") [ -e ready ] ;;
+  "python find") ;;
+  sync*)
+    [ "$UV_SYSTEM_CERTS" = true ] || { echo "error: invalid peer certificate: $FAULT" >&2; exit 2; }
+    touch ready ;;
+  *) exit 9 ;;
+esac
+"""
+PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+mkdir -p .tools/uv/bin && cp "$FAKES/pip" .tools/uv/bin/pip
+"""
+PIP = """#!/bin/sh
+echo "pip $*" >>"$CALLS"
+case "$*" in
+  *"--cert /"*" uv") cp "$FAKES/real-uv" .tools/uv/bin/uv ;;
+  *) echo "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] $FAULT'))" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Run the script in a checkout of its own; gives its result and the calls of uv and pip."""
+    fakes, checkout = tmp_path / "fakes", tmp_path / "checkout"
+    (checkout / "tools").mkdir(parents=True)
+    shutil.copy(SCRIPT, checkout / "tools")
+    fakes.mkdir()
+
+    def run(programs: dict[str, str], *command: str, fault: str = "UnknownIssuer"):
+        for name, content in programs.items():
+            (fakes / name).write_text(content)
+            (fakes / name).chmod(0o755)
+        calls = tmp_path / "calls"
+        calls.touch()
+        environ = {"PATH": f"{fakes}:/usr/bin:/bin", "CALLS": str(calls), "FAKES": str(fakes), "FAULT": fault}
+        script = ["sh", str(checkout / "tools" / "setup.sh"), *command]
+        done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
+        return done, calls.read_text().splitlines()
+
+    return run
+
+
+COMPILER = {"cc": "#!/bin/sh\n", "c++": "#!/bin/sh\necho g++\n"}
+
+
+def test_unknown_certificate_makes_uv_take_those_of_the_system(run):
+    """It says so, and the command runs with the environment that it wanted."""
+    done, calls = run({"uv": UV, **COMPILER}, "echo", "hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "uv does not know the certificate of the package index: trying again with the system's" in done.stderr
+    assert calls.count("uv sync") == 2
+
+
+def test_failure_without_certificates_is_not_tried_again(run):
+    """What else goes wrong would only go wrong twice."""
+    uv = UV.replace("invalid peer certificate: $FAULT", "no space left on device")
+    done, calls = run({"uv": uv, **COMPILER}, "echo", "hello")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no space left" in done.stderr
+    assert "certificate" not in done.stderr
+    assert calls.count("uv sync") == 1
+
+
+@pytest.mark.skipif(not Path("/etc/ssl/certs/ca-certificates.crt").exists(), reason="not where this system has them")
+def test_unknown_certificate_makes_pip_take_those_of_the_system(run):
+    """Where uv has to be fetched first."""
+    done, calls = run({"python3": PYTHON, "pip": PIP, "real-uv": UV, **COMPILER}, "echo", "hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "pip does not know the certificate" in done.stderr
+    install = "pip install --quiet --disable-pip-version-check"
+    assert calls[:2] == [f"{install} uv", f"{install} --cert /etc/ssl/certs/ca-certificates.crt uv"]
+
+
+def test_clang_gets_no_switch_that_only_gcc_knows(run, tmp_path: Path):
+    """What pyproject.toml tells GCC beside -w is dropped; everything else reaches clang."""
+    compiler = tmp_path / "fakes" / "c++"
+    done, _ = run(
+        {"uv": UV.replace('"$UV_SYSTEM_CERTS"', "true"), "cc": "#!/bin/sh\n", "c++": '#!/bin/sh\necho "clang $*"\n'},
+        *("sh", "-c", '"$CXX" -O2 $(sed -n "s/.*CXXFLAGS = \\"\\([^\\"]*\\)\\".*/\\1/p" "$0") "a b"'),
+        str(SCRIPT.parents[1] / "pyproject.toml"),
+    )
+    assert compiler.exists()
+    assert (done.returncode, done.stdout) == (0, "clang -O2 -w a b\n"), done.stderr
