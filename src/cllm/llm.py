@@ -120,7 +120,7 @@ class LLM:
         path = None
         if settings.backend.name != "fake":
             path = catalog.resolve(settings.model.path, settings.model.quantization)
-        params = fitted(engine_params(settings, path))
+        params = fitted(engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._chat_template = ChatTemplate(self._backend.vocabulary)
         self.info = self._backend.info

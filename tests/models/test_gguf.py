@@ -259,7 +259,6 @@ class TestKvBytesPerToken:
     @pytest.mark.parametrize(
         "change",
         [
-            {"block_count": 0},
             {"attention__head_count": 0},
             {"attention__kv_lora_rank": 512},
             {"ssm__state_size": 16},
@@ -269,3 +268,33 @@ class TestKvBytesPerToken:
     def test_unknown(self, tmp_path: Path, change: dict[str, int | list[int]]) -> None:
         numbers: dict[str, int | list[int]] = {"block_count": 2, "attention__head_count": 8, "embedding_length": 512}
         assert kv_bytes_per_token(self.header(tmp_path, **(numbers | change))) is None
+
+
+def test_a_token_that_is_there_twice_is_damage(tmp_path: Path) -> None:
+    """llama.cpp aborts the process that reads such a vocabulary; looked for on request, for it takes time."""
+    file = write(tmp_path / "twice.gguf", ["a", "b", "", "é", "", "b"])
+    assert read_header(file).array_lengths["tokenizer.ggml.tokens"] == 6
+    with pytest.raises(StartupError, match=r"is damaged: its vocabulary has the token 'b' twice"):
+        read_header(file, check_tokens=True)
+    read_header(write(tmp_path / "once.gguf", ["a", "b", "", "é", ""]), check_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"block_count": 0}, "qwen3.block_count is 0"),
+        ({"block_count": 1 << 30}, "qwen3.block_count is 1073741824"),
+        ({"expert_count": 2000}, "qwen3.expert_count is 2000"),
+        ({"expert_count": 4, "expert_used_count": 5}, "uses 5 of 4 experts"),
+        ({"expert_count": 4}, "uses 0 of 4 experts"),
+        ({"expert_used_count": 2}, "uses 2 of 0 experts"),
+    ],
+)
+def test_values_that_abort_llama_cpp_are_damage(tmp_path: Path, numbers: dict[str, int], words: str) -> None:
+    assert words in refusal(write(tmp_path / "f.gguf", **numbers))
+
+
+def test_layers_and_experts_of_large_models_are_possible(tmp_path: Path) -> None:
+    for numbers in ({"block_count": 512}, {"expert_count": 1024, "expert_used_count": 8}, {"block_count": 1}):
+        read_header(write(tmp_path / "f.gguf", **numbers))
+    read_header(write(tmp_path / "f.gguf", expert_count=8, expert_used_count=[2, 4]))

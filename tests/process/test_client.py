@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -242,4 +244,20 @@ def test_what_cannot_start_is_a_startup_error(tmp_path):
         await client.close()
 
     pytest.importorskip("llama_cpp")
+    asyncio.run(main())
+
+
+def test_death_during_the_load_names_the_file():
+    """And the signal: a damaged file is the likely cause."""
+
+    code = "import os, signal, sys; sys.stdin.buffer.read(1); os.kill(os.getpid(), signal.SIGSEGV)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    launched = subprocess.Popen([sys.executable, "-c", code], bufsize=0, **pipes)
+
+    async def main():
+        client = EngineClient(EngineParams(path="m.gguf"), launched=launched)
+        with pytest.raises(StartupError, match=r"died \(SIGSEGV\) while it loaded m\.gguf: the file may be damaged"):
+            await client.start()
+        await client.close()
+
     asyncio.run(main())

@@ -71,6 +71,19 @@ def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
     assert "qwenX" in one_line(serve(path))
 
 
+@pytest.mark.llama
+@pytest.mark.slow
+def test_a_file_that_aborts_llama_cpp_is_one_line(builtin_path, tmp_path):
+    """Its vocabulary has a token twice. The engine process dies of it, and the others are spared."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(builtin_path.read_bytes().replace(b"\x01\0\0\0\0\0\0\x005", b"\x01\0\0\0\0\0\0\x006", 1))
+    line = one_line(serve(path))
+    assert f"{path} is damaged, or llama.cpp does not support it: llama-vocab.cpp" in line
+    command = [sys.executable, "-m", "cllm", "generate", "--model", str(path), "a"]
+    in_process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert one_line(in_process) == f"cllm: {path} is damaged: its vocabulary has the token '6' twice"
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -141,7 +141,7 @@ def tune(
     words = TEXT if text is None else read_text(text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
-    params, header = fitted(engine_params(tree, path)), read_header(path)
+    params, header = fitted(engine_params(tree, path, check_tokens=True)), read_header(path)
     tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[:MAX_TEXT_TOKENS]
     if len(tokens) < 2:
         raise StartupError(f"{text} is too short to judge quality by")

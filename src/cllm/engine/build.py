@@ -48,8 +48,16 @@ def fitted(params: EngineParams) -> EngineParams:
     return msgspec.structs.replace(params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache)
 
 
-def build_backend(params: EngineParams, progress: Callable[[float], None] | None = None) -> Backend:
-    """Raises StartupError if the model cannot be loaded."""
+def build_backend(
+    params: EngineParams,
+    progress: Callable[[float], None] | None = None,
+    on_abort: Callable[[str], None] = lambda _: None,
+) -> Backend:
+    """Raises StartupError if the model cannot be loaded.
+
+    progress: called with the loaded share; the first time as soon as another process may read the vocabulary, because
+    the file has not crashed this one. on_abort: called with the reason if the load is going to abort the process.
+    """
     if params.backend == "fake":
         from cllm.backends.fake import Costs, FakeBackend
 
@@ -61,8 +69,10 @@ def build_backend(params: EngineParams, progress: Callable[[float], None] | None
         )
     with loadable():
         from cllm.backends.llama_cpp.backend import LlamaCppBackend
+        from cllm.backends.llama_cpp.library import aborts
 
-    return LlamaCppBackend(Path(params.path), llama_cpp_params(params), progress)
+    with aborts(on_abort):
+        return LlamaCppBackend(Path(params.path), llama_cpp_params(params), progress)
 
 
 def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
@@ -160,8 +170,11 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     return DraftModel(backend)
 
 
-def build_vocabulary(params: EngineParams) -> Vocabulary:
-    """The vocabulary alone, without weights. Raises StartupError if the file cannot be read."""
+def build_vocabulary(params: EngineParams, before_reading: Callable[[], object] = lambda: None) -> Vocabulary:
+    """The vocabulary alone, without weights. Raises StartupError if the file cannot be read.
+
+    before_reading: called when all is imported; a damaged file may abort the process that reads it.
+    """
     if params.backend == "fake":
         from cllm.backends.fake import FakeVocabulary
 
@@ -169,4 +182,5 @@ def build_vocabulary(params: EngineParams) -> Vocabulary:
     with loadable():
         from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
+    before_reading()
     return LlamaVocabulary.load(Path(params.path))

@@ -13,9 +13,10 @@ from cllm.models.catalog import resolve
 from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
 
 
-def engine_params(settings: Settings, path: Path | None) -> EngineParams:
+def engine_params(settings: Settings, path: Path | None, *, check_tokens: bool = False) -> EngineParams:
     """Parameters for the model at ``path`` (None for the fake backend), after looking at its header.
 
+    check_tokens: as in ``read_header``, for a caller whose own process loads the model and must survive a damaged file.
     Raises StartupError if the file is no model or sizes contradict each other. Whether the memory is enough is asked
     where the model is loaded (``build.fitted``): only llama.cpp knows of a GPU, and its import would hold up the start.
     """
@@ -49,7 +50,7 @@ def engine_params(settings: Settings, path: Path | None) -> EngineParams:
     )
     if path is None:
         return params
-    header, kv = read_header(path), settings.kv
+    header, kv = read_header(path, check_tokens=check_tokens), settings.kv
     check_kv_type(header, kv.type)
     return msgspec.structs.replace(
         params,

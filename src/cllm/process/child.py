@@ -12,7 +12,7 @@ import os
 import queue
 import sys
 import threading
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
@@ -102,7 +102,11 @@ def main() -> None:
     params = msgspec.msgpack.decode(body, type=EngineParams)
     log.configure(params.log_level)
     inbox = PipeInbox(sys.stdin.buffer)
-    reported = 0.0
+    reported = -1.0
+
+    def give_up(reason: str) -> NoReturn:
+        send_all(output, Failed(reason))
+        os._exit(2)
 
     def progress(share: float) -> None:
         nonlocal reported
@@ -112,11 +116,12 @@ def main() -> None:
 
     try:
         params = fitted(params)
-        backend = build_backend(params, progress)
+        backend = build_backend(
+            params, progress, lambda why: give_up(f"{params.path} is damaged, or llama.cpp does not support it: {why}")
+        )
         engine = build_engine(backend, params)
     except StartupError as error:
-        send_all(output, Failed(str(error)))
-        os._exit(2)
+        give_up(str(error))
     gc.collect()
     gc.freeze()
     gc.disable()  # or a step would pay for looking through all who wait

@@ -98,7 +98,8 @@ class EngineClient:
             await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._loaded.done():
                 raise StartupError(
-                    f"the engine died while it loaded the model ({process.describe_end()}): try cllm doctor"
+                    f"the engine died ({process.describe_end()}) while it loaded {self.params.path or 'the model'}: "
+                    "the file may be damaged; cllm doctor checks this machine"
                 )
             self.info = self._loaded.result()
         except BaseException:

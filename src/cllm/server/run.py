@@ -13,7 +13,7 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cllm.config import Settings
@@ -81,11 +81,25 @@ async def run(
 
     False if it has not served. Raises StartupError if it cannot be.
     """
-    engine = EngineClient(params, on_loading, queue_limits(settings), result_cache(settings), launched)
+    vocabulary_is_sound: Future[None] = Future()
+
+    def loading(share: float) -> None:
+        if not vocabulary_is_sound.done():
+            vocabulary_is_sound.set_result(None)
+        on_loading(share)
+
+    def tried(task: asyncio.Task[None]) -> None:
+        if not (vocabulary_is_sound.done() or task.cancelled()) and (error := task.exception()):
+            vocabulary_is_sound.set_exception(error)
+
+    engine = EngineClient(params, loading, queue_limits(settings), result_cache(settings), launched)
     starting = asyncio.create_task(engine.start())
+    starting.add_done_callback(tried)
     server: HttpServer | None = None
     try:
-        server = opened = await asyncio.to_thread(open_server, settings, params, model_name, engine)
+        server = opened = await asyncio.to_thread(
+            open_server, settings, params, model_name, engine, vocabulary_is_sound.result
+        )
         gc.enable()  # which __main__ has turned off for the imports
 
         def started(task: asyncio.Task[None]) -> None:
@@ -111,19 +125,25 @@ async def run(
             await server.service.close()
 
 
-def open_server(settings: Settings, params: EngineParams, model_name: str, engine: EngineClient) -> HttpServer:
-    """Import and open it; the vocabulary is read meanwhile."""
+def open_server(
+    settings: Settings,
+    params: EngineParams,
+    model_name: str,
+    engine: EngineClient,
+    wait_for_engine: Callable[[], object],
+) -> HttpServer:
+    """Import and open it; the vocabulary is read meanwhile, after ``wait_for_engine``, which raises what it raises."""
     with ThreadPoolExecutor(1) as thread:
-        vocabulary = thread.submit(read_vocabulary, params)
+        vocabulary = thread.submit(read_vocabulary, params, wait_for_engine)
         from cllm.server import http_server
 
         return http_server.open_server(settings, vocabulary.result(), model_name, engine)
 
 
-def read_vocabulary(params: EngineParams) -> Vocabulary:
+def read_vocabulary(params: EngineParams, wait_for_engine: Callable[[], object]) -> Vocabulary:
     from cllm.engine.build import build_vocabulary  # half a second: NumPy and llama.cpp
 
-    return build_vocabulary(params)
+    return build_vocabulary(params, wait_for_engine)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:

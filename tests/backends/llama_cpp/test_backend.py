@@ -10,6 +10,7 @@ import pytest
 
 from cllm import LLM
 from cllm.backends.llama_cpp.backend import PADDED, PADDED_CONTEXT, TILE, LlamaCppBackend, LlamaCppParams
+from cllm.backends.llama_cpp.library import log_lines
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -142,3 +143,21 @@ def test_threads_and_passes(builtin_path: Path, monkeypatch):
     for options in ({"n_threads": 1}, {"n_threads": 1, "n_threads_batch": 2, "n_ubatch": 64}):
         LlamaCppBackend(builtin_path, LlamaCppParams(context_length=256, max_num_seqs=1, **options)).close()
     assert seen == [(1, 1, 512), (1, 2, 64)]
+
+
+def test_progress_is_0_before_weights_are_read(builtin_path: Path):
+    """Once the vocabulary has been: then another process may read it too."""
+    lines, before, shares = [], [], []
+
+    def progress(share: float) -> None:
+        before.append(len(lines))
+        shares.append(share)
+
+    with log_lines(lines.append):
+        params = LlamaCppParams(context_length=64, max_num_seqs=1, n_threads=1)
+        LlamaCppBackend(builtin_path, params, progress).close()
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    already = b"".join(lines[: before[0]])
+    assert b"n_vocab" in already
+    assert b"buffer size" not in already

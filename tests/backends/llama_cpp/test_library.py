@@ -1,6 +1,9 @@
 """libllama's log in our hands."""
 
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -17,3 +20,21 @@ def test_its_debug_lines_are_no_lines_of_ours(caplog, level, shown):
     with caplog.at_level(logging.DEBUG, logger="cllm.llama_cpp"):
         library._log(level, b"hello\n", None)
     assert [record.message for record in caplog.records] == ["hello"] * shown
+
+
+ABORT = """
+import ctypes, logging, os
+from cllm.backends.llama_cpp import library
+logging.basicConfig(format="%(message)s")
+with library.aborts(lambda reason: os.write(1, reason.encode())):
+    library.lib._lib.ggml_abort(b"/far/away/file.cpp", ctypes.c_int(7), b"what is wrong")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the symbol lies in another library")
+def test_abort_is_one_line_that_a_handler_gets_first():
+    """Without the folder that llama.cpp was compiled in, and without its own message."""
+    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stdout == "file.cpp:7: what is wrong"
+    assert done.stderr == "llama.cpp aborts: file.cpp:7: what is wrong\n"

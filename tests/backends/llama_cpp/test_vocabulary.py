@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 
+import gguf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,3 +114,50 @@ def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
     assert vocabulary.infill_tokens is None
     with contextlib.closing(type(vocabulary).load(tiny_model("gemma3"))) as other:
         assert other.infill_tokens == INFILL
+
+
+def write_spm(path, num_bytes):
+    """A vocabulary of SentencePiece's kind with a token for each of the first ``num_bytes`` bytes."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(num_bytes)), "\u2581", "a"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3, *([6] * num_bytes), 1, 1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+CHECK = """
+import sys
+from pathlib import Path
+from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+vocabulary = LlamaVocabulary.load(Path(sys.argv[1]))
+print("loaded", flush=True)
+vocabulary.check()
+"""
+
+
+def test_check_tokenizes_every_byte_of_utf_8():
+    """Some occur in no text."""
+    from cllm.backends.llama_cpp.vocabulary import EVERY_BYTE
+
+    assert {*EVERY_BYTE.encode()} == {*range(0xC0), *range(0xC2, 0xF5)}
+
+
+def test_check_finds_what_would_crash_the_tokenizer_later(tmp_path):
+    """A byte without a token ends the process that checks, which is the engine's, before any text does it."""
+    ends = {}
+    for num_bytes in (0xF5, 0xF4):
+        path = write_spm(tmp_path / f"{num_bytes}.gguf", num_bytes)
+        done = subprocess.run([sys.executable, "-c", CHECK, path], capture_output=True, text=True, check=False)
+        ends[num_bytes] = done.returncode, done.stdout
+    assert ends == {0xF5: (0, "loaded\n"), 0xF4: (-signal.SIGABRT, "loaded\n")}

@@ -20,7 +20,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Blank, Logits, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
-from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, system_info
+from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, log_lines, system_info
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
@@ -36,6 +36,7 @@ TILE = 64  # queries in its attention kernel for prompts; fewer take one that is
 PADDED, PADDED_CONTEXT = 48, 512  # tokens, and tokens before them, from which filling a tile up costs less than that
 NO_CELLS = 1  # what llama_decode returns when a batch does not fit, and has changed nothing
 USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
+WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # what is logged after the vocabulary; progress comes later
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
@@ -117,10 +118,15 @@ class LlamaCppBackend:
     """See backends/base.py for the contract."""
 
     def __init__(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None) -> None:
-        """Load ``path``; ``progress`` is told the loaded share, 0 to 1. Raises StartupError if it cannot be loaded."""
+        """Load ``path``; ``progress`` gets the loaded share, 0 to 1. Raises StartupError if it cannot be loaded.
+
+        The first share, 0, comes when the vocabulary has been read and before any weight is. A file that is damaged may
+        abort the process.
+        """
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
         self.vocabulary = LlamaVocabulary(self._model)
+        self.vocabulary.check()
         self._path = path
         self._context: Any = None
         self._num_ids = 0
@@ -260,7 +266,13 @@ class LlamaCppBackend:
 
         callback = lib.llama_progress_callback(report)  # a local name keeps it alive during the load
         c_params.progress_callback = callback
-        model = lib.llama_model_load_from_file(str(path).encode(), c_params)
+
+        def listen(line: bytes) -> None:
+            if line.startswith(WEIGHTS_FOLLOW):
+                report(0.0, ctypes.c_void_p())
+
+        with log_lines(listen):
+            model = lib.llama_model_load_from_file(str(path).encode(), c_params)
         if failed:
             if model:
                 lib.llama_model_free(model)

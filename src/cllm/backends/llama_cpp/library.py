@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import re
 from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,13 @@ recent_errors: deque[str] = deque(maxlen=20)
 """The last warnings and errors that libllama logged, one line each."""
 
 
+_listeners: list[Callable[[bytes], None]] = []
+_abort_handlers: list[Callable[[str], None]] = []
+
+
 def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    for listen in _listeners:
+        listen(text)
     if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
         recent_errors.append(text.decode("utf-8", "replace").strip())
     # Below are hundreds of lines a model, above are ends of lines that were not shown.
@@ -44,9 +52,40 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
         log.debug("%s", text.decode("utf-8", "replace").rstrip())
 
 
+def _abort(message: bytes) -> None:
+    """Called by libllama just before it aborts the process, in any thread."""
+    reason = re.sub(r"^\S*/", "", message.decode("utf-8", "replace").strip())  # without the folder of its sources
+    for handle in _abort_handlers:
+        handle(reason)
+    log.critical("llama.cpp aborts: %s", reason)
+
+
 _log_callback = lib.llama_log_callback(_log)  # kept alive here: libllama holds only the pointer
+_abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_abort)
+with contextlib.suppress(AttributeError):  # where the loader does not find symbols of a library's own libraries
+    lib._lib.ggml_set_abort_callback(_abort_callback)  # noqa: SLF001  # it has no binding
 lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
 lib.llama_backend_init()
+
+
+@contextlib.contextmanager
+def log_lines(listen: Callable[[bytes], None]) -> Iterator[None]:
+    """Call ``listen`` with every line that libllama logs meanwhile."""
+    _listeners.append(listen)
+    try:
+        yield
+    finally:
+        _listeners.remove(listen)
+
+
+@contextlib.contextmanager
+def aborts(handle: Callable[[str], None]) -> Iterator[None]:
+    """Call ``handle`` with the reason if libllama is going to abort this process meanwhile."""
+    _abort_handlers.append(handle)
+    try:
+        yield
+    finally:
+        _abort_handlers.remove(handle)
 
 
 def system_info() -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
+EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
 MARK = b"\xff"  # before the text of a special token, for llguidance
 
 
@@ -38,6 +39,10 @@ class LlamaVocabulary:
         params = lib.llama_model_default_params()
         params.vocab_only = True
         return cls(check_pointer(lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}"))
+
+    def check(self) -> None:
+        """Tokenize a text with every byte that texts can have, which aborts the process if the file is damaged."""
+        self.tokenize(EVERY_BYTE, add_special=True, parse_special=True)
 
     @cached_property
     def pieces(self) -> list[bytes]:

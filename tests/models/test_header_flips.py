@@ -1,0 +1,34 @@
+"""Files with flipped bits in their header: an error, or a model that works, but never the end of a process we need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.llama, pytest.mark.slow]
+
+TESTS = Path(__file__).parents[1]
+FLIPS, PARTS = 1000, 4  # of each model, and in how many tests
+
+
+def try_flips(model: Path, seed: int) -> dict:
+    command = [sys.executable, str(TESTS / "header_flips.py"), str(model)]
+    options = ["--flips", str(FLIPS // PARTS), "--seed", str(seed)]
+    environ = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
+    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, env=environ, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("seed", range(PARTS))
+@pytest.mark.parametrize("kind", ["builtin", "lfm2"])
+def test_flipped_header_bits_kill_no_process_but_an_engine(builtin_path, tiny_model, kind, seed):
+    """header_flips.py says what is promised; more flips: python tests/header_flips.py MODEL --flips 100000."""
+    found = try_flips(builtin_path if kind == "builtin" else tiny_model(kind), seed)
+    assert found["broken"] == []
+    assert sum(found["ends"].values()) == FLIPS // PARTS
+    assert found["ends"]["engine 0"] > 0
