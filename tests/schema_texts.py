@@ -34,25 +34,48 @@ def write(grammar: Grammar, rng: random.Random, limit: int = 2000) -> bytes | No
     return bytes(text) if matcher.stopped else None
 
 
-def check(schema, num_texts: int = 8, seed: int = 0) -> list:
-    """Values of random texts of ``schema``, all of them valid. Raises BadRequest if it is refused."""
-    grammar = Grammar(CHECKER.check(Constraint("json_schema", schema), "schema"), BYTES)
+def texts_of(constraint: Constraint, num_texts: int = 8, seed: int = 0) -> list[str]:
+    """Random texts of a grammar that come to their end."""
+    grammar = Grammar(CHECKER.check(constraint, "schema").grammar, BYTES)
     assert not grammar.error
     rng = random.Random(seed)
     texts = [write(grammar, rng) for _ in range(num_texts)]
-    values = [json.loads(text) for text in texts if text is not None]
-    values = [value for value in values if "Infinity" not in json.dumps(value)]  # a number too long for the validator
+    return [text.decode() for text in texts if text is not None]
+
+
+def check(schema, num_texts: int = 8, seed: int = 0) -> list:
+    """Values of random texts of ``schema``, all of them valid. Raises BadRequest if it is refused."""
+    return valid_values(texts_of(Constraint("json_schema", schema), num_texts, seed), schema)
+
+
+def check_best_effort(schema, num_texts: int = 8, seed: int = 0) -> tuple[list, set[str]]:
+    """The same where keywords may be left out, and which those are: the values are valid without them."""
+    constraint = Constraint("json_schema", schema, strict=False)
+    unenforced = set(CHECKER.check(constraint, "schema").unenforced)
+    return valid_values(texts_of(constraint, num_texts, seed), without(schema, unenforced)), unenforced
+
+
+def valid_values(texts: list[str], schema) -> list:
+    values = [json.loads(text) for text in texts]
+    values = [value for value in values if "Infinity" not in json.dumps(value)]  # an exponent too large to be read
     for value in values:
         VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER).validate(value)
     return values
 
 
+def without(schema, keywords: set[str]):
+    """``schema`` without some keywords, wherever they stand; without oneOf, one or more of its options hold."""
+    if isinstance(schema, list):
+        return [without(part, keywords) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = {"oneOf": "anyOf"} if "oneOf" in keywords else {}
+    gone = keywords - {"oneOf"} | ({"then", "else"} if "if" in keywords else set())
+    return {names.get(key, key): without(value, keywords) for key, value in schema.items() if key not in gone}
+
+
 def allows(schema, text: str) -> bool:
     """Whether ``text`` is all that the grammar of ``schema`` asks for."""
-    matcher = Grammar(CHECKER.check(Constraint("json_schema", schema), "schema"), BYTES).matcher()
-    for token in [*text.encode(), 256]:
-        mask = matcher.allowed()
-        if mask is None or not mask[token // 8] >> token % 8 & 1:
-            return matcher.stopped and token == 256
-        matcher.consume(token)
-    return True
+    matcher = Grammar(CHECKER.check(Constraint("json_schema", schema), "schema").grammar, BYTES).matcher()._at()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

@@ -120,8 +120,7 @@ def test_strict_tools_bind_their_calls() -> None:
     """With a choice, where calls are JSON; others may have any arguments."""
     strict = [{"type": "function", "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}}}]
     grammar = read(THINKING, "a", Chat([], [*TOOLS, *strict]))[1].grammar
-    assert '"x"' in grammar
-    assert grammar.count("%json") == 2
+    assert r'"\"x\""' in grammar
     assert read(THINKING, "a", Chat([], [*TOOLS, *strict], allowed_tools=("f",)))[1].grammar == ""
     assert read(THINKING, "a", Chat([], strict, "none"))[1].grammar == ""
     assert read(THINKING + "<arg_key>", "a", Chat([], strict))[1].grammar == ""

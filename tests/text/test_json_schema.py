@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
+from decimal import Decimal
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schema_texts import BYTES, CHECKER, allows, check, write
+from schema_texts import BYTES, CHECKER, allows, check, check_best_effort, write
 
 from cllm import LLM, SamplingParams
 from cllm.errors import BadRequest
@@ -114,6 +116,213 @@ def test_what_is_not_refused_is_enforced(schema, seed):
         assert error.param == "schema"
 
 
+hard = st.sampled_from(
+    [
+        {"uniqueItems": True},
+        {"contains": {"const": 1}},
+        {"not": {"type": "null"}},
+        {"if": {"type": "string"}, "then": {"maxLength": 1}, "else": {"minimum": 3}},
+        {"format": "regex"},
+        {"pattern": "(?=a)b"},
+        {"pattern": r"(a)\1", "minLength": 2},
+        {"pattern": "((a{1,500}){1,500}){1,500}"},
+        {"minProperties": 3},
+        {"maxProperties": 2},
+        {"propertyNames": {"maxLength": 3, "pattern": "a"}},
+        {"patternProperties": {"^(?=a)": True}},
+        {"unevaluatedProperties": False, "anyOf": [True]},
+        {"$ref": "http://127.0.0.1/x"},
+        {"multipleOf": 1e-15},
+    ]
+)
+
+
+def made_hard(draw_schema):
+    return st.builds(lambda schema, more: schema | more if isinstance(schema, dict) else more, draw_schema, hard)
+
+
+@settings(max_examples=40)
+@given(objects(made_hard(schemas) | schemas) | made_hard(objects(schemas)), st.integers(0, 2**32))
+def test_what_is_left_of_a_schema_is_enforced(schema, seed):
+    """Where only the best effort is asked for: what is not named holds. It is refused only if nothing satisfies it."""
+    try:
+        check_best_effort({**schema, "$defs": DEFINITIONS}, 4, seed)
+    except BadRequest as error:
+        assert re.search("allows no|no finite|alternatives|items", str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("schema", "unenforced"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 4}, {"uniqueItems"}),
+        ({"type": "string", "format": "sort-of-a-date", "maxLength": 5}, {"format"}),
+        ({"type": "array", "contains": {"const": 1}, "items": {"enum": [1, 2]}}, {"contains"}),
+        ({"type": "integer", "not": {"const": 3}, "minimum": 1, "maximum": 5}, {"not"}),
+        ({"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 9}, "maximum": 50}, {"if"}),
+        ({"oneOf": [{"type": "integer", "minimum": 2}, {"type": "number", "maximum": 5}]}, {"oneOf"}),
+        ({"type": "string", "pattern": "(?<=a)b", "maxLength": 3}, {"pattern"}),
+        ({"$ref": "https://example.com/schema.json", "type": "integer"}, {"$ref"}),
+        ({"type": "object", "minProperties": 3, "additionalProperties": {"type": "null"}}, {"minProperties"}),
+        ({"type": "object", "patternProperties": {"(?=a)": {"type": "null"}}}, {"patternProperties"}),
+        ({"type": "object", "properties": {"a": {"uniqueItems": True}, "b": {"contains": {}}}},
+         {"contains", "uniqueItems"}),
+    ],
+)  # fmt: skip
+def test_keywords_that_cannot_be_enforced_are_left_out_and_named(schema, unenforced):
+    """The rest of the schema holds; what asks for strictness is refused."""
+    values, left_out = check_best_effort(schema, 20)
+    assert left_out == unenforced
+    assert values
+    with pytest.raises(BadRequest) as caught:
+        check(schema)
+    assert any(keyword in str(caught.value) for keyword in unenforced | {"refer", "format", "look-around"})
+
+
+@pytest.mark.parametrize(
+    "sign", ["a whole number", "type", "an object", "nothing at", f"{MAX_REPEAT}", "parts", "deeper"]
+)
+def test_what_is_no_schema_is_refused_all_the_same(sign):
+    with pytest.raises(BadRequest, match=re.escape(sign)):
+        check_best_effort(REFUSED[sign])
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLOSED = {
+    "plain": (CITY, ['{"city":"x"}'], ['{"city":"x","a":1}', '{"city":"x","city":"y"}']),
+    "no properties at all": ({"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
+    "nested": ({"type": "array", "items": CITY}, ['[{"city":"x"}]'], ['[{"city":"x","a":1}]']),
+    "behind a reference": ({"$ref": "#/$defs/c", "$defs": {"c": CITY}}, ['{"city":"x"}'], ['{"city":"x","a":1}']),
+    "or nothing": ({"anyOf": [CITY, {"type": "null"}]}, ["null", '{"city":"x"}'], ['{"city":"x","a":1}']),
+    "a choice": ({"anyOf": [CITY, {"type": "object", "properties": {"b": {"const": 1}}}]},
+                 ['{"city":"x"}', '{"b":1}', "{}"], ['{"city":"x","b":1}', '{"b":2}']),
+    "a choice of references": ({"anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}],
+                                "$defs": {"c": CITY, "d": {"properties": {"b": {"const": 1}}}}},
+                               ['{"city":"x"}', '{"b":1}'], ['{"city":"x","b":1}']),
+    "one of two names": ({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}},
+                          "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+                         ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"a":1,"c":3}']),
+    "inherited": ({"allOf": [{"$ref": "#/$defs/c"}, {"properties": {"b": {"const": 1}}}], "$defs": {"c": CITY}},
+                  ['{"city":"x","b":1}', '{"city":"x"}'], ['{"city":"x","b":1,"a":1}', '{"b":1}']),
+    "a reference and more": ({"$ref": "#/$defs/c", "properties": {"b": {"const": 1}}, "$defs": {"c": CITY}},
+                             ['{"city":"x","b":1}'], ['{"city":"x","b":1,"a":1}']),
+    "both a part and whole": ({"type": "object", "properties": {"a": {"$ref": "#/$defs/c"}, "b": {
+        "allOf": [{"$ref": "#/$defs/c"}, {"properties": {"d": {"const": 1}}}]}}, "$defs": {"c": CITY}},
+        ['{"a":{"city":"x"},"b":{"city":"x","d":1}}'], ['{"a":{"city":"x","d":1}}']),
+    "required, but not described": ({"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]},
+                                    ['{"b":[3]}', '{"a":1,"b":null}'], ['{"b":1,"c":2}']),
+    "patterns of names": ({"properties": {"a": {"const": 1}}, "patternProperties": {"^x_": {"const": 2}}},
+                          ['{"a":1,"x_y":2}'], ['{"y":1}', '{"x_y":1}']),
+    "recursive": ({"type": "object", "properties": {"next": {"$ref": "#"}}},
+                  ['{"next":{"next":{}}}'], ['{"next":{"a":1}}']),
+}  # fmt: skip
+OPEN = {
+    "it says so": (CITY | {"additionalProperties": True}, '{"city":"x","a":1}'),
+    "it says what": (CITY | {"additionalProperties": {"type": "integer"}}, '{"city":"x","a":1}'),
+    "no properties are named": ({"type": "object"}, '{"a":1}'),
+    "another part says so": ({"allOf": [CITY, {"additionalProperties": {"const": 1}, "properties": {"city": True}}]},
+                             '{"city":"x","a":1}'),
+    "unevaluated ones are described": (CITY | {"unevaluatedProperties": {"const": 2}}, '{"city":"x","b":2}'),
+    "more are asked for": ({"properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
+    "names are limited": ({"type": "object", "properties": {"a": True}, "propertyNames": {"maxLength": 2}}, '{"b":1}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_objects_with_properties_are_closed(name):
+    """So that no model invents names, or repeats them."""
+    schema, good, bad = CLOSED[name]
+    assert [text for text in good if not allows(schema, text)] == []
+    assert [text for text in bad if allows(schema, text)] == []
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_objects_stay_open_where_the_schema_says_so(name):
+    assert allows(*OPEN[name])
+
+
+NUMBER = re.compile(r"-?(\d+)(?:\.(\d+))?(?:[eE][+-]?(\d+))?")
+ENDLESS = {
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "either": {"type": ["integer", "number"]},
+    "untyped": {},
+    "nested in untyped": {"type": "object", "additionalProperties": {"type": "array"}},
+    "bounded on one side": {"type": "number", "minimum": 0.5},
+    "bounded on both": {"type": "number", "exclusiveMinimum": -3, "maximum": 8.25},
+    "of steps": {"type": "number", "multipleOf": 0.25},
+    "of whole steps": {"type": "integer", "multipleOf": 7},
+    "composed": {"allOf": [{"minimum": 3}, {"type": ["number", "null"]}]},
+    "beside patterns": {"type": "object", "patternProperties": {"a": {"type": "number"}}, "minProperties": 1},
+}
+
+
+def longest_number(constraint: Constraint) -> tuple[int, ...]:
+    """Digits before the point, after it and in the exponent, of a model that writes digits wherever it may."""
+    grammar = Grammar(CHECKER.check(constraint, "schema").grammar, BYTES)
+    found: tuple[int, ...] = (0, 0, 0)
+    for seed in range(12):
+        rng, matcher, text = random.Random(seed), grammar.matcher(), bytearray()
+        while not matcher.stopped and len(text) < 300:
+            mask = matcher.allowed()
+            ids = [i for i in range(256) if mask[i // 8] >> i % 8 & 1]
+            digits = [i for i in ids if i in b"0123456789" and ord("x") not in ids]  # which there is in strings
+            ids = digits if digits and rng.random() < 0.98 else ids
+            if not ids:
+                break
+            matcher.consume(token := rng.choice(ids))
+            text.append(token)
+        outside = re.sub(rb'"(?:\\.|[^"\\])*(?:"|$)', b"", bytes(text)).decode()
+        for number in NUMBER.finditer(outside):
+            found = tuple(max(n, len(digits or "")) for n, digits in zip(found, number.groups(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_numbers_have_no_endless_tail_of_digits(name):
+    before, after, exponent = longest_number(Constraint("json_schema", ENDLESS[name]))
+    assert 0 < before <= 20
+    assert after <= 17
+    assert exponent <= 3
+
+
+def test_numbers_in_json_objects_have_no_endless_tail_of_digits():
+    before, after, exponent = longest_number(Constraint("json_object"))
+    assert (before <= 20, after <= 17, exponent <= 3) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": 10**30 + 1}, "1" + "0" * 29 + "1"),
+        ({"enum": [2**53 + 1, "a"]}, "9007199254740993"),
+        ({"const": 1e-30}, "1e-30"),
+        ({"type": "integer", "minimum": 10**24, "maximum": 10**24 + 5}, "1000000000000000000000003"),
+        ({"type": "integer", "maximum": 2**64 - 1}, "18446744073709551615"),
+        ({"type": "integer"}, "99999999999999999999"),
+        ({"type": "number"}, "-12345678901234567890.12345678901234567e-300"),
+        ({"type": "string", "pattern": "^[0-9]{40}$"}, '"' + "7" * 40 + '"'),
+    ],
+)
+def test_numbers_are_as_long_as_the_schema_says(schema, text):
+    """In constants, bounds and patterns; and an integer without any may have 20 digits."""
+    assert allows(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        ({"type": "string", "maxLength": 10**9}, lambda n: json.dumps("a" * n)),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}, lambda n: json.dumps([None] * n)),
+    ],
+)
+def test_upper_limits_of_counts_are_narrowed(schema, most):
+    assert allows(schema, most(MAX_REPEAT - 1))
+    assert not allows(schema, most(MAX_REPEAT + 1))
+    low = {"maxLength": "minLength", "maxItems": "minItems"}
+    with pytest.raises(BadRequest, match=f"more than {MAX_REPEAT} cannot be enforced"):
+        check_best_effort({low.get(key, key): value for key, value in schema.items()})
+
+
 FEATURES = {
     "annotations": {"type": "integer", "title": "x", "description": "y", "default": 3, "examples": [1], "$comment": ""},
     "unknown keywords": {"type": "integer", "x-order": 1, "nullable": True},
@@ -215,15 +424,16 @@ def test_dependencies():
 @pytest.mark.parametrize("kind", ["integer", "number"])
 @pytest.mark.parametrize("bound", [2**63 - 1, 2**62, 3.4028234663852886e38, 10**400])
 def test_bounds_of_machine_types(kind, bound):
-    """Beyond what floating point tells apart: what is allowed is a little less, and never more."""
+    """They are exact, beyond what floating point can tell apart."""
     schema = {"type": kind, "minimum": -bound, "maximum": bound}
-    most = 2**62 if kind == "integer" else 2**53
-    assert allows(schema, str(-most))
-    assert allows(schema, str(most - 1))
-    assert not allows(schema, str(min(int(bound), 2**63) + 1))
+    whole = int(Decimal(str(bound)))  # of a float, the decimal number that it is written as
+    assert allows(schema, str(-whole))
+    assert allows(schema, str(whole))
+    assert not allows(schema, str(whole + 1))
+    assert not allows(schema, str(-whole - 1))
     assert allows(schema, "1.5") == (kind == "number")
-    with pytest.raises(BadRequest):
-        check({"type": kind, "minimum": bound})
+    assert allows({"type": kind, "minimum": bound}, str(whole + 7))
+    assert not allows({"type": kind, "minimum": bound}, str(whole - 1))
 
 
 def test_items_as_a_list():
@@ -250,7 +460,7 @@ def test_properties_come_in_their_order():
 
 def test_blanks_are_bounded():
     """At most one, behind a comma or a colon."""
-    grammar = CHECKER.check(Constraint("json_schema", FEATURES["constants in objects"]), "x")
+    grammar = CHECKER.check(Constraint("json_schema", FEATURES["constants in objects"]), "x").grammar
     rng = random.Random(1)
     texts = {write(Grammar(grammar, BYTES), rng) for _ in range(60)}
     assert b'{"a":[1,{"b":null}]}' in texts
@@ -295,17 +505,17 @@ REFUSED = {
     "an object": {"properties": []},
     "a list": {"anyOf": {}},
     "an object or a boolean": {"items": "x"},
-    "exactly": {"const": 2**53 + 1},
-    "beyond": {"minimum": 2**53 + 2},
     f"{MAX_REPEAT}": {"type": "string", "minLength": 10**9, "maxLength": 10**9},
-    "maxItems": {"items": {"type": "null"}, "maxItems": 10**6},
+    "minItems": {"type": "array", "minItems": 10**6},
     "deeper": nested(MAX_DEPTH + 1),
     "parts": {"enum": [*range(20_000)]},
     "finite": {"$ref": "#"},
     "no finite value": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     "finite value": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "minimum": {"type": "integer", "minimum": 5, "maximum": 3},
-    "nsatisfiable": {"allOf": [{"type": "integer"}, {"type": "string"}]},
+    "exclude each other": {"allOf": [{"type": "integer"}, {"type": "string"}]},
+    "larger than 0": {"multipleOf": 0},
+    "a number": {"minimum": True},
 }  # fmt: skip
 
 
@@ -343,7 +553,7 @@ def follow(llm: LLM, schemas: list[dict], **params) -> int:
     """How many answers came to their end; they are valid."""
     num_ended = 0
     for i, schema in enumerate(schemas):
-        grammar = CHECKER.check(Constraint("json_schema", schema), "schema")
+        grammar = CHECKER.check(Constraint("json_schema", schema), "schema").grammar
         messages = [{"role": "user", "content": "Write Anna, who is 30, as JSON."}]
         done = llm.chat(messages, SamplingParams(grammar=grammar, n=2, max_tokens=80, seed=i, **params))
         for output in done.outputs:

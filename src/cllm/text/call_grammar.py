@@ -13,7 +13,8 @@ import msgspec
 from cllm.errors import BadRequest
 from cllm.text.arguments import types_of
 from cllm.text.form import Form, any_of
-from cllm.text.grammar import json_term, text_term
+from cllm.text.lark import Rules, text_term
+from cllm.text.schema_rules import json_rule
 
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -33,7 +34,7 @@ class CallGrammar:
         self._form = form
         self._control = control_tokens
         self._marks = re.compile(f"({any_of(set(control_tokens))})")
-        self._rules: list[str] = []
+        self._rules = Rules()
 
     def write(
         self,
@@ -54,7 +55,7 @@ class CallGrammar:
         thinks, inside: it may begin with reasoning, or begins in the middle of it; begun: in the middle of its text.
         It is not compiled yet. Raises BadRequest (tools) for a schema that cannot be enforced.
         """
-        self._rules = []
+        self._rules = Rules()
         header = self._form.header
         options = []
         if answer:
@@ -64,16 +65,14 @@ class CallGrammar:
         elif calls:
             options.append(self._calls(tools, parallel=parallel))
         thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
-        lark = "\n".join([f"start: {thoughts}({' | '.join(options)})", *self._rules])
+        lark = f"start: {thoughts}({' | '.join(options)})\n{self._rules}"
         if not answer:
             return lark
         parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
         return json.dumps({"grammars": [{"lark_grammar": lark}, parts[0] | {"name": "answer"}, *parts[1:]]})
 
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+    def _json(self, schema: Any) -> str:
+        return json_rule(schema, self._rules, "tools")
 
     def _text(self, text: str) -> str:
         """Terms for a text, in which there may be control tokens."""
@@ -85,8 +84,8 @@ class CallGrammar:
     def _until(self, mark: str) -> str:
         """Any text and then, for the first time, ``mark``."""
         if mark in self._control:
-            return self._rule("/(?s:.*)/") + " " + self._text(mark)
-        return self._rule("/(?s:.*)/", f"[suffix={text_term(mark)}]")
+            return self._rules.rule("/(?s:.*)/") + " " + self._text(mark)
+        return self._rules.rule("/(?s:.*)/", f"[suffix={text_term(mark)}]")
 
     def _thoughts(self, *, inside: bool) -> str:
         form = self._form
@@ -94,13 +93,13 @@ class CallGrammar:
             begin = f'{self._text("<|channel|>")} "analysis" {self._text(form.header.close)}'
             return f'({begin} {self._until(form.header.end[0])} {self._text(form.header.open[0])} "assistant")?'
         assert form.reasoning
-        space = self._rule(r"/[ \n]{1,4}/")
+        space = self._rules.rule(r"/[ \n]{1,4}/")
         if inside:
             return f"{self._until(form.reasoning.close)} {space}?"
         return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
 
     def _text_with_calls(self, tools: Schemas, *, parallel: bool, begun: bool) -> str:
-        calls, header, anything = self._form.calls, self._form.header, self._rule("/(?s:.*)/")
+        calls, header, anything = self._form.calls, self._form.header, self._rules.rule("/(?s:.*)/")
         assert calls
         if header:
             begin, close = self._text("<|channel|>"), self._text(header.close)
@@ -108,7 +107,7 @@ class CallGrammar:
             call, then = self._calls(tools, parallel=False), self._text(header.end[0] + header.open[0] + "assistant")
             return f"{anything} ({then} {call})?" if begun else f"{call} | {said} ({then} {call})?"
         if calls.bare:  # what begins like an object or a list is a call
-            said = self._rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
+            said = self._rules.rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
             return f"{self._calls(tools, parallel=parallel)} | {said}"
         opening = calls.begin or calls.write
         mark = next(mark for mark in (*calls.open, *calls.skip) if opening.startswith(mark))
@@ -120,8 +119,8 @@ class CallGrammar:
     def _calls(self, tools: Schemas, *, parallel: bool) -> str:
         calls = self._form.calls
         assert calls
-        options = [self._rule(self._call(name, schema)) for name, schema in tools.items()]
-        call = self._rule(" | ".join(options))
+        options = [self._rules.rule(self._call(name, schema)) for name, schema in tools.items()]
+        call = self._rules.rule(" | ".join(options))
         further = f" ({self._text(calls.between)} {call})*" if parallel and not self._form.header else ""
         return f"{self._text(calls.begin)} {call}{further} {self._text(calls.end)}"
 
@@ -137,9 +136,9 @@ class CallGrammar:
                 case "ordinal":
                     terms.append("/[0-9]/")
                 case "arguments":
-                    terms.append(self._bare(schema) if self._form.calls.quote else json_term(schema, "tools"))
+                    terms.append(self._bare(schema) if self._form.calls.quote else self._json(schema))
                 case "keywords":
-                    terms.append(self._members(schema, "=", ", ", json_value))
+                    terms.append(self._members(schema, "=", ", ", self._json))
                 case "pairs":
                     terms += self._pairs(schema)
                 case _:
@@ -164,7 +163,7 @@ class CallGrammar:
             else:
                 if "string" in types or not types:
                     raise not_enforceable(f"the type of '{key}' must be one, and stated")
-                value = f"{json_term(inner, 'tools')} {self._text(end)}"
+                value = f"{self._json(inner)} {self._text(end)}"
             is_string = "true" if types == {"string"} else "false"
             opening = before.replace("$key", key).replace("$string", is_string)
             pair = f"{self._text(opening)} {value} {self._text(rest)}"
@@ -187,12 +186,12 @@ class CallGrammar:
                 return f"{self._text(quote)} {self._until(quote)}"
             case "array":
                 check_keywords(schema)
-                item = self._rule(self._bare(schema.get("items", {}), depth + 1))
+                item = self._rules.rule(self._bare(schema.get("items", {}), depth + 1))
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "object":
                 members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
                 return f'"{{" {members} "}}"'
-        return json_value(schema)
+        return self._json(schema)
 
     def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[dict[str, Any]], str]) -> str:
         """The properties of an object, the required ones first, and of the others any in their order."""
@@ -200,18 +199,14 @@ class CallGrammar:
         optional: list[str] = []
         for key, inner, is_required in properties_of(schema):
             member = f"{self._text(key + equals)} {value(inner)}"
-            (required if is_required else optional).append(self._rule(member))
+            (required if is_required else optional).append(self._rules.rule(member))
         between = f" {text_term(comma)} "
         # from the last to the first: what may follow a property, and what may stand where none has been
         follow, begin = '""', '""'
         for member in reversed(optional):
-            begin = self._rule(f"{member} {follow} | {begin}")
-            follow = self._rule(f"{between}{member} {follow} | {follow}")
+            begin = self._rules.rule(f"{member} {follow} | {begin}")
+            follow = self._rules.rule(f"{between}{member} {follow} | {follow}")
         return f"{between.join(required)} {follow}" if required else begin
-
-
-def json_value(schema: dict[str, Any]) -> str:
-    return json_term(schema, "tools")
 
 
 def properties_of(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cllm.errors import BadRequest
-from cllm.text.json_schema import enforceable
+from cllm.text.lark import Rules, reason, regex_term, text_term
 from cllm.text.repetitions import LARK, MAX_EXPANSION, expands_too_far
+from cllm.text.schema_rules import json_rule
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,8 +26,6 @@ MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of al
 MAX_CHOICES = 4096
 NUM_TRIED = 32  # tokens
 TOO_FAR = f"its nested repetitions multiply to more than {MAX_EXPANSION}"
-# At most one space where JSON allows any number: a model must not be able to write blanks for ever.
-WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
@@ -35,10 +33,22 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 class Constraint(NamedTuple):
     """kind json_object has no value; json_schema: a schema (dict or bool); regex: a pattern that the whole text
     matches; choice: a list of texts; grammar: a client's Lark or GBNF; lark: our own, which may name special tokens.
+    strict: a keyword of the schema that cannot be enforced is refused; otherwise it is left out.
     """
 
     kind: Kind
     value: Any = None
+    strict: bool = True
+
+
+class Checked(NamedTuple):
+    """A grammar that can be enforced ("" is none), and the keywords of its schema that it leaves out."""
+
+    grammar: str = ""
+    unenforced: tuple[str, ...] = ()
+
+
+FREE = Checked()
 
 
 class Special(NamedTuple):
@@ -48,31 +58,16 @@ class Special(NamedTuple):
     tokens: dict[int, str]
 
 
-def json_term(schema: Any, param: str) -> str:
-    """A term of Lark for the JSON values that ``schema`` allows. Raises BadRequest for what cannot be enforced."""
-    return "%json " + json.dumps(enforceable(schema, param) | {"x-guidance": WHITESPACE}).replace("\x7f", r"\u007f")
-
-
-def regex_term(pattern: str) -> str:
-    """A term of Lark for the texts that match ``pattern`` as a whole; digits are those of ASCII."""
-    from llguidance import regex_to_lark
-
-    return "/" + regex_to_lark(pattern, "d") + "/"
-
-
-def text_term(text: str) -> str:
-    """A term of Lark for ``text``."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
-def to_lark(constraint: Constraint, param: str) -> str:
-    """The grammar, not compiled yet. Raises BadRequest, naming ``param``."""
+def to_lark(constraint: Constraint, param: str, unenforced: set[str] | None = None, *, careful: bool = False) -> str:
+    """The grammar, not compiled yet. Keywords of a schema that is not strict and that cannot be enforced are added to
+    ``unenforced``; some of them only if it is ``careful``. Raises BadRequest, naming ``param``.
+    """
     value = constraint.value
     match constraint.kind:
-        case "json_object":
-            return f"start: {json_term({'type': 'object'}, param)}"
-        case "json_schema":
-            return f"start: {json_term(value, param)}"
+        case "json_object" | "json_schema":
+            schema = value if constraint.kind == "json_schema" else {"type": "object"}
+            rules = Rules(careful=careful)
+            return f"start: {json_rule(schema, rules, param, None if constraint.strict else unenforced)}\n{rules}"
         case "regex":
             if expands_too_far(check_size(value, MAX_TEXT, param)):
                 raise invalid(param, TOO_FAR)
@@ -131,24 +126,28 @@ class Checker:
     def _ours(self) -> LLTokenizer:
         return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
 
-    def check(self, constraint: Constraint, param: str) -> str:
+    def check(self, constraint: Constraint, param: str) -> Checked:
         """The grammar, which can be compiled and allows something. Raises BadRequest, naming ``param``."""
         from llguidance import LLMatcher, LLParserLimits
 
-        text = to_lark(constraint, param)
+        unenforced: set[str] = set()
+        text = to_lark(constraint, param, unenforced)
         limits = LLParserLimits(max_lexer_states=self._max_lexer_states, verbose_errors=False)
+        tokenizer = self._ours if constraint.kind == "lark" else self._clients
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error() and constraint.kind == "json_schema":  # perhaps without some leaf
+            text = to_lark(constraint, param, unenforced, careful=True)
+            matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if constraint.kind == "grammar":
             _, warnings = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
             if any("no tokenizer" in warning for warning in warnings):
                 raise invalid(param, "it names special tokens, which only text may stand for")
-        tokenizer = self._ours if constraint.kind == "lark" else self._clients
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if allows_only_the_end(matcher.deep_copy(), tokenizer.eos_token):
             raise invalid(param, "it allows nothing but an empty text")
         self._try(matcher)
         if matcher.is_error():
             raise invalid(param, reason(matcher.get_error()))
-        return text
+        return Checked(text, tuple(sorted(unenforced)))
 
     def _try(self, matcher: LLMatcher) -> None:
         """Follow it for a while, at random: some grammars are too large only there."""
@@ -166,29 +165,18 @@ def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
     return mask == 1 << end_token and not matcher.is_error()
 
 
-def reason(error: str) -> str:
-    """llguidance's, without where that is in a grammar which the client has not written."""
-    if "oneOf" in error:
-        return "the options of 'oneOf' must exclude each other by type or by the constants of a required property"
-    if "NoExtension" in error:
-        return "it allows no text"
-    lines = error.strip().splitlines()
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
-    return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
-
-
 def prepare(begin: list[Any]) -> Work:
-    """The work of a process that checks constraints, given as kind, value and param; ``begin`` has the size of the
-    vocabulary, its special tokens as pairs, and max_lexer_states.
+    """The work of a process that checks constraints, given with their param; it answers with the fields of Checked as
+    JSON. ``begin`` has the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
     """
     importlib.import_module("llguidance")  # now, or it would be on the account of the first one
     size, tokens, max_lexer_states = begin
     checker = Checker(Special(size, dict(tokens)), max_lexer_states)
 
     def check(asked: list[Any]) -> str:
-        kind, value, param = asked
+        constraint, param = asked
         try:
-            return checker.check(Constraint(kind, value), param)
+            return json.dumps(checker.check(Constraint(*constraint), param))
         except (RecursionError, MemoryError):
             raise invalid(param, "it is too complex") from None
         except UnicodeError:

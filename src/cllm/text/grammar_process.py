@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pydantic_core
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import EngineError
 from cllm.text import grammar
-from cllm.text.grammar import Constraint, Special, invalid
+from cllm.text.grammar import Checked, Constraint, Special, invalid
 from cllm.text.worker import Reply, refusal, to_json
 from cllm.text.workers import Workers
 
@@ -41,12 +42,12 @@ class GrammarProcess(Workers):
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
         self._known_size = 0
 
-    async def check(self, constraint: Constraint, param: str) -> str:
+    async def check(self, constraint: Constraint, param: str) -> Checked:
         """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask, or if
         the process is stopped or killed.
         """
         try:
-            question = pydantic_core.to_json((constraint.kind, constraint.value, param))
+            question = pydantic_core.to_json((constraint, param))
         except ValueError:
             raise invalid(param, "it is nested too deeply, or has a lone surrogate") from None
         if len(question) > MAX_SIZE:
@@ -65,7 +66,8 @@ class GrammarProcess(Workers):
             finally:
                 self._num_waiting -= 1
             self._remember(question, reply)
-        return reply.get()
+        grammar, unenforced = json.loads(reply.get())
+        return Checked(grammar, tuple(unenforced))
 
     def _remember(self, question: bytes, reply: Reply) -> None:
         self._forget(question)

@@ -1,71 +1,85 @@
-"""JSON schemas (draft 2020-12, and what older drafts say otherwise) to those that llguidance enforces, all of them.
+"""JSON schemas (draft 2020-12, and what older drafts say otherwise) in fewer keywords, all of which can be enforced.
 
-llguidance enforces most keywords and refuses others; it ignores what it does not know, and takes some that its grammar
-cannot keep. What comes out here has only keywords that hold; for all else there is a BadRequest.
+What cannot be enforced is refused or, where only the best effort was asked for, left out and named. Apart from that,
+what comes out allows nothing that the schema forbids. It may allow less: an object whose schema has ``properties`` has
+no others unless the schema says so, and what is counted has a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import unquote, urljoin
 
 from cllm.errors import BadRequest
+from cllm.text.closed_objects import ALONE, OPTIONS, SAYS_WHAT_ELSE, Names, close, has_own_options, parts_of
 from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
+from cllm.text.schema_places import Places
 from cllm.text.string_formats import FORMATS, patterns
 
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
 MAX_SCHEMAS = 10_000
 MAX_REPEAT = 10_000  # items, properties or characters that a schema may count
 MAX_UNIQUE = 6  # values of which sets are written out
-LARGEST = 2**53  # the integers up to here are what they are in floating point
-WIDEST = 2**63 - 1024  # the largest number of floating point that is an integer of 64 bits
-UPWARDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 Schema = dict[str, Any] | bool
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
-# Keywords that cannot be enforced, and the values with which they say nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "contains": (),
-    "$recursiveRef": (),
-}
-BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-CONSTANTS = {"const", "enum", "default", "examples"}  # keywords with anything but schemas
+NOT_ENFORCED = {"contains", "$recursiveRef"}
 CONDITIONAL = {"anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "contains"}
 NOT_PORTABLE = re.compile(r"\[[^\]]*(?:&&|--|~~|\[:)")  # sets in Rust's regular expressions, characters in ECMAScript's
 
 
-def enforceable(schema: Any, param: str) -> dict[str, Any]:
-    """A schema that allows the same values, as llguidance wants it, without annotations.
+class Unenforceable(Exception):
+    """A keyword cannot be enforced where it stands."""
 
-    Raises BadRequest, naming ``param`` and the keyword, for a schema that cannot be enforced, that is none, that is too
-    large, or that no finite value satisfies.
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(where, why)
+        self.where = where
+        self.why = why
+
+
+def enforceable(schema: Any, param: str, unenforced: set[str] | None = None) -> dict[str, Any]:
+    """A schema with the keywords of which KEYWORDS gives what they become, without annotations.
+
+    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused.
+    Raises BadRequest, naming ``param`` and the keyword, for those, and for a schema that is none, that is too large, or
+    that no finite value satisfies.
     """
-    return Translator(schema, param).translate()
+    return Translator(schema, param, unenforced).translate()
+
+
+def invalid_schema(param: str, where: str, why: str) -> BadRequest:
+    place = f" at {where[:200]}" if where else ""
+    message = f"Invalid schema in '{param}'{place}: {why.rstrip('.')[:300]}."
+    return BadRequest(message, param=param, code="invalid_json_schema")
 
 
 class Translator:
     """One schema on its way. ``where`` is the place in it, as a path."""
 
-    def __init__(self, root: Any, param: str) -> None:
+    def __init__(self, root: Any, param: str, unenforced: set[str] | None) -> None:
         self._root = root
         self._param = param
+        self._unenforced = unenforced
         self._num_schemas = 0
         self._places = Places(root)
-        self._names: dict[int, str] = {}  # of the definitions, by the ids of the schemas that are referred to
-        self._targets: list[tuple[str, Any]] = []  # definitions that are not translated yet
+        self._names: dict[tuple[int, bool], str] = {}  # of definitions, by the ids of their schemas and whether closed
+        self._targets: list[tuple[str, Any, bool]] = []  # definitions that are not translated yet
+        # of the schemas that are being translated: the names for their options, and whether they are only references
+        self._levels: list[tuple[Names | None, bool]] = []
 
     def translate(self) -> dict[str, Any]:
         root = self._schema(self._root, "", 0)
         definitions: dict[str, Schema] = {}
         while self._targets:
-            reference, target = self._targets.pop()
-            definitions[self._names[id(target)]] = self._schema(target, reference, 0)
+            reference, target, is_closed = self._targets.pop()
+            around = ALONE if is_closed else None
+            definitions[self._names[id(target), is_closed]] = self._schema(target, reference, 0, around)
         if not has_end(root, ended(definitions)):
             self._refuse("", "no finite value satisfies it")
         if isinstance(root, bool):
@@ -73,12 +87,17 @@ class Translator:
         return root | ({"$defs": definitions} if definitions else {})
 
     def _refuse(self, where: str, why: str) -> NoReturn:
-        place = f" at {where[:200]}" if where else ""
-        raise BadRequest(
-            f"Invalid schema in '{self._param}'{place}: {why}.", param=self._param, code="invalid_json_schema"
-        )
+        raise invalid_schema(self._param, where, why)
 
-    def _schema(self, schema: Any, where: str, depth: int) -> Schema:
+    def _leave_out(self, keyword: str, where: str, why: str) -> None:
+        if self._unenforced is None:
+            self._refuse(where, why)
+        self._unenforced.add(keyword)
+
+    def _schema(self, schema: Any, where: str, depth: int, around: Names | None = ALONE) -> Schema:
+        """``around``: the properties that the schemas name of which this is a part, and which leave it to this one to
+        forbid others; None: that is not for this one to do.
+        """
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             self._refuse(where, f"it has more than {MAX_SCHEMAS} parts")
@@ -88,23 +107,49 @@ class Translator:
             return schema
         if not isinstance(schema, dict):
             self._refuse(where, "a schema must be an object or a boolean")
-        for keyword, harmless in REFUSED.items():
-            if keyword in schema and not any(schema[keyword] == value for value in harmless):
-                self._refuse(where, f"'{keyword}' cannot be enforced")
+        for keyword in NOT_ENFORCED & schema.keys():
+            self._leave_out(keyword, where, f"'{keyword}' cannot be enforced")
         if "if" in schema and schema.keys() & {"then", "else"}:
-            self._refuse(where, "'if' cannot be enforced")
+            self._leave_out("if", where, "'if' cannot be enforced")
+        is_reference = schema.keys() & KEYWORDS.keys() == {"$ref"} and around == ALONE
+        names = None if around is None or is_reference else self._named(schema, around)
+        self._levels.append((names, is_reference))
         found: dict[str, Any] = {}
         for keyword, value in schema.items():  # their order is that of the properties in the text
             translate = KEYWORDS.get(keyword)
             if translate is not None:
                 place = f"{where}.{keyword}" if where else keyword
-                new = translate(self, keyword, value, place, depth, schema)
+                try:
+                    new = translate(self, keyword, value, place, depth, schema)
+                except Unenforceable as error:
+                    self._leave_out(keyword, error.where, error.why)
+                    continue
                 if "allOf" in new:
                     new["allOf"] = [*found.get("allOf", []), *new["allOf"]]
                 found |= new
-        if found.get("minProperties", 0) > len(found.get("required", ())) + 1:
-            self._refuse(where, "'minProperties' cannot be enforced beyond one more than 'required' names")
+        self._levels.pop()
+        if names is not None and not has_own_options(schema):
+            close(found, names)
         return found
+
+    def _named(self, schema: dict[str, Any], around: Names) -> Names | None:
+        """What this schema, its parts and those around it name; None if other properties are not to be forbidden."""
+        names = Names({**around.properties}, {**around.patterns}, around.has_properties)
+        parts: list[Any] = [schema]
+        seen: set[int] = set()
+        while parts:
+            part = parts.pop(0)
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            if part.keys() & SAYS_WHAT_ELSE:
+                return None
+            names.add(part)
+            parts += parts_of(part, with_options=part is not schema or not has_own_options(schema))
+            with contextlib.suppress(BadRequest, Unenforceable):  # its own translation says what is wrong
+                parts += [self._resolve(part, "")] if "$ref" in part else []
+        least = schema.get("minProperties", 0)
+        return None if isinstance(least, int) and least > len(names.properties) else names
 
     def _mapping(self, value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -138,40 +183,37 @@ class Translator:
         if isinstance(value, (list, dict)):
             for one in value.values() if isinstance(value, dict) else value:
                 self._value(one, where, depth + 1)
-        elif isinstance(value, (int, float)):
-            self.number("", value, where, depth, {})
+        elif isinstance(value, float):
+            self.number("", value, where)
 
-    def number(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(value, (int, float)):
+    def number(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, float) and not math.isfinite(value)):
             self._refuse(where, "it must be a number")
-        if value * UPWARDS.get(keyword, 0) > LARGEST:  # a bound that is hardly one: what is left is narrower
-            wide = min(abs(int(value)), WIDEST if schema.get("type") == "integer" else LARGEST)
-            exact = float(wide) if float(wide) <= wide else math.nextafter(wide, 0)
-            return {keyword: int(exact) * UPWARDS[keyword]}
-        if abs(value) > LARGEST:
-            self._refuse(where, f"numbers beyond {LARGEST} cannot be enforced exactly")
+        if keyword == "multipleOf" and value <= 0:
+            self._refuse(where, "it must be larger than 0")
         return {keyword: value}
 
     def exclusive(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool):  # draft 4: it says of the other one that it is exclusive
             limit = schema.get({"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}[keyword])
-            return self.number(keyword, limit, where, _, schema) if value and limit is not None else {}
-        return self.number(keyword, value, where, _, schema)
+            return self.number(keyword, limit, where) if value and limit is not None else {}
+        return self.number(keyword, value, where)
 
     def count(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 0:
             self._refuse(where, "it must be a whole number that is not negative")
-        if value > MAX_REPEAT:
+        if value > MAX_REPEAT and keyword.startswith("min"):
             self._refuse(where, f"more than {MAX_REPEAT} cannot be enforced")
-        return {keyword: int(value)}
+        return {keyword: int(min(value, MAX_REPEAT))}
 
     def pattern(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         if not isinstance(value, str):
             self._refuse(where, "it must be a string")
         if NOT_PORTABLE.search(value):
-            self._refuse(where, "'&&', '--', '~~' and '[:' in brackets are not supported")
+            raise Unenforceable(where, "'&&', '--', '~~' and '[:' in brackets are not supported")
         if expands_too_far(value):
-            self._refuse(where, f"its nested repetitions multiply to more than {MAX_EXPANSION}")
+            raise Unenforceable(where, f"its nested repetitions multiply to more than {MAX_EXPANSION}")
         first, *more = patterns(value)
         return {keyword: first} | ({"allOf": [{keyword: one} for one in more]} if more else {})
 
@@ -184,7 +226,7 @@ class Translator:
             return {}
         if value not in FORMATS:
             names = ", ".join(sorted(FORMATS))
-            self._refuse(where, f"the format {str(value)[:40]!r} cannot be enforced, only {names}")
+            raise Unenforceable(where, f"the format {str(value)[:40]!r} cannot be enforced, only {names}")
         return {"allOf": [FORMATS[value]]}
 
     def required(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
@@ -195,31 +237,32 @@ class Translator:
     def one(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
         return {keyword: self._schema(value, where, depth + 1)}
 
-    def all_of(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
+    def all_of(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
         options = self._list(value, where)
         if not options:
             self._refuse(where, "it must not be empty")
-        if keyword == "oneOf":  # that they exclude each other is not looked for behind a reference
-            options = [self._followed(option, where) for option in options]
-        return {keyword: [self._schema(option, f"{where}[{i}]", depth + 1) for i, option in enumerate(options)]}
+        around = ALONE if keyword == "prefixItems" else None
+        if keyword in OPTIONS and has_own_options(schema):
+            around = self._levels[-1][0]
+        return {keyword: [self._schema(option, f"{where}[{i}]", depth + 1, around) for i, option in enumerate(options)]}
 
     def by_name(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
         schemas = self._mapping(value, where).items()
         if keyword == "patternProperties":
             for name, _schema in schemas:
                 if len(self.pattern(keyword, name, where)) > 1:
-                    self._refuse(where, "look-aheads in the patterns of names are not supported")
+                    raise Unenforceable(where, "look-aheads in the patterns of names are not supported")
         return {keyword: {name: self._schema(schema, f"{where}.{name}", depth + 1) for name, schema in schemas}}
 
     def items(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, list):
             return self.one(keyword, value, where, depth)
         rest = schema.get("additionalItems", True)  # until 2019-09
-        return self.all_of("prefixItems", value, where, depth) | self.one("items", rest, where, depth)
+        return self.all_of("prefixItems", value, where, depth, {}) | self.one("items", rest, where, depth)
 
     def negation(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         if value not in (True, {}, False):
-            self._refuse(where, f"'{keyword}' cannot be enforced")
+            raise Unenforceable(where, f"'{keyword}' cannot be enforced")
         return {} if value is False else {"allOf": [False]}
 
     def names(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
@@ -243,7 +286,7 @@ class Translator:
             pattern = names["pattern"] if "pattern" in said else FORMATS[names["format"]]["pattern"]
             allowed |= self.by_name("patternProperties", {pattern: True}, where, 0)
         elif said:
-            self._refuse(where, f"'{keyword}' can be enforced for 'enum', 'const', 'pattern' or lengths alone")
+            raise Unenforceable(where, f"'{keyword}' can be enforced for 'enum', 'const', 'pattern' or lengths alone")
         else:
             return {}
         return {"allOf": [allowed]}
@@ -255,7 +298,7 @@ class Translator:
         if value is False or schema.get("maxItems") in (0, 1):
             return {}
         if not isinstance(listed, list) or len(listed) > MAX_UNIQUE or "prefixItems" in schema:
-            self._refuse(
+            raise Unenforceable(
                 where, f"'{keyword}' can be enforced only where 'items' has an 'enum' of at most {MAX_UNIQUE} values"
             )
         listed = [one for i, one in enumerate(listed) if one not in listed[:i]]  # and 1, 1.0 and True are one, alas
@@ -274,7 +317,7 @@ class Translator:
             if isinstance(needed, list) or keyword == "dependentRequired":
                 then: Schema = self.required("required", needed, place)
             else:
-                then = self._schema(needed, place, depth + 1)
+                then = self._schema(needed, place, depth + 1, None)
             parts.append({"anyOf": [{"properties": {name: False}}, {"allOf": [{"required": [name]}, then]}]})
         return {"allOf": parts} if parts else {}
 
@@ -288,7 +331,7 @@ class Translator:
                 continue
             seen.append(part)
             if part.keys() & CONDITIONAL:
-                self._refuse(where, f"'{keyword}' cannot be enforced beside {min(part.keys() & CONDITIONAL)!r}")
+                raise Unenforceable(where, f"'{keyword}' cannot be enforced beside {min(part.keys() & CONDITIONAL)!r}")
             parts += part.get("allOf", [])
             if "$ref" in part:
                 parts.append(self._resolve(part, where))
@@ -307,10 +350,11 @@ class Translator:
 
     def reference(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
         target = self._resolve(schema, where, keyword)
-        if id(target) not in self._names:
-            self._names[id(target)] = str(len(self._names))
-            self._targets.append((str(value), target))
-        return {"$ref": f"#/$defs/{self._names[id(target)]}"}
+        key = id(target), self._levels[-1][1]
+        if key not in self._names:
+            self._names[key] = str(len(self._names))
+            self._targets.append((str(value), target, key[1]))
+        return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _resolve(self, schema: dict[str, Any], where: str, keyword: str = "$ref") -> Any:
         """What ``schema`` refers to."""
@@ -318,9 +362,10 @@ class Translator:
         if not isinstance(reference, str):
             self._refuse(where, "it must be a string")
         if isinstance(schema.get("$id"), str) and schema is not self._root:
-            self._refuse(where, f"'$id' beside '{keyword}' is not supported: drafts differ in what it means")
+            raise Unenforceable(where, f"'$id' beside '{keyword}' is not supported: drafts differ in what it means")
         if keyword == "$dynamicRef" and self._places.num_dynamic[reference.rpartition("#")[2]] > 1:
-            self._refuse(where, "'$dynamicRef' cannot be enforced if there is more than one such '$dynamicAnchor'")
+            why = "'$dynamicRef' cannot be enforced if there is more than one such '$dynamicAnchor'"
+            raise Unenforceable(where, why)
         base = self._places.bases.get(id(schema), "")
         address, _, fragment = (base + reference if reference.startswith("#") else urljoin(base, reference)).partition(
             "#"
@@ -329,7 +374,8 @@ class Translator:
         if fragment and not fragment.startswith("/"):
             address, fragment = f"{address}#{fragment}", ""
         if address not in self._places.schemas:
-            self._refuse(where, f"only references within the schema are followed, and {reference[:100]!r} is not in it")
+            why = f"only references within the schema are followed, and {reference[:100]!r} is not in it"
+            raise Unenforceable(where, why)
         target = self._places.schemas[address]
         for part in fragment.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -350,43 +396,6 @@ class Translator:
             seen.add(option["$ref"])
             option = self._resolve(option, where)
         return option
-
-
-class Places:
-    """Where references of a schema lead to."""
-
-    def __init__(self, root: Any) -> None:
-        self.schemas: dict[str, Any] = {"": root}  # by '$id', and by '$id#$anchor'
-        self.bases: dict[int, str] = {}  # what references are relative to, by the ids of the schemas they are in
-        self.num_dynamic: Counter[str] = Counter()
-        waiting = [(root, "", False)]
-        while waiting:
-            schema, base, has_names = waiting.pop()
-            if isinstance(schema, dict) and not has_names:
-                base = self._enter(schema, base)
-            if isinstance(schema, dict):
-                waiting += [
-                    (value, base, keyword in BY_NAME and not has_names)
-                    for keyword, value in schema.items()
-                    if has_names or keyword not in CONSTANTS
-                ]
-            elif isinstance(schema, list):
-                waiting += [(value, base, False) for value in schema]
-
-    def _enter(self, schema: dict[str, Any], base: str) -> str:
-        own, anchors = schema.get("$id"), [schema.get("$anchor"), schema.get("$dynamicAnchor")]
-        if isinstance(own, str) and own.startswith("#"):  # until draft 7
-            anchors.append(own[1:])
-        elif isinstance(own, str):
-            base = urljoin(base, own).rstrip("#")
-            self.schemas[base] = schema
-        for anchor in anchors:
-            if isinstance(anchor, str):
-                self.schemas[f"{base}#{anchor}"] = schema
-        if isinstance(schema.get("$dynamicAnchor"), str):
-            self.num_dynamic[schema["$dynamicAnchor"]] += 1
-        self.bases[id(schema)] = base
-        return base
 
 
 T = Translator

@@ -1,0 +1,189 @@
+"""What a schema allows, as alternatives of one type each, and what two of them allow together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cllm.text.json_schema import Schema
+from cllm.text.lark import matches, search_term
+
+# A schema of one type, with all keywords of that type; ``in`` are the values that constants leave of it, and ``parts``
+# of a string schemas that it satisfies. Or one that is nothing but a reference.
+Alternative = dict[str, Any]
+Alternatives = list[Alternative] | None  # None: any value
+
+BOUNDS: dict[str, Callable[..., Any]] = {
+    "minimum": max,
+    "exclusiveMinimum": max,
+    "maximum": min,
+    "exclusiveMaximum": min,
+}
+NUMBER: Alternative = dict.fromkeys([*BOUNDS, "multipleOf"])
+KEYWORDS_OF: dict[str, Alternative] = {  # and what they are where a schema does not have them
+    "null": {},
+    "boolean": {},
+    "integer": NUMBER,
+    "number": NUMBER,
+    "string": {"minLength": None, "maxLength": None, "pattern": None, "format": None},
+    "array": {"prefixItems": [], "items": True, "minItems": 0, "maxItems": math.inf},
+    "object": {
+        "properties": {},
+        "patternProperties": {},
+        "additionalProperties": True,
+        "required": [],
+        "minProperties": 0,
+        "maxProperties": math.inf,
+    },
+}
+ANY = ["null", "boolean", "number", "string", "array", "object"]
+IN_PLACE = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
+
+
+def are_apart(one: Alternative, other: Alternative) -> bool:
+    """Whether no value can satisfy both, as far as their types and constants say."""
+    if one["type"] != other["type"]:
+        return {one["type"], other["type"]} != {"integer", "number"}
+    return "in" in one and "in" in other and set(one["in"]).isdisjoint(other["in"])
+
+
+def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
+    """What the keywords say that do not refer to other schemas for the same value."""
+    kinds = schema.get("type", ANY)
+    kinds = dict.fromkeys([kinds] if isinstance(kinds, str) else kinds)
+    found = []
+    for kind in kinds:
+        if kind == "integer" and "number" in kinds:
+            continue
+        own = {keyword: schema[keyword] for keyword in KEYWORDS_OF[kind] if keyword in schema}
+        if kind == "string":
+            own = {"parts": [own] if own else []}
+        elif "multipleOf" in own:
+            own["multipleOf"] = [own["multipleOf"]]
+        alternative = {"type": kind, **KEYWORDS_OF[kind], **own}
+        if kind == "object" and alternative["patternProperties"]:
+            names = alternative["properties"]
+            alternative["properties"] = {name: with_patterns(names[name], name, alternative) for name in names}
+        found.append(alternative)
+    return found
+
+
+def of_any_type(alternatives: Alternatives) -> list[Alternative]:
+    return own_alternatives({}) if alternatives is None else alternatives
+
+
+def joined(options: Iterable[Alternatives]) -> Alternatives:
+    found: list[Alternative] = []
+    for option in options:
+        if option is None:
+            return None
+        found += option
+    return found
+
+
+def constants(values: list[Any]) -> list[Alternative]:
+    scalars: dict[str, list[Any]] = {}
+    found: list[Alternative] = []
+    for value in values:
+        match value:
+            case None:
+                found += own_alternatives({"type": "null"})
+            case list():
+                items = [{"const": item} for item in value]
+                found += own_alternatives(
+                    {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+                )
+            case dict():
+                properties = {name: {"const": inner} for name, inner in value.items()}
+                exact = {"properties": properties, "required": [*value], "additionalProperties": False}
+                found += own_alternatives({"type": "object", **exact})
+            case _:
+                kind = "boolean" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+                scalars.setdefault(kind, []).append(value)
+    for kind, some in scalars.items():
+        found += [own_alternatives({"type": kind})[0] | {"in": [*dict.fromkeys(some)]}]
+    return found
+
+
+def both(first: Schema, second: Schema) -> Schema:
+    """A schema for what both allow."""
+    if first in (True, {}) or second is False or first == second:
+        return second
+    if second in (True, {}) or first is False:
+        return first
+    return {"allOf": [first, second]}
+
+
+def merged(one: Alternative, other: Alternative) -> Alternative | None:
+    """What both allow; None if that is nothing. Neither is a reference."""
+    kinds = {one["type"], other["type"]}
+    if len(kinds) > 1 and kinds != {"integer", "number"}:
+        return None
+    found = one | other | {"type": "integer" if len(kinds) > 1 else one["type"]}
+    if "in" in one and "in" in other:
+        allowed = set(other["in"])
+        found["in"] = [value for value in one["in"] if value in allowed]
+    match found["type"]:
+        case "integer" | "number":
+            for keyword, narrower in BOUNDS.items():
+                values = [part[keyword] for part in (one, other) if part[keyword] is not None]
+                found[keyword] = narrower(values, default=None)
+            found["multipleOf"] = [*(one["multipleOf"] or ()), *(other["multipleOf"] or ())]
+        case "string":
+            found["parts"] = one["parts"] + other["parts"]
+        case "array":
+            found |= merged_arrays(one, other)
+        case "object":
+            found |= merged_objects(one, other)
+    return found
+
+
+def merged_arrays(one: Alternative, other: Alternative) -> Alternative:
+    def item(part: Alternative, i: int) -> Schema:
+        schema: Schema = part["prefixItems"][i] if i < len(part["prefixItems"]) else part["items"]
+        return schema
+
+    length = max(len(one["prefixItems"]), len(other["prefixItems"]))
+    return {
+        "prefixItems": [both(item(one, i), item(other, i)) for i in range(length)],
+        "items": both(one["items"], other["items"]),
+        "minItems": max(one["minItems"], other["minItems"]),
+        "maxItems": min(one["maxItems"], other["maxItems"]),
+    }
+
+
+def merged_objects(one: Alternative, other: Alternative) -> Alternative:
+    def like(part: Alternative, pattern: str) -> Schema:
+        schema: Schema = part["patternProperties"].get(pattern, part["additionalProperties"])
+        return schema
+
+    names = {**one["properties"], **other["properties"]}
+    patterns = {**one["patternProperties"], **other["patternProperties"]}
+    return {
+        "properties": {name: both(property_of(one, name), property_of(other, name)) for name in names},
+        "patternProperties": {pattern: both(like(one, pattern), like(other, pattern)) for pattern in patterns},
+        "additionalProperties": both(one["additionalProperties"], other["additionalProperties"]),
+        "required": [*dict.fromkeys(one["required"] + other["required"])],
+        "minProperties": max(one["minProperties"], other["minProperties"]),
+        "maxProperties": min(one["maxProperties"], other["maxProperties"]),
+    }
+
+
+def property_of(alternative: Alternative, name: str) -> Schema:
+    """What is asked of the value of a property."""
+    if name in alternative["properties"]:
+        schema: Schema = alternative["properties"][name]
+        return schema
+    if any(matches(search_term(pattern), name) for pattern in alternative["patternProperties"]):
+        return with_patterns(True, name, alternative)
+    others: Schema = alternative["additionalProperties"]
+    return others
+
+
+def with_patterns(schema: Schema, name: str, alternative: Alternative) -> Schema:
+    """``schema``, and what the patterns that ``name`` matches ask for."""
+    for pattern, other in alternative["patternProperties"].items():
+        if matches(search_term(pattern), name):
+            schema = both(schema, other)
+    return schema

@@ -1,0 +1,99 @@
+"""Numbers of JSON as terminals of Lark: as many digits as their bounds have, but no endless tail of them."""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import NamedTuple
+
+INTEGER_DIGITS, DECIMALS, EXPONENT_DIGITS = 20, 17, 3  # at most, where bounds have no more
+
+ANY_FRACTION = r"(\.[0-9]+)?"
+
+
+class Bound(NamedTuple):
+    """The end of a range; ``strict``: the value itself lies outside."""
+
+    value: Decimal
+    strict: bool = False
+
+    @property
+    def digits(self) -> tuple[str, str]:
+        """Those before the point and those after it, without a sign and without zeros that say nothing."""
+        before, _, after = f"{self.value.copy_abs():f}".partition(".")
+        return before, after.rstrip("0")
+
+
+def number_terminal(low: Bound | None, high: Bound | None, *, integer: bool) -> str | None:
+    """The body of a terminal for the numbers from ``low`` to ``high``; None if there are none.
+
+    With a bound, numbers are written without an exponent.
+    """
+    if integer:
+        low = low and Bound(next_integer(low, ROUND_CEILING, 1))
+        high = high and Bound(next_integer(high, ROUND_FLOOR, -1))
+    if low and high and (low.value > high.value or (low.value == high.value and (low.strict or high.strict))):
+        return None
+    lengths = [tuple(map(len, bound.digits)) for bound in (low, high) if bound]
+    form = rf"(0|[1-9][0-9]{{0,{max([INTEGER_DIGITS, *(before for before, _ in lengths)]) - 1}}})"
+    if not integer:
+        form += rf"(\.[0-9]{{1,{max([DECIMALS, *(after for _, after in lengths)])}}})?"
+    if not lengths:
+        return f"/-?{form}/" if integer else rf"/-?{form}([eE][+-]?[0-9]{{1,{EXPONENT_DIGITS}}})?/"
+    options = []
+    if high is None or high.value > 0 or high == Bound(Decimal(0)):
+        options.append(unsigned(form, low, high))
+    if low is None or low.value < 0:
+        options.append(f'"-" {unsigned(form, high and negative(high), low and negative(low))}')
+    return " | ".join(options)
+
+
+def next_integer(bound: Bound, rounding: str, step: int) -> Decimal:
+    """The first integer within ``bound``."""
+    value = bound.value.to_integral_value(rounding)
+    return Decimal(int(value) + step) if bound.strict and value == bound.value else value
+
+
+def negative(bound: Bound) -> Bound:
+    return Bound(bound.value.copy_negate(), bound.strict)
+
+
+def unsigned(form: str, low: Bound | None, high: Bound | None) -> str:
+    """Numbers that look like ``form`` and are not below ``low``, nor above ``high``, which is not negative."""
+    limits = [f"/{form}/"]
+    if low and (low.value > 0 or low == Bound(Decimal(0), strict=True)):
+        limits.append(f"/{at_least(low)}/")
+    if high:
+        limits.append(f"/{at_most(high)}/")
+    return f"({' & '.join(limits)})"
+
+
+def at_least(low: Bound) -> str:
+    """A regular expression for numbers without a sign."""
+    before, after = low.digits
+    options = [f"[1-9][0-9]{{{len(before)},}}{ANY_FRACTION}"]
+    for i, digit in enumerate(before):
+        if digit < "9":
+            options.append(f"{before[:i]}[{int(digit) + 1}-9][0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}")
+    rest = "[0-9]*[1-9][0-9]*" if low.strict else "[0-9]*"
+    if after or low.strict:
+        more = [f"{after[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in enumerate(after) if digit < "9"]
+        options.append(rf"{before}\.({'|'.join([*more, after + rest])})")
+    else:
+        options.append(before + ANY_FRACTION)
+    return "|".join(options)
+
+
+def at_most(high: Bound) -> str:
+    """A regular expression for numbers without a sign."""
+    before, after = high.digits
+    options = [f"(0|[1-9][0-9]{{0,{len(before) - 2}}}){ANY_FRACTION}"] if len(before) > 1 else []
+    for i, digit in enumerate(before):
+        least = 1 if i == 0 and len(before) > 1 else 0
+        if int(digit) > least:
+            options.append(f"{before[:i]}[{least}-{int(digit) - 1}][0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}")
+    less = [f"{after[:i]}[0-{int(digit) - 1}][0-9]*" for i, digit in enumerate(after) if digit > "0"]
+    less += [after[:i] for i in range(1, len(after))]
+    less += [] if high.strict else [f"{after}0*" if after else "0+"]
+    if after or not high.strict:
+        options.append(rf"{before}(\.({'|'.join(less)}))?")
+    return "|".join(options)

@@ -1,0 +1,370 @@
+"""Schemas, in the keywords that json_schema.py leaves, as rules of Lark; strings and multiples are left to llguidance.
+
+llguidance compiles whole schemas too. But its numbers may have any number of digits, which some models never stop
+writing, and numbers beyond 2^53 are not exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from itertools import combinations, product, starmap
+from typing import Any
+
+from cllm.text.alternatives import (
+    BOUNDS,
+    IN_PLACE,
+    Alternative,
+    Alternatives,
+    are_apart,
+    constants,
+    joined,
+    merged,
+    of_any_type,
+    own_alternatives,
+    property_of,
+)
+from cllm.text.json_schema import Schema, ended, enforceable, invalid_schema
+from cllm.text.lark import Rules, fault_of, json_leaf, reason, search_term, text_term
+from cllm.text.number_terms import Bound, number_terminal
+
+MAX_ALTERNATIVES = 10_000  # that compositions may multiply to
+EXACT = 2**53  # llguidance computes multiples in floating point
+COMMA, COLON = "/, ?/", "/: ?/"  # at most one blank: a model must not be able to write them for ever
+CHUNK = 1000  # characters of a long string
+CHARACTER = r'/[^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt]|\\u00(?:[01][0-9a-fA-F]|7[fF])/'  # in a string
+NAME = r'/[^"\\\x00-\x1f\x7f]*/'  # of a property, if it needs no escape
+
+
+def json_rule(schema: Any, rules: Rules, param: str, unenforced: set[str] | None = None) -> str:
+    """The name of a rule for the JSON values that ``schema`` allows, added to ``rules``.
+
+    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused. Raises
+    BadRequest for those, for what is no schema, and for one that allows nothing.
+    """
+    writer = SchemaRules(enforceable(schema, param, unenforced), rules, param, unenforced)
+    if writer.start is None:
+        raise invalid_schema(param, "", f"it allows no value: {writer.why_nothing or 'its parts exclude each other'}")
+    return writer.start
+
+
+class SchemaRules:
+    """Writes the rules of one schema."""
+
+    def __init__(self, schema: dict[str, Any], rules: Rules, param: str, unenforced: set[str] | None) -> None:
+        definitions = schema.get("$defs", {})
+        self._definitions = {f"#/$defs/{name}": definition for name, definition in definitions.items()}
+        self._ended = ended(definitions)
+        self._rules = rules
+        self._param = param
+        self._unenforced = unenforced
+        self._terms: dict[str, str | None] = {}
+        self._open: dict[str, bool] = {}  # names of rules that are being written, and whether they were used
+        self._num_alternatives = 0
+        self.why_nothing = ""  # the first reason why a part allows no value
+        self.start = self.term({key: value for key, value in schema.items() if key != "$defs"})
+
+    def term(self, schema: Schema) -> str | None:
+        """The name of a rule for the values that ``schema`` allows; None if there are none."""
+        key = json.dumps(schema)
+        if key not in self._terms:
+            name = self._terms[key] = self._rules.reserve()
+            self._open[name] = False
+            terms = [self._written(alternative) for alternative in of_any_type(self._alternatives(schema))]
+            options = [term for term in terms if term is not None]
+            is_used = self._open.pop(name)
+            if options:
+                self._rules.define(name, " | ".join(options))
+            elif is_used:
+                raise invalid_schema(self._param, "", "no finite value satisfies it")
+            else:
+                self._terms[key] = None
+        found = self._terms[key]
+        if found in self._open:
+            self._open[found] = True
+        return found
+
+    def _cannot(self, keyword: str, why: str) -> None:
+        """Leave ``keyword`` out, or refuse the schema."""
+        if self._unenforced is None:
+            raise invalid_schema(self._param, "", f"'{keyword}' cannot be enforced: {why}")
+        self._unenforced.add(keyword)
+
+    def _nothing(self, why: str) -> str | None:
+        """None, after remembering the reason."""
+        self.why_nothing = self.why_nothing or why
+        return None
+
+    # --- from a schema to its alternatives -------------------------------------------------------------------
+
+    def _alternatives(self, schema: Schema) -> Alternatives:
+        if isinstance(schema, bool):
+            return None if schema else []
+        found: Alternatives = None
+        own = "properties" if "properties" in schema else next((key for key in schema if key not in IN_PLACE), "")
+        for keyword, value in schema.items():  # their order is that of the properties in the text
+            if keyword == own:
+                found = self._both(found, own_alternatives(schema))
+            match keyword:
+                case "const" | "enum":
+                    found = self._both(found, constants(value if keyword == "enum" else [value]))
+                case "allOf":
+                    for part in value:
+                        found = self._both(found, self._alternatives(part))
+                case "anyOf" | "oneOf":
+                    options = [self._alternatives(option) for option in value]
+                    if keyword == "oneOf":
+                        self._check_apart(options)
+                    found = self._both(found, joined(options))
+                case "$ref":
+                    found = self._both(found, [{"$ref": value}] if value in self._ended else [])
+        return found
+
+    def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
+        for alternative in of_any_type(alternatives):
+            if "$ref" in alternative:
+                yield from self._resolved(self._alternatives(self._definitions[alternative["$ref"]]))
+            else:
+                yield alternative
+
+    def _both(self, first: Alternatives, second: Alternatives) -> Alternatives:
+        """What both allow."""
+        if first is None or second is None:
+            return second if first is None else first
+        found = []
+        for one, other in product(self._resolved(first), self._resolved(second)):
+            self._num_alternatives += 1
+            if self._num_alternatives > MAX_ALTERNATIVES:
+                why = f"its compositions have more than {MAX_ALTERNATIVES} alternatives"
+                raise invalid_schema(self._param, "", why)
+            if (both := merged(one, other)) is not None:
+                found.append(both)
+        return found
+
+    def _check_apart(self, options: list[Alternatives]) -> None:
+        resolved = [[*self._resolved(option)] for option in options]
+        known: dict[tuple[int, str], list[Alternative]] = {}
+
+        def values(part: Alternative, name: str) -> list[Alternative]:
+            if (id(part), name) not in known:
+                known[id(part), name] = [*self._resolved(self._alternatives(property_of(part, name)))]
+            return known[id(part), name]
+
+        def apart(one: Alternative, other: Alternative) -> bool:
+            if one["type"] != "object" or other["type"] != "object":
+                return are_apart(one, other)
+            names = dict.fromkeys([*one["required"], *other["required"]])
+            return any(all(starmap(are_apart, product(values(one, name), values(other, name)))) for name in names)
+
+        if not all(starmap(apart, (pair for options in combinations(resolved, 2) for pair in product(*options)))):
+            why = "its options must exclude each other by type or by the constants of a required property"
+            self._cannot("oneOf", why)
+
+    # --- from an alternative to a term -----------------------------------------------------------------------
+
+    def _written(self, alternative: Alternative) -> str | None:
+        if "$ref" in alternative:
+            return self.term(self._definitions[alternative["$ref"]])
+        match alternative["type"]:
+            case "null":
+                return '"null"'
+            case "boolean":
+                return self._literals(alternative.get("in", [True, False]))
+            case "string":
+                return self._string(alternative)
+            case "array":
+                return self._array(alternative)
+            case "object":
+                return self._object(alternative)
+        return self._number(alternative)
+
+    def _literals(self, values: list[Any]) -> str | None:
+        texts = [text_term(json.dumps(value, ensure_ascii=False)) for value in values]
+        return self._rules.terminal(" | ".join(texts)) if texts else None
+
+    def _string(self, alternative: Alternative) -> str | None:
+        parts = alternative["parts"]
+        if "in" in alternative and not parts:
+            return self._literals(alternative["in"])
+        if "in" not in alternative and len(parts) == 1 and parts[0].keys() <= {"minLength", "maxLength"}:
+            low, high = parts[0].get("minLength", 0), parts[0].get("maxLength", 0)
+            if low <= CHUNK < high:
+                return self._long_string(low, high)
+        leaf = {"type": "string"} | ({"enum": alternative["in"]} if "in" in alternative else {})
+        return self._leaf(leaf | (parts[0] if len(parts) == 1 else {"allOf": parts} if parts else {}), "pattern")
+
+    def _long_string(self, low: int, high: int) -> str:
+        """In chunks: llguidance has some states for each character that it counts in one piece, and a limit of them.
+
+        A chunk ends only where it is full or the string ends, as its lexer takes as much as it can.
+        """
+        num_more, rest = divmod(high - CHUNK, CHUNK)
+        first = self._rules.terminal(rf'"\"" {CHARACTER}{{{low},{CHUNK}}}')
+        more = f"({self._rules.terminal(f'{CHARACTER}{{1,{CHUNK}}}')}){{0,{num_more}}}" if num_more else ""
+        last = f"({self._rules.terminal(f'{CHARACTER}{{1,{rest}}}')})?" if rest else ""
+        return rf'{first} {more} {last} "\""'
+
+    def _leaf(self, leaf: dict[str, Any], keyword: str) -> str | None:
+        """A rule for a leaf; without ``keyword``, if that is what llguidance cannot compile."""
+        term = json_leaf(leaf)
+        if self._rules.careful and len(leaf) > 1 and (fault := fault_of(term)):
+            if "Unsatisfiable" in fault:
+                return self._nothing(reason(fault))
+            self._cannot(keyword, reason(fault))
+            parts = [{key: value for key, value in part.items() if key != keyword} for part in leaf.get("allOf", ())]
+            leaf = {key: value for key, value in leaf.items() if key not in (keyword, "allOf")}
+            return self._leaf(leaf | ({"allOf": parts} if any(parts) else {}), "")
+        return self._rules.rule(term)
+
+    def _number(self, alternative: Alternative) -> str | None:
+        integer = alternative["type"] == "integer"
+        low = narrower(max, alternative["minimum"], alternative["exclusiveMinimum"])
+        high = narrower(min, alternative["maximum"], alternative["exclusiveMaximum"])
+        steps = [step for step in alternative["multipleOf"] or () if not (integer and step == 1)]
+        if "in" in alternative:
+            values = [value for value in alternative["in"] if not integer or value == int(value)]
+            values = [value for value in values if lies_within(Decimal(str(value)), low, high)]
+            return self._literals([value for value in values if is_multiple(value, steps)])
+        if not steps:
+            body = number_terminal(low, high, integer=integer)
+            if body is None:
+                return self._nothing("its 'minimum' is above its 'maximum'")
+            return self._rules.terminal(body)
+        limits = {key: max(-EXACT, min(EXACT, alternative[key])) for key in BOUNDS if alternative[key] is not None}
+        leaf = {"type": alternative["type"], "minimum": -EXACT, "maximum": EXACT, **limits}
+        return self._leaf(leaf | {"allOf": [{"multipleOf": step} for step in steps]}, "multipleOf")
+
+    def _array(self, alternative: Alternative) -> str | None:
+        low, high = alternative["minItems"], alternative["maxItems"]
+        first: list[str] = []
+        for schema in alternative["prefixItems"]:
+            if len(first) == high or (term := self.term(schema)) is None:
+                high = len(first)
+                break
+            first.append(term)
+        item = None if len(first) == high else self.term(alternative["items"])
+        if item is None:
+            high = len(first)
+        if low > high:
+            return self._nothing(f"'minItems' is {low}, and there can be at most {high} items")
+        tail = separated(item, low - len(first), high - len(first), is_first=not first)
+        for i, term in reversed([*enumerate(first)]):
+            tail = f"{COMMA if i else ''} {term} {tail}"
+            tail = tail if i < low else f"({tail})?"
+        return f'"[" {tail} "]"'
+
+    def _object(self, alternative: Alternative) -> str | None:
+        required = alternative["required"]
+        names = [*dict.fromkeys([*alternative["properties"], *required])]
+        members: list[tuple[str, bool]] = []  # a rule for a property, and whether it must be there
+        for name in names:
+            if (value := self.term(property_of(alternative, name))) is not None:
+                key = text_term(json.dumps(name, ensure_ascii=False))
+                members.append((self._rules.rule(f"{key} {COLON} {value}"), name in required))
+            elif name in required:
+                return self._nothing(f"the required property {name[:40]!r} can have none")
+        low = max(alternative["minProperties"] - len(required), 0)
+        high = alternative["maxProperties"] - len(required)
+        if high <= 0:
+            members = [member for member in members if member[1]]
+        other = self._other_property(alternative, names) if high > 0 else None
+        num_optional = sum(not is_required for _, is_required in members)
+        if high < 0 or (low and not num_optional and not other):
+            return self._nothing("there cannot be as many properties as it asks for")
+        most = math.inf if other else num_optional  # that may be there at all
+        high = min(high, most)
+        if low > 1 or (num_optional and (low or high < most)):
+            if low == 1 and not other and high in (1, most):
+                return self._one_optional(members, at_least_one=True, at_most_one=high == 1)
+            if not (low or other) and high == 1:
+                return self._one_optional(members, at_least_one=False, at_most_one=True)
+            why = "beside optional properties at most one can be asked for, where others are forbidden"
+            self._cannot("minProperties" if low else "maxProperties", why)
+            low, high = 0, math.inf
+        return f'"{{" {self._members(members, other, low, high)} "}}"'
+
+    def _one_optional(self, members: list[tuple[str, bool]], *, at_least_one: bool, at_most_one: bool) -> str:
+        """An object with at least or at most one of the optional properties."""
+        options = [] if at_least_one else [self._members([member for member in members if member[1]], None, 0, 0)]
+        for i, (_, is_required) in enumerate(members):
+            if not is_required:  # the first of the optional ones that are there
+                kept = [
+                    (member, needed or i == j)
+                    for j, (member, needed) in enumerate(members)
+                    if needed or j == i or (j > i and not at_most_one)
+                ]
+                options.append(self._members(kept, None, 0, 0))
+        return f'"{{" ({" | ".join(map(self._rules.rule, options))}) "}}"'
+
+    def _other_property(self, alternative: Alternative, names: list[str]) -> str | None:
+        """A rule for a property that is not named."""
+        patterns = {search_term(pattern): schema for pattern, schema in alternative["patternProperties"].items()}
+        for pattern in [pattern for pattern in patterns if self._rules.careful and fault_of(pattern)]:
+            self._cannot("patternProperties", reason(fault_of(pattern)))
+            del patterns[pattern]
+        excluded = [text_term(name) for name in names]
+        options = []
+        for pattern, schema in patterns.items():
+            if (value := self.term(schema)) is not None:
+                others = [other for other in patterns if other != pattern]
+                options.append(f"{self._name([pattern], excluded + others)} {COLON} {value}")
+        if (value := self.term(alternative["additionalProperties"])) is not None:
+            options.append(f"{self._name([], [*excluded, *patterns])} {COLON} {value}")
+        return self._rules.rule(" | ".join(options)) if options else None
+
+    def _name(self, wanted: list[str], excluded: list[str]) -> str:
+        if not wanted and not excluded:
+            return self._rules.rule(json_leaf({"type": "string"}))
+        limits = [NAME, *wanted, *(f"~{term}" for term in excluded)]
+        return self._rules.terminal(rf'"\"" ({" & ".join(limits)}) "\""')
+
+    def _members(self, members: list[tuple[str, bool]], other: str | None, low: int, high: float) -> str:
+        """Members in their order, and then from ``low`` to ``high`` others."""
+        begin = separated(other, low, high, is_first=True)  # where there is none yet
+        follow = separated(other, low, high, is_first=False)
+        num_leading = next((i for i, (_, is_required) in enumerate(members) if is_required), len(members))
+        for i, (member, is_required) in reversed([*enumerate(members)]):
+            if is_required:
+                begin, follow = f"{member} {follow}", f"{COMMA} {member} {follow}"
+                continue
+            rest = self._rules.rule(follow) if follow else ""
+            if i < num_leading:
+                begin = self._rules.rule(f"{member} {rest} | {begin}" if begin else f"({member} {rest})?")
+            follow = f"({COMMA} {member})? {rest}"
+        return begin
+
+
+def separated(item: str | None, low: int, high: float, *, is_first: bool) -> str:
+    """From ``low`` to ``high`` items with commas between them and, unless one ``is_first``, in front."""
+    if item is None or high <= 0:
+        return ""
+    if not is_first:
+        return repeated(f"{COMMA} {item}", low, high)
+    tail = f"{item} {repeated(f'{COMMA} {item}', low - 1, high - 1)}"
+    return tail if low > 0 else f"({tail})?"
+
+
+def repeated(term: str, low: int, high: float) -> str:
+    low = max(low, 0)
+    if high == math.inf:
+        return f"({term}){{{low},}}" if low else f"({term})*"
+    return f"({term}){{{low},{high}}}" if high else ""
+
+
+def narrower(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
+    """The one of two bounds that allows less: of equal ones the strict one, else the one that is ``better``."""
+    if strict is not None and (inclusive is None or better(inclusive, strict) == strict):
+        return Bound(Decimal(str(strict)), strict=True)
+    return None if inclusive is None else Bound(Decimal(str(inclusive)))
+
+
+def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
+    above = low is None or value > low.value or (value == low.value and not low.strict)
+    return above and (high is None or value < high.value or (value == high.value and not high.strict))
+
+
+def is_multiple(value: Any, steps: list[Any]) -> bool:
+    return all(Fraction(str(value)) % Fraction(str(step)) == 0 for step in steps)
