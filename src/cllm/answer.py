@@ -25,6 +25,7 @@ from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 from cllm.text.chat_form import Reading
 from cllm.text.choice import Choice
+from cllm.text.grammar import Checked
 
 log = logging.getLogger("cllm.service")
 
@@ -96,7 +97,7 @@ class Generation:
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
     One that asks for the next message of a chat is made by ``Service.prepare``; then ``reading`` says how to parse it,
-    if it is more than text.
+    if it is more than text. ``unenforced``: keywords of its schemas that could not be enforced and were left out.
     """
 
     request_id: str
@@ -107,6 +108,12 @@ class Generation:
     reading: Reading | None = None
     usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
+    unenforced: tuple[str, ...] = ()
+
+    def bind(self, answer: Checked) -> None:
+        """Let its text follow a grammar."""
+        self.params = msgspec.structs.replace(self.params, grammar=answer.grammar)
+        self.unenforced = answer.unenforced
 
 
 class Answer:

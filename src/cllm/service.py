@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from cllm.answer import Answer, Generation, Terms, request_of
 from cllm.backends.base import Vocabulary
 from cllm.core.model_info import ModelInfo
@@ -24,7 +26,7 @@ from cllm.text.chat import Chat
 from cllm.text.chat_form import THINKING, ChatForm, schemas_of
 from cllm.text.chat_template import CLOSE, CUT, OPEN, ChatTemplate
 from cllm.text.dry_breakers import DryBreakers
-from cllm.text.grammar import Constraint, Special
+from cllm.text.grammar import FREE, Checked, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
@@ -119,13 +121,20 @@ class Service:
         return await asyncio.to_thread(tokenize)
 
     async def prepare(
-        self, request_id: str, chat: Chat, params: SamplingParams, terms: Terms, param: str = "messages"
+        self,
+        request_id: str,
+        chat: Chat,
+        params: SamplingParams,
+        terms: Terms,
+        param: str = "messages",
+        answer: Checked = FREE,
     ) -> Generation:
         """The generation of a chat's next message, ready to be submitted; its deltas use all channels.
 
-        ``params.grammar`` binds the text of the message, not its reasoning. Raises BadRequest (param tool_choice or
-        tools) for a choice of tools that cannot be enforced, and what ``encode`` raises.
+        ``answer`` binds the text of the message, not its reasoning. Raises BadRequest (param tool_choice or tools) for
+        a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
+        params = msgspec.structs.replace(params, grammar=answer.grammar)
         prompt = await self.encode_chat(chat, terms, param)
         if chat.tool_choice == "required" or params.grammar or chat.strict_tools:
             reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
@@ -134,7 +143,7 @@ class Service:
             params = bound
         else:
             reading, params = self._chat_form.read(prompt, chat, params)
-        return Generation(request_id, [prompt], params, terms, param, reading)
+        return Generation(request_id, [prompt], params, terms, param, reading, unenforced=answer.unenforced)
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
         """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
@@ -172,7 +181,7 @@ class Service:
         begun: str = self.chat_template.fenced(last[continued])
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
-    async def grammar(self, constraint: Constraint, param: str) -> str:
+    async def grammar(self, constraint: Constraint, param: str) -> Checked:
         """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
 
         Raises BadRequest for what cannot be enforced, and EngineError if too many grammars are being checked.
@@ -246,5 +255,6 @@ class Service:
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         generation.usage.cached_tokens = stream.num_reused_tokens
         self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
+        self.metrics.unenforced(generation.unenforced)
         pieces = self.vocabulary.pieces
         return Answer(generation, stream, self.engine, self.metrics, pieces, self.request_timeout, self._recorder)

@@ -167,6 +167,9 @@ def test_one_constraint_only(fake):
         ({"response_format": json_schema({"properties": {"a": {"type": "array", "uniqueItems": True}}})},
          "response_format", "'uniqueItems'"),
         ({"response_format": json_schema({"$ref": "http://127.0.0.1:1/x"})}, "response_format", "not in it"),
+        ({"guided_json": {"type": "string", "minLength": 10**9}}, "guided_json", "more than 10000"),
+        ({"structured_outputs": {"regex": "((a{1,500}){1,500}){1,500}"}}, "structured_outputs.regex", "multiply"),
+        ({"grammar": "root ::= "}, "grammar", "empty text"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg", "not permitted"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
@@ -182,6 +185,93 @@ def test_what_cannot_be_enforced_is_refused(fake, body, param, sign, stream):
     error = refusal(fake, extra_body=body, stream=stream)
     assert (error.param, error.type) == (param, "invalid_request_error")
     assert sign in error.message
+
+
+HARD = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 2}, "uniqueItems": True, "maxItems": 10**6},
+        "day": {"type": "string", "format": "day-of-the-week", "maxLength": 3},
+        "n": {"type": "integer", "not": {"const": 0}, "maximum": 50},
+    },
+    "required": ["tags", "day", "n"],
+}
+LEFT_OUT = "format, not, uniqueItems"
+
+
+def softened(schema: dict) -> dict:
+    """``HARD`` without what is left out of it."""
+    properties = {
+        name: {keyword: value for keyword, value in inner.items() if keyword not in LEFT_OUT.split(", ")}
+        for name, inner in schema["properties"].items()
+    }
+    return schema | {"properties": properties, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text_of"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": HARD}}},
+         lambda answer: answer["choices"][0]["message"]["content"]),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": HARD}},
+         lambda answer: answer["choices"][0]["message"]["content"]),
+        ("/v1/completions", {"prompt": "x", "guided_json": HARD}, lambda answer: answer["choices"][0]["text"]),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": HARD}}},
+         lambda answer: answer["output"][0]["content"][0]["text"]),
+        ("/api/chat", {"format": HARD, "stream": False}, lambda answer: answer["message"]["content"]),
+        ("/api/generate", {"prompt": "x", "format": HARD, "stream": False}, lambda answer: answer["response"]),
+    ],
+)  # fmt: skip
+def test_keywords_that_cannot_be_enforced_are_named_in_a_header(fake_server, path, body, text_of):
+    """Where only the best effort was promised, in every dialect; and they are counted."""
+    before = fake_server.metric("unenforced_keywords_total", 'keyword="uniqueItems"')
+    asked = {"model": "fake", "messages": ASK, "temperature": 60.0, "seed": 3, "max_tokens": 800}
+    if path.startswith("/api"):
+        asked |= {"options": {"temperature": 60.0, "seed": 3, "num_predict": 800}}
+        del asked["max_tokens"], asked["temperature"], asked["seed"]
+    if "messages" not in path and "chat" not in path:
+        del asked["messages"]
+    answer = fake_server.client.post(path, json=asked | body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-cllm-unenforced-keywords"] == LEFT_OUT
+    jsonschema.validate(json.loads(text_of(answer.json())), softened(HARD))
+    assert fake_server.metric("unenforced_keywords_total", 'keyword="uniqueItems"') == before + 1
+
+
+def test_a_strict_schema_is_enforced_as_a_whole_or_refused(fake, fake_server):
+    error = refusal(fake, response_format=json_schema(HARD))
+    assert "'uniqueItems' can be enforced only" in error.message
+    format_ = {"type": "json_schema", "name": "a", "schema": HARD, "strict": True}
+    answer = fake_server.client.post("/v1/responses", json={"model": "fake", "input": "x", "text": {"format": format_}})
+    assert answer.status_code == 400
+    answer = fake_server.client.post(
+        "/v1/messages",
+        json={"model": "fake", "messages": ASK, "max_tokens": 9,
+              "output_config": {"format": {"type": "json_schema", "schema": HARD}}},
+        headers={"anthropic-version": "2023-06-01"},
+    )  # fmt: skip
+    assert answer.status_code == 400  # its schemas are always strict
+    answer = fake_server.client.post("/v1/chat/completions", json={"model": "fake", "messages": ASK, "max_tokens": 3})
+    assert "x-cllm-unenforced-keywords" not in answer.headers
+
+
+def test_objects_get_no_properties_that_their_schema_does_not_name(fake):
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"enum": [1, 2]}}, "required": ["a"]}
+    completion = chat(fake, response_format={"type": "json_object", "schema": schema}, n=8, temperature=80.0, seed=5)
+    assert {*map(json.dumps, map(json.loads, texts(completion)))} <= {
+        '{"a": 1}',
+        '{"a": 1, "b": 1}',
+        '{"a": 1, "b": 2}',
+    }
+
+
+def test_numbers_come_to_their_end(fake):
+    """Of a model that would write digits for ever."""
+    bias = {str(ord(digit)): 100 for digit in "123456789"}
+    schema = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    (text,) = texts(chat(fake, extra_body={"guided_json": schema}, logit_bias=bias, max_tokens=200, temperature=0))
+    assert max(map(len, re.findall(r"\d+", text))) == 20
+    assert len(json.loads(text)) == 2
 
 
 def test_grammars_are_counted(fake, fake_server):

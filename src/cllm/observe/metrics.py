@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import (
@@ -105,6 +105,12 @@ class Metrics:
         self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
         self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)
         self._known_grammars = counter("grammar_cache_hits", "grammars and schemas that had been checked before")
+        self._unenforced = Counter(
+            "cllm:unenforced_keywords",
+            "keywords of schemas that could not be enforced and were left out",
+            ("model_name", "keyword"),
+            registry=self._registry,
+        )
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
         self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
         self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
@@ -167,6 +173,10 @@ class Metrics:
             self._known_grammars.inc()
         else:
             self._grammars.observe(seconds)
+
+    def unenforced(self, keywords: Iterable[str]) -> None:
+        for keyword in keywords:
+            self._unenforced.labels(self._model_name, keyword).inc()
 
     def refused(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()

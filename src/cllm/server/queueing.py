@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 
-from cllm.answer import Terms
+from cllm.answer import Answer, Terms
 from cllm.config import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import Place
@@ -71,6 +71,12 @@ def account(request: Request, user: str | None) -> str:
     if token:
         return f"key-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
     return f"user-{user}" if user else ""
+
+
+def answer_headers(answer: Answer) -> dict[str, str]:
+    """What every dialect says of an answer beside it: its place in the queue, and what it was not held to."""
+    unenforced = answer.generation.unenforced
+    return place_headers(answer.place) | ({"x-cllm-unenforced-keywords": ", ".join(unenforced)} if unenforced else {})
 
 
 def place_headers(place: Place) -> dict[str, str]:

@@ -11,11 +11,11 @@ from pydantic import Field
 from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.service import Service
-from cllm.text.grammar import Constraint
+from cllm.text.grammar import FREE, Checked, Constraint
 
 
 class JsonSchema(Body):
-    """``strict`` changes nothing: a schema is always enforced. Clients of llama-server send no name."""
+    """With ``strict``, a keyword that cannot be enforced is refused. Clients of llama-server send no name."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
@@ -39,8 +39,11 @@ class ResponseFormat(Body):
     def constraint(self) -> Constraint | None:
         if self.type == "text":
             return None
-        schema = self.json_schema.schema_ if self.type == "json_schema" and self.json_schema else self.schema_
-        return Constraint("json_object") if schema is None else Constraint("json_schema", schema)
+        if self.type == "json_schema" and self.json_schema:
+            return Constraint("json_schema", self.json_schema.schema_, strict=self.json_schema.strict is True)
+        return (
+            Constraint("json_object") if self.schema_ is None else Constraint("json_schema", self.schema_, strict=False)
+        )
 
 
 class StructuredOutputs(Body):
@@ -79,9 +82,9 @@ class ConstrainedBody(Body):
     grammar_: Annotated[str | None, Field(alias="grammar")] = None
     ebnf: str | None = None
 
-    async def grammar(self, service: Service) -> str:
-        """For SamplingParams.grammar. Raises BadRequest if there is more than one constraint, or it cannot be enforced,
-        and EngineError if too many grammars are being checked.
+    async def grammar(self, service: Service) -> Checked:
+        """What binds the answer. Raises BadRequest if there is more than one constraint, or it cannot be enforced, and
+        EngineError if too many grammars are being checked.
         """
         constraints = constraints_of(
             "guided_",
@@ -95,7 +98,7 @@ class ConstrainedBody(Body):
         if self.response_format is not None and (constraint := self.response_format.constraint()):
             constraints["response_format"] = constraint
         if not constraints:
-            return ""
+            return FREE
         if len(constraints) > 1:
             first, second = [*constraints][:2]
             message = f"'{first}' and '{second}' cannot be combined: an answer follows one of them."
@@ -121,4 +124,7 @@ def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
         "grammar": "grammar",
         "ebnf": "grammar",
     }
-    return {prefix + name: Constraint(kinds[name], value) for name, value in found.items()}
+    return {
+        prefix + name: Constraint(kinds[name], value, strict=kinds[name] != "json_schema")
+        for name, value in found.items()
+    }

@@ -7,7 +7,6 @@ import re
 import secrets
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
@@ -22,12 +21,12 @@ from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import documented, read_body
-from cllm.server.queueing import place_headers
+from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
-from cllm.text.grammar import Constraint
+from cllm.text.grammar import FREE, Constraint
 
 VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")
 
@@ -54,12 +53,12 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesBody)
     check_model(body.model, service)
     params, chat, terms = body.params(request.app.state.sampling), body.chat(), body.terms(request)
+    bound = FREE
     if schema := body.output_schema():
-        grammar = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
-        params = msgspec.structs.replace(params, grammar=grammar)
-    generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms)
+        bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
+    generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound)
     answer = service.submit(generation)
-    headers = {**place_headers(answer.place), **note_skipped(request, body.skipped_blocks())}
+    headers = {**answer_headers(answer), **note_skipped(request, body.skipped_blocks())}
     if body.stream:
         events = MessageEvents(generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking)
         return EventStream(answer, events, headers, heartbeat=PING)

@@ -33,7 +33,7 @@ from cllm.server.native.answers import (
     Root,
     Version,
 )
-from cllm.server.queueing import TermsBody, place_headers
+from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 
@@ -180,7 +180,7 @@ async def generate(request: Request) -> Response:
         return event_stream(answer)
     with answer:
         content = await until_disconnect(request, collect(answer, body.max_tokens))
-    return JSONResponse(content, headers=place_headers(answer.place))
+    return JSONResponse(content, headers=answer_headers(answer))
 
 
 @router.post("/generate_stream", openapi_extra=documented(GenerateBody, stream="text/event-stream"))
@@ -202,7 +202,7 @@ async def submit(request: Request, body: GenerateBody) -> Answer:
 
 
 def event_stream(answer: Answer) -> EventStream:
-    return EventStream(answer, TokenEvents(answer.generation), place_headers(answer.place))
+    return EventStream(answer, TokenEvents(answer.generation), answer_headers(answer))
 
 
 async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:

@@ -44,10 +44,11 @@ from cllm.server.ollama.schema import (
     ShowBody,
 )
 from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
-from cllm.server.queueing import place_headers
+from cllm.server.queueing import answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import written
 from cllm.service import Service
+from cllm.text.grammar import FREE, Checked
 
 router = APIRouter(tags=["Ollama"])
 
@@ -73,18 +74,20 @@ async def generate(request: Request) -> Response:
     if body.raw and body.system:
         raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
     asked, terms = body.chat(), body.terms(request)
-    params = await params_of(request, body)
+    params, bound = await params_of(request, body)
     if not body.prompt:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
     name = secrets.token_hex(12)
     if body.suffix:
         prefix = await service.encode(body.prompt, terms=terms, plain=True)
         generation = Generation(name, [await infill(service, prefix, body.suffix, terms)], params, terms)
+        generation.bind(bound)
     elif body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
         generation = Generation(name, [await service.encode(prompt, terms=terms)], params, terms)
+        generation.bind(bound)
     else:
-        generation = await service.prepare(name, asked, params, terms, param="prompt")
+        generation = await service.prepare(name, asked, params, terms, "prompt", bound)
     return await respond(request, body, generation, clock, chat=False)
 
 
@@ -96,22 +99,20 @@ async def chat(request: Request) -> Response:
     body = await read(request, ChatBody)
     check_model(body.model, service)
     asked, terms = body.chat(), body.terms(request)
-    params = await params_of(request, body)
+    params, bound = await params_of(request, body)
     if not body.messages:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
-    generation = await service.prepare(secrets.token_hex(12), asked, params, terms)
+    generation = await service.prepare(secrets.token_hex(12), asked, params, terms, answer=bound)
     return await respond(request, body, generation, clock, chat=True)
 
 
-async def params_of(request: Request, body: GenerationBody) -> SamplingParams:
-    """How the answer's tokens are chosen, ``format`` included. Raises BadRequest."""
+async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingParams, Checked]:
+    """How the answer's tokens are chosen, and what ``format`` asks of it. Raises BadRequest."""
     service: Service = request.app.state.service
     if body.think and "thinking" not in service.capabilities:
         raise BadRequest(f"{body.model[:100]!r} does not support thinking.", param="think", code="unsupported_value")
     params, constraint = body.params(request.app.state.sampling), body.constraint()
-    if constraint is None:
-        return params
-    return msgspec.structs.replace(params, grammar=await service.grammar(constraint, param="format"))
+    return params, FREE if constraint is None else await service.grammar(constraint, param="format")
 
 
 async def respond(
@@ -121,7 +122,7 @@ async def respond(
     service: Service = request.app.state.service
     clock.submit()
     answer = service.submit(generation)
-    headers = place_headers(answer.place)
+    headers = answer_headers(answer)
     if body.stream is not False:
         lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
         return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b"")

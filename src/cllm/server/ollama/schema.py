@@ -143,7 +143,7 @@ class GenerationBody(TermsBody):
         if self.format in (None, ""):
             return None
         if isinstance(self.format, dict):
-            return Constraint("json_schema", self.format)
+            return Constraint("json_schema", self.format, strict=False)
         if self.format != "json":
             message = "Invalid 'format': it is \"json\" or a JSON schema."
             raise BadRequest(message, param="format", code="invalid_value")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,8 +34,7 @@ async def completions(request: Request) -> Response:
     check_model(body.model, service)
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
-    if grammar := await body.grammar(service):
-        params = msgspec.structs.replace(params, grammar=grammar)
+    bound = await body.grammar(service)
     terms = body.terms(request)
     texts = body.prompts()
     prompts = []
@@ -45,6 +43,7 @@ async def completions(request: Request) -> Response:
         tokens = await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
         prompts.append(tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms))
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
+    generation.bind(bound)
     answer = service.submit(generation)
     echoed = [text if isinstance(text, str) else said(service.vocabulary, text) for text in texts]
     words = Words(service, body, answer, echoed if body.echo else [""] * len(prompts))

@@ -24,7 +24,7 @@ from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation, check_model
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
-from cllm.server.queueing import BATCH_OWNER, account, place_headers
+from cllm.server.queueing import BATCH_OWNER, account, answer_headers
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -46,7 +46,7 @@ async def create(request: Request) -> Response:
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
     events = ResponseEvents(generation, head, keeper(request, items), body.toolset().called, logprobs)
     answer = service.submit(generation)
-    headers = {"x-request-id": generation.request_id, **place_headers(answer.place), **skipped}
+    headers = {"x-request-id": generation.request_id, **answer_headers(answer), **skipped}
     if body.stream:
         return EventStream(answer, events, headers)
     with answer:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -23,7 +22,7 @@ from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
-from cllm.server.queueing import place_headers
+from cllm.server.queueing import answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -46,9 +45,8 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
     service: Service = request.app.state.service
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
-    if grammar := await body.grammar(service):
-        params = msgspec.structs.replace(params, grammar=grammar)
-    return await service.prepare(request_id, body.chat(), params, body.terms(request), param)
+    bound = await body.grammar(service)
+    return await service.prepare(request_id, body.chat(), params, body.terms(request), param, bound)
 
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
@@ -100,7 +98,7 @@ def head_of(service: Service, generation: Generation, kind: str) -> dict[str, An
 
 
 def headers_of(answer: Answer) -> dict[str, str]:
-    return {"x-request-id": answer.generation.request_id, **place_headers(answer.place)}
+    return {"x-request-id": answer.generation.request_id, **answer_headers(answer)}
 
 
 def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
