@@ -85,6 +85,18 @@ def test_openai_continues_reasoning(client):
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_response_continues_a_final_message_if_asked_to(client, stream):
+    asked = {"model": MODEL, "input": [COUNT, said(BEGUN)], "temperature": 0}
+    more = {"extra_body": {"continue_final_message": True}}
+    if stream:
+        *_, last = client.responses.create(**asked, **more, stream=True)
+        assert last.response.output_text == REST
+    else:
+        assert client.responses.create(**asked, **more).output_text == REST
+        assert client.responses.create(**asked).output_text != REST
+
+
 @pytest.mark.parametrize(
     ("said", "options", "param"),
     [

@@ -152,6 +152,10 @@ class ResponseBody(GenerationBody):
         default=None, description="message.output_text.logprobs; what else there is belongs to built-in tools."
     )
     n: Literal[1] | None = Field(default=None, description="A response is one answer.")
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Go on with the last item, an assistant's message. The response has the new text only.",
+    )
 
     def check(self) -> None:
         """Raise BadRequest if there is nothing to answer."""
@@ -176,6 +180,8 @@ class ResponseBody(GenerationBody):
             values["tools"] = toolset.functions
         if (choice := self._choice(toolset)) is not None:
             values["tool_choice"] = choice
+        if self.continue_final_message is not None:
+            values["continue_final_message"] = self.continue_final_message
         if self.parallel_tool_calls is not None:
             values["parallel_tool_calls"] = self.parallel_tool_calls
         if self.text is not None and self.text.format.type != "text":
