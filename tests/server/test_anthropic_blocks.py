@@ -86,7 +86,7 @@ def test_skipped_blocks_are_counted_and_named(fake_server):
     body = {"model": "fake", "max_tokens": 4, "system": [{"type": "alien"}, text("Be brief.")], "messages": messages}
     answer = fake_server.client.post("/v1/messages", json=body)
     assert answer.status_code == 200
-    assert answer.headers["x-cllm-skipped"] == "server_tool_use, other"
+    assert answer.headers["x-cllm-skipped"] == "other, server_tool_use"
     after = [fake_server.metric("skipped_parts_total", f'type="{name}"') for name in ("server_tool_use", "other")]
     assert [after[0] - before[0], after[1] - before[1]] == [1, 2]
 
