@@ -41,7 +41,7 @@ ensure_uv() {
   mkdir -p .tools/bin && ln -sf ../uv/bin/uv .tools/bin/uv
 }
 
-fetch_uv() { .tools/uv/bin/pip install --quiet --disable-pip-version-check "$@" uv; }
+fetch_uv() { .tools/uv/bin/pip install --disable-pip-version-check "$@" uv; }
 
 # Behind a proxy that inspects TLS only the system knows the certificates; pip and uv bring their own.
 certificates_failed() {
