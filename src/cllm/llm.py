@@ -102,7 +102,8 @@ class LLM:
         """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in one.
 
         settings: any option of docs/configuration.md with its section, written with underscores, for example
-        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError.
+        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError. What is likely to be
+        wrong with a damaged file is found before llama.cpp reads it; other damage may abort the process.
         """
         flags = {option_key(name): value for name, value in settings.items()}
         if model is not None:
