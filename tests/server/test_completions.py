@@ -144,7 +144,7 @@ def test_best_of(ask):
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"suffix": " end"}, "suffix"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"extra": {"mirostat": 1}}, "mirostat"),
         ({"extra": {"min_tokens": 9}}, "min_tokens"),
         ({"extra": {"use_beam_search": True}}, "use_beam_search"),
