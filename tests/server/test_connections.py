@@ -236,9 +236,11 @@ def test_client_that_sends_everything_first_reads_the_early_answer(fake_server, 
 
 
 def test_refused_request_that_came_whole_keeps_its_connection(fake_server):
-    answer = fake_server.client.post("/nope", json={})
-    assert answer.status_code == 404
-    assert "connection" not in answer.headers
+    with connect(fake_server) as connection:
+        connection.sendall(POST % (b"/nope", 2) + b"{}")
+        connection.sendall(b"GET /nope HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 404 ") == 2
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class EventStream(Response):
         media_type: str | None = None,
         heartbeat: bytes = HEARTBEAT_BYTES,
     ) -> None:
-        """``heartbeat`` is what breaks silence; b"" where clients would not bear it."""
+        """``heartbeat`` breaks silence: bytes that readers of the stream skip, as a space before a line of JSON."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]

@@ -125,7 +125,7 @@ async def respond(
     headers = answer_headers(answer)
     if body.stream is not False:
         lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
-        return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b"")
+        return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b" ")
     with answer:
         content = await until_disconnect(request, collect(answer, body.model, clock, service.vocabulary, chat=chat))
     return json_answer(content, headers)
