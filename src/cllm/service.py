@@ -24,13 +24,16 @@ from cllm.process.backlog import QueueFull
 from cllm.process.client import EngineClient
 from cllm.text.chat import Chat
 from cllm.text.chat_form import THINKING, ChatForm, schemas_of
-from cllm.text.chat_template import CLOSE, CUT, OPEN, ChatTemplate
+from cllm.text.chat_template import CUT, OPEN, ChatTemplate
 from cllm.text.dry_breakers import DryBreakers
 from cllm.text.grammar import FREE, Checked, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
+MANY_MESSAGES = 100  # of a chat, from which the queue is looked at before they are rendered
+MANY_TURNS = 1000  # messages and calls of a chat, from which work on them leaves the event loop
+MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request, unless one prompt alone may have more
 MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
 
@@ -150,10 +153,11 @@ class Service:
         self._check_generates()
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
-        if len(str(chat.messages)) + len(str(chat.tools)) >= LONG_TEXT:
+        if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(terms, length)
         text = await self.render_chat(chat)
-        self._check_length(len(text) - text.count(OPEN) - text.count(CLOSE), param)
+        num_fenced = text.count(OPEN)  # each is a token at least
+        self._check_length(max(len(text) - 2 * num_fenced, num_fenced * self.longest_piece), param)
         tokenize = self.chat_template.tokenize
         return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
 
@@ -161,7 +165,9 @@ class Service:
         """The text of a conversation by the model's template, with fences around what is plain text."""
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        messages, variables = self._chat_form.messages(chat, tools), self._chat_form.variables(chat)
+        variables, form = self._chat_form.variables(chat), partial(self._chat_form.messages, chat, tools)
+        num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
+        messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
         return self._chat_form.begin(await self._render_begun(messages, tools, chat.continued, variables), chat)
@@ -213,6 +219,12 @@ class Service:
         self._check_generates()
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
+        limit = max(MAX_PROMPT_TOKENS, info.context_length)
+        if (num_tokens := sum(map(len, generation.prompts))) > limit:
+            message = (
+                f"Invalid '{generation.param}': the prompts have {num_tokens} tokens together, {limit} are allowed."
+            )
+            raise BadRequest(message, param=generation.param, code="max_tokens_per_request")
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
         if len(generation.prompts) * generation.params.n > MAX_CHOICES:

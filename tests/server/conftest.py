@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -23,11 +24,13 @@ START_TIMEOUT = 60
 class Server:
     """A running ``cllm serve``; ``log`` is what it has said so far."""
 
-    def __init__(self, *arguments: str, max_files: int | None = None, **environment: str) -> None:
-        """``max_files``: that it may have open at once."""
+    def __init__(
+        self, *arguments: str, max_files: int | None = None, program: Iterable[str] = ("-m", "cllm"), **environment: str
+    ) -> None:
+        """``max_files``: that it may have open at once. ``program``: what Python runs, with ``serve`` and so on."""
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
-        command = [sys.executable, "-m", "cllm", "serve", "--port", "0", *arguments]
+        command = [sys.executable, *program, "serve", "--port", "0", *arguments]
         if max_files is not None:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         own = {"CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state")}
@@ -146,8 +149,8 @@ def starter() -> Iterator[Callable[..., Server]]:
     """Starts servers that may be broken; what is left of them is ended afterwards."""
     servers = []
 
-    def start(*arguments: str, max_files: int | None = None, **environment: str) -> Server:
-        servers.append(Server(*arguments, max_files=max_files, **environment))
+    def start(*arguments: str, **options: Any) -> Server:
+        servers.append(Server(*arguments, **options))
         return servers[-1]
 
     yield start

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
@@ -11,7 +12,7 @@ from cllm.answer import Delta, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
-from cllm.server.openai.response_store import ResponseStore
+from cllm.server.openai.response_store import ResponseStore, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.chat import Channel
@@ -41,7 +42,7 @@ def events_of(deltas, end="end", on_end=lambda response: None, called=None):
     for event in found:
         EVENT.validate_python(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found, events.response
+    return found, json.loads(msgspec.json.encode(events.response))
 
 
 def short(kind):
@@ -156,12 +157,12 @@ def test_a_history_is_whole_or_an_error():
     store = ResponseStore(3, 10_000)
     add(store, "a")
     add(store, "b", "a")
-    assert store.history("b", "o") == [{"t": "x"}, {"id": "msg_a"}, {"t": "x"}, {"id": "msg_b"}]
+    assert history_of(store.turns("b", "o")) == [{"t": "x"}, {"id": "msg_a"}, {"t": "x"}, {"id": "msg_b"}]
     store.delete("a", "o")
     with pytest.raises(BadRequest, match="'a' is not known"):
-        store.history("b", "o")
+        store.turns("b", "o")
     with pytest.raises(BadRequest):
-        store.history("b", "another")
+        store.turns("b", "another")
 
 
 PATCH = '*** Begin Patch\n+a "b"\n*** End Patch'

@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 
 from cllm.server.app import routes
 from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
+from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES
 from cllm.server.http_protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
 from cllm.server.openapi import model_of
 
@@ -48,6 +49,10 @@ If the client's machine rejects these, the request is aborted.
 
 An error that is known before the whole body has come is answered at once, with `connection: close`. The rest of the
 body is read and discarded for a while, so that clients which send everything first can read the answer.
+
+A body of JSON has at most {MAX_STRUCTURE:,} objects, lists and members of objects, {MAX_VALUES:,} values in all, and
+{MAX_PARTS:,} messages and parts of a conversation; else the answer is 400. Its size is limited by `server.max_body_mb`
+(413).
 
 The number of connections is limited by the files that the process may open (`ulimit -n`). When there is no room for
 another connection, the one that has been idle for longest is closed; while all have requests, new ones wait.

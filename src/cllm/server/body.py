@@ -15,6 +15,8 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
+from cllm.server.body_limits import check_parts, check_structure
+from cllm.server.off_loop import note_size, off_loop
 from cllm.text.schema_faults import fault_of
 
 Model = TypeVar("Model", bound="Body")
@@ -170,7 +172,16 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
     headers = request.headers
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:
         check_type(headers.get("content-type", ""))
-    value = parse_json(await read_bytes(request))
+    data = await read_bytes(request)
+    note_size(request, len(data))
+    return await off_loop(request, lambda: read(data, model, request))
+
+
+def read(data: bytes, model: type[Model], request: Request) -> Model:
+    """``data`` as ``model``. Raises BadRequest."""
+    check_structure(data)
+    value = parse_json(data)
+    check_parts(value)
     check_parameters(value, model, request)
     try:
         return model.model_validate(value)

@@ -229,6 +229,11 @@ class ChatTemplate:
         return value
 
 
+def without_fences(text: str) -> str:
+    """Rendered text as a person reads it."""
+    return text.replace(OPEN, "").replace(CLOSE, "").replace(CUT, "")
+
+
 def short_id(name: str) -> str:
     """Nine letters and digits that stand for the id of a call."""
     return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic_core import to_json
+
 from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest
 from cllm.text import chat_template
-from cllm.text.worker import MEMORY_LIMIT, to_json
+from cllm.text.worker import MEMORY_LIMIT
 from cllm.text.workers import Workers
 
 MAX_PROCESSES = 2
@@ -29,7 +31,7 @@ class Renderer(Workers):
         """
         try:
             question = to_json([messages, tools, continued, variables])
-        except RecursionError:
+        except ValueError:
             raise BadRequest("The messages or tools are nested too deeply.", param="messages") from None
         reply = await self.ask(question)
         if reply is None:

@@ -39,14 +39,15 @@ def spoken(
 
 def without_calls(messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
+    added: list[list[str]] = []  # results that are added to each of them
     for message in messages:
         text = message.get("content") or ""
         if message["role"] == "tool" and not knows_results:
             text = f"<tool_response>\n{text}\n</tool_response>"
             if changed and changed[-1]["role"] == "user":  # many templates want the roles to alternate
-                changed[-1] = {**changed[-1], "content": f"{changed[-1]['content']}\n{text}"}
-            else:
-                changed.append({"role": "user", "content": text})
+                added[-1].append(text)
+                continue
+            changed.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
             texts = [written(calls, function["name"], as_text(function["arguments"])) for function in functions]
@@ -54,7 +55,11 @@ def without_calls(messages: list[dict[str, Any]], calls: Calls, *, knows_results
             changed.append({key: value for key, value in message.items() if key != "tool_calls"} | said)
         else:
             changed.append(message)
-    return changed
+        added.append([])
+    return [
+        {**message, "content": "\n".join([message["content"], *texts])} if texts else message
+        for message, texts in zip(changed, added, strict=True)
+    ]
 
 
 def as_text(arguments: Any) -> str:

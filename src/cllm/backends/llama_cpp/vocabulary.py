@@ -121,8 +121,13 @@ class LlamaVocabulary:
         # without a begin token in the file llama.cpp still names one, which is then an ordinary token
         return token >= 0 and bool(lib.llama_vocab_is_control(self._vocab, token))
 
+    @cached_property
+    def _control_pieces(self) -> dict[int, bytes]:
+        return {token: self._piece(token, special=True) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
+
     def text_of(self, token: int) -> bytes:
-        return self._piece(token, special=True)
+        control = self._control_pieces
+        return control[token] if token in control else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         encoded = text.encode()
@@ -132,7 +137,7 @@ class LlamaVocabulary:
         if count < 0:
             tokens = (ctypes.c_int32 * -count)()
             count = lib.llama_tokenize(self._vocab, encoded, len(encoded), tokens, -count, add_special, parse_special)
-        return list(tokens[:count])
+        return tokens[:count]
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         from llguidance import LLTokenizer

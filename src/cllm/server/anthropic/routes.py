@@ -21,6 +21,7 @@ from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import documented, read_body
+from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
 from cllm.server.skipped import note_skipped
@@ -52,8 +53,8 @@ async def messages(request: Request) -> Response:
     check_version(request)
     body = await read_body(request, MessagesBody)
     check_model(body.model, service)
-    params, chat, terms = body.params(request.app.state.sampling), body.chat(), body.terms(request)
-    bound = FREE
+    params, terms = body.params(request.app.state.sampling), body.terms(request)
+    chat, bound = await off_loop(request, body.chat), FREE
     if schema := body.output_schema():
         bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
     generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound)
@@ -76,7 +77,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     check_version(request)
     body = await read_body(request, CountBody)
     check_model(body.model, service)
-    return {"input_tokens": len(await service.encode_chat(body.chat()))}
+    return {"input_tokens": len(await service.encode_chat(await off_loop(request, body.chat)))}
 
 
 @router.get("/models", include_in_schema=False)

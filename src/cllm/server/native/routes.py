@@ -21,6 +21,7 @@ from cllm.answer import Answer, Delta, Generation
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body_limits import MAX_VALUES
 from cllm.server.errors import error_event
 from cllm.server.native.answers import (
     Decoded,
@@ -33,6 +34,7 @@ from cllm.server.native.answers import (
     Root,
     Version,
 )
+from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -41,7 +43,6 @@ router = APIRouter(tags=["cLLM"])
 
 DEFAULT_MAX_TOKENS = 100
 MAX_PROMPTS = 128
-MAX_DECODED = 1_000_000
 
 
 class GenerateBody(TermsBody):
@@ -82,7 +83,7 @@ class EncodeBody(Body):
 class DecodeBody(Body):
     model_config = example(tokens=[72, 105])
 
-    tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_DECODED)]
+    tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_VALUES)]
 
 
 @router.get("/", openapi_extra=documented(answer=Root))
@@ -148,16 +149,16 @@ async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_S
 
 
 @router.post("/encode", openapi_extra=documented(EncodeBody, Encoded))
-async def encode(request: Request) -> dict[str, Any]:
+async def encode(request: Request) -> Response:
     """Token ids of a text, as the model would read it in a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, EncodeBody)
     tokens = await service.encode(body.text, "text")
-    return {"tokens": tokens, "length": len(tokens)}
+    return Response(to_json({"tokens": tokens, "length": len(tokens)}), media_type="application/json")
 
 
 @router.post("/decode", openapi_extra=documented(DecodeBody, Decoded))
-async def decode(request: Request) -> dict[str, Any]:
+async def decode(request: Request) -> Response:
     """The text of token ids, as an answer of the model would show it: control tokens are no text."""
     service: Service = request.app.state.service
     body = await read_body(request, DecodeBody)
@@ -165,8 +166,10 @@ async def decode(request: Request) -> dict[str, Any]:
     if min(body.tokens) < 0 or max(body.tokens) >= size:
         message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
         raise BadRequest(message, param="tokens", code="invalid_value")
-    text = b"".join(service.vocabulary.pieces[token] for token in body.tokens).decode("utf-8", "replace")
-    return {"text": text, "length": len(body.tokens)}
+    pieces = service.vocabulary.pieces
+    data = await off_loop(request, lambda: b"".join([pieces[token] for token in body.tokens]))
+    text = data.decode("utf-8", "replace")
+    return Response(to_json({"text": text, "length": len(body.tokens)}), media_type="application/json")
 
 
 @router.post("/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream"))

@@ -19,6 +19,7 @@ from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest
 from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
+from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
 from cllm.server.ollama.answers import (
     Chatted,
@@ -98,7 +99,7 @@ async def chat(request: Request) -> Response:
     clock = Clock()
     body = await read(request, ChatBody)
     check_model(body.model, service)
-    asked, terms = body.chat(), body.terms(request)
+    asked, terms = await off_loop(request, body.chat), body.terms(request)
     params, bound = await params_of(request, body)
     if not body.messages:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))

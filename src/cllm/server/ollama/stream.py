@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from cllm.answer import Answer, Delta, Generation
 from cllm.backends.base import Vocabulary
+from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
 from cllm.server.token_logprobs import token_objects
 from cllm.text.alignment import ToldToken
@@ -115,7 +116,7 @@ async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabula
     calls.end()
     content = said("".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat)
     if answer.generation.params.logprobs is not None:
-        content["logprobs"] = token_objects(vocabulary, told)
+        content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, told))
     return {**head_object(model), **content, **ending(answer.generation, clock, last)}
 
 

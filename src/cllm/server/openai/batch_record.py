@@ -18,6 +18,8 @@ import msgspec
 import pydantic
 from pydantic_core import from_json
 
+from cllm.errors import BadRequest
+from cllm.server.body_limits import check_structure
 from cllm.server.openai.file_store import write_whole
 
 log = logging.getLogger("cllm.batches")
@@ -209,6 +211,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
             if len(text) > max_line:
                 code, message = "line_too_long", f"The line has more than {max_line} bytes."
             else:
+                check_structure(text)
                 line = Line.model_validate(from_json(text, allow_inf_nan=False))
                 code, message, param = fault_of(line, endpoint, seen)
                 seen.add(line.custom_id)
@@ -216,6 +219,8 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
             first = error.errors(include_url=False)[0]
             param = ".".join(map(str, first["loc"])) or None
             code, message = "invalid_request", f"{first['msg']}."
+        except BadRequest as error:
+            code, message = error.code or "invalid_request", str(error)
         except ValueError as error:
             code, message = "invalid_json_line", f"The line is not valid JSON: {str(error)[:200]}"
         if code:

@@ -252,9 +252,9 @@ class Batches:
 
     async def _lines(self, record: BatchRecord) -> AsyncGenerator[dict[str, Any], None]:
         """The requests of a batch."""
-        lines = numbered_lines(self.files.path(record.input_file_id), self._max_line())
-        while (entry := await asyncio.to_thread(next, lines, None)) is not None:
-            yield from_json(entry[1])
+        lines = (from_json(text) for _, text in numbered_lines(self.files.path(record.input_file_id), self._max_line()))
+        while (line := await asyncio.to_thread(next, lines, None)) is not None:
+            yield line
 
     async def _recount(self, record: BatchRecord) -> set[str]:
         """The lines that have an answer; in the record, how many, and their tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,19 +12,22 @@ from starlette.responses import Response
 
 from cllm.answer import Answer, Delta, Generation
 from cllm.core.params import SamplingParams
+from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
-from cllm.server.openai.routes import check_model, head_of, headers_of, json_answer
+from cllm.server.openai.routes import check_model, choices_answer, head_of, headers_of
 from cllm.server.openai.schema import CompletionBody
-from cllm.server.openai.stream import Chunks, Counted, usage_object
+from cllm.server.openai.stream import Chunks, Counted
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.server.timings import build_timings
 from cllm.service import Service
 from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+MAX_ECHOED = 1_000_000  # logprobs of the prompts of one request
+MAX_STREAMED = 50_000  # the same of a request that is streamed
 
 
 @router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
@@ -42,6 +46,7 @@ async def completions(request: Request) -> Response:
         plain = body.suffix is not None
         tokens = await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
         prompts.append(tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms))
+    check_echo(body, prompts)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
     generation.bind(bound)
     answer = service.submit(generation)
@@ -52,9 +57,29 @@ async def completions(request: Request) -> Response:
         chunks = CompletionChunks(words, head)
         return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
-        choices = await until_disconnect(request, collect(answer, words))
-    figures = {"usage": usage_object(generation.usage), "timings": build_timings(generation)}
-    return json_answer({**head, "choices": choices, **figures}, headers_of(answer))
+        wholes = await until_disconnect(request, collect(answer, words))
+    choices = (
+        {
+            "index": place,
+            "text": words.echoed(whole.index) + "".join(whole.text),
+            "logprobs": words.logprobs(whole.index, whole.told, with_prompt=True),
+            "finish_reason": whole.finish,
+        }
+        for place, whole in enumerate(wholes)
+    )
+    num_echoed = sum(map(len, prompts)) * params.n if params.prompt_logprobs is not None else 0
+    return await choices_answer(answer, head, choices, num_echoed + sum(len(whole.told) for whole in wholes))
+
+
+def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
+    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of a prompt at once."""
+    if not body.echo or body.logprobs is None:
+        return
+    count, limit = sum(map(len, prompts)) * (1 + body.logprobs), MAX_STREAMED if body.stream else MAX_ECHOED
+    if count > limit:
+        where = "a stream" if body.stream else "one answer"
+        message = f"Invalid 'logprobs': the echoed prompts have {count}, and {limit} are allowed in {where}."
+        raise BadRequest(message, param="logprobs", code="too_many_logprobs")
 
 
 class Words:
@@ -92,39 +117,37 @@ class Words:
         return joined(prompt_logprobs(self._vocabulary, prompt, self.answer.prompt_logprobs[i]), own)
 
 
-async def collect(answer: Answer, words: Words) -> list[dict[str, Any]]:
-    """All choices of a generation, whole; of those that only compete for the best, the best ones."""
-    params = answer.generation.params
-    count = len(answer.generation.prompts) * params.n
-    texts: list[list[str]] = [[] for _ in range(count)]
-    told: list[list[ToldToken]] = [[] for _ in range(count)]
-    finish = [""] * count
+@dataclass
+class Text:
+    """A continuation. ``index``: of the choice, prompts times n."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    told: list[ToldToken] = field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(one.logprobs.logprob for one in self.told) / max(1, len(self.told))
+
+
+async def collect(answer: Answer, words: Words) -> list[Text]:
+    """All choices of a generation; of those that only compete for the best, the best ones, the best first."""
+    n = answer.generation.params.n
+    choices = [Text(i) for i in range(len(answer.generation.prompts) * n)]
     async for deltas in answer:
         for delta in deltas:
-            texts[delta.index].append(delta.text)
-            told[delta.index] += delta.logprobs
-            finish[delta.index] = delta.finish
-    chosen = [*range(count)]
-    if words.body.chooses:
-        chosen = [i for first in range(0, count, params.n) for i in best(told, first, params.n, words.body.n or 1)]
-    return [
-        {
-            "index": place,
-            "text": words.echoed(i) + "".join(texts[i]),
-            "logprobs": words.logprobs(i, told[i], with_prompt=True),
-            "finish_reason": finish[i],
-        }
-        for place, i in enumerate(chosen)
+            choice = choices[delta.index]
+            choice.text.append(delta.text)
+            choice.told += delta.logprobs
+            choice.finish = delta.finish
+    if not words.body.chooses:
+        return choices
+    ranked = [
+        sorted(choices[first : first + n], key=lambda choice: -choice.mean_logprob)
+        for first in range(0, len(choices), n)
     ]
-
-
-def best(told: list[list[ToldToken]], first: int, count: int, num_wanted: int) -> list[int]:
-    """Of ``count`` choices from ``first`` those with the highest log probability per token, the highest first."""
-
-    def mean(i: int) -> float:
-        return sum(one.logprobs.logprob for one in told[i]) / max(1, len(told[i]))
-
-    return sorted(range(first, first + count), key=mean, reverse=True)[:num_wanted]
+    return [choice for group in ranked for choice in group[: words.body.n or 1]]
 
 
 class CompletionChunks(Chunks):

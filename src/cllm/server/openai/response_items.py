@@ -181,16 +181,21 @@ Item = Annotated[
 
 def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Translate items to chat messages. Consecutive reasoning, text and calls become one assistant message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    # the content of a system message at the beginning is a list until all of it is known
+    messages: list[dict[str, Any]] = [{"role": "system", "content": [instructions]}] if instructions else []
     for item in items:
         PLACES[item["type"]](messages, item)
+    if messages and messages[0]["role"] == "system":
+        messages[0]["content"] = "\n\n".join(messages[0]["content"])
     return messages
 
 
 def place_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     role, content = item["role"], "".join(part["text"] for part in item["content"])
-    if role in ("system", "developer") and [message["role"] for message in messages] == ["system"]:
-        messages[0]["content"] += f"\n\n{content}"  # many templates accept only one system message
+    if role in ("system", "developer") and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"].append(content)  # many templates accept only one system message
+    elif role == "system" and not messages:
+        messages.append({"role": role, "content": [content]})
     elif role == "assistant":
         last = assistant(messages)
         if last.get("content") or "tool_calls" in last:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from pydantic_core import from_json, to_json
 
 from cllm.errors import BadRequest
@@ -29,6 +30,10 @@ class Stored:
     def num_bytes(self) -> int:
         return len(self.response) + len(self.items)
 
+    def output(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = from_json(self.response)["output"]
+        return items
+
 
 class ResponseStore:
     """At most ``max_count`` responses in ``max_bytes``. Each is known to its owner alone."""
@@ -43,7 +48,9 @@ class ResponseStore:
     def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Keep ``response``, unless it is too large alone; those not used for longest make room."""
         item_ids = tuple(item["id"] for item in response["output"])
-        stored = Stored(owner, to_json(response), to_json(items), response["previous_response_id"], item_ids)
+        stored = Stored(
+            owner, msgspec.json.encode(response), to_json(items), response["previous_response_id"], item_ids
+        )
         if stored.num_bytes > self._max_bytes:
             return
         self._stored[response["id"]] = stored
@@ -77,32 +84,27 @@ class ResponseStore:
         self.get(response_id, owner)
         self._remove(response_id)
 
-    def items(self, item_ids: Iterable[str], owner: str) -> dict[str, dict[str, Any]]:
-        """Return the output items of stored responses of ``owner`` that have one of these ids, by id.
+    def with_items(self, item_ids: Iterable[str], owner: str) -> list[Stored]:
+        """The responses kept for ``owner`` whose output has an item with one of these ids. They count as used."""
+        response_ids = dict.fromkeys(self._response_ids.get(item_id, "") for item_id in item_ids)
+        return [self._use(name) for name in response_ids if name in self._stored and self._stored[name].owner == owner]
 
-        Ids that are not found are missing from the result. Each response is parsed once, and counts as used.
+    def turns(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[Stored]:
+        """A response and those before it, the first one first. They count as used.
+
+        Raises BadRequest (404) if one of them is not there.
         """
-        wanted, found = dict.fromkeys(item_ids), dict[str, dict[str, Any]]()
-        for item_id in wanted:
-            response_id = self._response_ids.get(item_id, "")
-            stored = self._stored.get(response_id)
-            if item_id not in found and stored is not None and stored.owner == owner:
-                self._stored.move_to_end(response_id)
-                found |= {item["id"]: item for item in from_json(stored.response)["output"] if item["id"] in wanted}
-        return found
-
-    def history(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[dict[str, Any]]:
-        """All items that were sent and given up to the end of a response, the first ones first.
-
-        Raises BadRequest (404) if a part of it is not there. All of it counts as used.
-        """
-        turns: list[tuple[str, Stored]] = []
+        response_ids: list[str] = []
         while response_id is not None:
-            turns.append((response_id, self.get(response_id, owner, param)))
-            response_id = turns[-1][1].previous_id
-        items: list[dict[str, Any]] = []
-        for name, stored in reversed(turns):
-            self._stored.move_to_end(name)
-            items += from_json(stored.items)
-            items += from_json(stored.response)["output"]
-        return items
+            response_ids.append(response_id)
+            response_id = self.get(response_id, owner, param).previous_id
+        return [self._use(name) for name in reversed(response_ids)]
+
+    def _use(self, response_id: str) -> Stored:
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
+
+
+def history_of(turns: list[Stored]) -> list[dict[str, Any]]:
+    """All items that were sent and given."""
+    return [item for turn in turns for item in (*from_json(turn.items), *turn.output())]

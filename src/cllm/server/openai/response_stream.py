@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from pydantic_core import to_json
 
 from cllm.answer import Delta, Generation, Usage
@@ -45,7 +46,7 @@ class OutputItem:
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
         self.id, self.call_id = new_id("ctc" if tool.is_custom else PREFIXES[channel]), new_id("call")
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[bytes] = []  # as JSON, because several events repeat them
         self.kind = CUSTOM_DELTA if tool.is_custom else DELTAS[channel]
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if channel != Channel.CALL:
@@ -61,13 +62,17 @@ class OutputItem:
             return b""
         head = self._plain
         if logprobs:
-            self._logprobs += logprobs
-            head = self._head + b',"logprobs":' + to_json(logprobs)
+            written = to_json(logprobs)
+            self._logprobs.append(written[1:-1])
+            head = self._head + b',"logprobs":' + written
         return head + b',"sequence_number":%d,"delta":' % sequence_number + to_json(text) + b"}\n\n"
 
     @property
     def logprobs(self) -> dict[str, Any]:
-        return {"logprobs": self._logprobs} if self.channel == Channel.TEXT else {}
+        return {"logprobs": self._all_logprobs()} if self.channel == Channel.TEXT else {}
+
+    def _all_logprobs(self) -> msgspec.Raw:
+        return msgspec.Raw(b"[" + b",".join(self._logprobs) + b"]")
 
     @property
     def text(self) -> str:
@@ -77,7 +82,12 @@ class OutputItem:
     def part(self, text: str) -> dict[str, Any]:
         if self.channel == Channel.REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._all_logprobs() if text else [],
+        }
 
     def resource(self, status: str) -> dict[str, Any]:
         """The item as it stands; while it is in progress, as it stood at its beginning."""
@@ -98,7 +108,9 @@ class OutputItem:
 
 
 class ResponseEvents:
-    """The events of one response: see Events; and the response itself, which ``response`` is in the end."""
+    """The events of one response: see Events; and the response itself, which ``response`` is in the end. Its logprobs
+    are JSON that msgspec copies.
+    """
 
     def __init__(
         self,
@@ -126,7 +138,7 @@ class ResponseEvents:
     def _event(self, kind: str, **fields: Any) -> bytes:
         content = {"type": kind, **fields, "sequence_number": self._sequence_number}
         self._sequence_number += 1
-        return b"event: %s\ndata: " % kind.encode() + to_json(content) + b"\n\n"
+        return b"event: %s\ndata: " % kind.encode() + msgspec.json.encode(content) + b"\n\n"
 
     def begin(self) -> bytes:
         created = self._event("response.created", response=self.response)

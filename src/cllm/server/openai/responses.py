@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
@@ -15,14 +16,17 @@ from starlette.responses import JSONResponse, Response
 from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.body_limits import check_num_parts
+from cllm.server.off_loop import note_size, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_items import PLACES, new_id
 from cllm.server.openai.response_schema import ResponseBody, renamed
-from cllm.server.openai.response_store import ResponseStore
+from cllm.server.openai.response_store import ResponseStore, Stored, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation, check_model
+from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import BATCH_OWNER, account, answer_headers
 from cllm.server.skipped import note_skipped
@@ -51,7 +55,7 @@ async def create(request: Request) -> Response:
         return EventStream(answer, events, headers)
     with answer:
         await until_disconnect(request, collect(answer, events))
-    return Response(to_json(events.response), headers=headers, media_type="application/json")
+    return Response(msgspec.json.encode(events.response), headers=headers, media_type="application/json")
 
 
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
@@ -94,12 +98,18 @@ async def input_items(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
+) -> Response:
     """What the model has read: the items that were sent, and those of the responses before."""
     owner = account(request, None)
     stored = kept(request).get(response_id, owner)
-    items = kept(request).history(stored.previous_id, owner) + from_json(stored.items)
-    return page(items if order == "asc" else items[::-1], after, limit)
+    turns = kept(request).turns(stored.previous_id, owner)
+    check_turns(request, [*turns, stored])
+
+    def answer() -> bytes:
+        items = history_of(turns) + from_json(stored.items)
+        return to_json(page(items if order == "asc" else items[::-1], after, limit))
+
+    return Response(await off_loop(request, answer), media_type="application/json")
 
 
 def kept(request: Request) -> ResponseStore:
@@ -117,18 +127,36 @@ async def generation_of(
     check_model(body.model, request.app.state.service)
     body.check()
     store, owner = kept(request), account(request, None)
-    sent = body.items()
-    referred = store.items((item["id"] for item in sent if item["type"] == "item_reference"), owner)
-    sent = [referred.pop(item["id"], item) if item["type"] == "item_reference" else item for item in sent]
-    items = [item for item in sent if item["type"] in PLACES]
-    skipped = [*body.toolset().skipped, *(item["type"] for item in sent if item["type"] not in PLACES)]
-    history = store.history(body.previous_response_id, owner)
+    sent = await off_loop(request, body.items)
+    references = {item["id"] for item in sent if item["type"] == "item_reference"}
+    referred, turns = store.with_items(references, owner), store.turns(body.previous_response_id, owner)
+    check_turns(request, [*referred, *turns])
+
+    def translate() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
+        found = {item["id"]: item for stored in referred for item in stored.output() if item["id"] in references}
+        whole = [found.pop(item["id"], item) if item["type"] == "item_reference" else item for item in sent]
+        items = [item for item in whole if item["type"] in PLACES]
+        skipped = [*body.toolset().skipped, *(item["type"] for item in whole if item["type"] not in PLACES)]
+        conversation = history_of(turns) + items
+        check_num_parts(len(conversation), "input")
+        return body.chat(conversation), items, skipped
+
     try:
-        chat = body.chat(history + items)
+        chat, items, skipped = await off_loop(request, translate)
         generation = await chat_generation(request, chat, new_id("resp"), param="input")
     except BadRequest as error:
         raise renamed(error) from None
     return generation, items, note_skipped(request, skipped)
+
+
+def check_turns(request: Request, turns: list[Stored]) -> None:
+    """Raise BadRequest if responses are together larger than a body may be: a prompt is to be made of them."""
+    limit = request.app.state.settings.server.max_body_mb * 1_000_000
+    num_bytes = sum(stored.num_bytes for stored in turns)
+    if num_bytes > limit:
+        message = f"The conversation is too long: the responses before have {num_bytes} bytes, {limit} are allowed."
+        raise BadRequest(message, param="previous_response_id", code="conversation_too_long")
+    note_size(request, num_bytes)
 
 
 def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
@@ -26,9 +27,10 @@ from cllm.server.queueing import answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
-from cllm.text.alignment import ToldToken
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+MANY_LOGPROBS = 5_000
 
 
 @router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
@@ -46,7 +48,8 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     bound = await body.grammar(service)
-    return await service.prepare(request_id, body.chat(), params, body.terms(request), param, bound)
+    chat = await off_loop(request, body.chat)
+    return await service.prepare(request_id, chat, params, body.terms(request), param, bound)
 
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
@@ -116,23 +119,41 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
         chunks = Chunks(generation, head, chat=True, include_usage=include_usage, logprobs=logprobs)
         return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
     with answer:
-        choices = await until_disconnect(request, collect(answer, logprobs))
-    figures = {"usage": usage_object(generation.usage), "timings": build_timings(generation)}
-    return json_answer({**head, "choices": choices, **figures}, headers_of(answer))
+        wholes = await until_disconnect(request, collect(answer))
+    choices = (
+        {
+            "index": i,
+            "message": whole.message(),
+            "logprobs": logprobs(whole.told) if logprobs else None,
+            "finish_reason": whole.finish,
+        }
+        for i, whole in enumerate(wholes)
+    )
+    return await choices_answer(answer, head, choices, sum(len(whole.told) for whole in wholes))
 
 
-async def collect(answer: Answer, logprobs: Callable[[list[ToldToken]], dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """All choices of a generation, whole."""
+async def collect(answer: Answer) -> list[Whole]:
+    """All choices of a generation."""
     choices = [Whole() for _ in range(answer.generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
             choices[delta.index].add(delta)
-    return [
-        {
-            "index": i,
-            "message": choice.message(),
-            "logprobs": logprobs(choice.told) if logprobs else None,
-            "finish_reason": choice.finish,
-        }
-        for i, choice in enumerate(choices)
-    ]
+    return choices
+
+
+async def choices_answer(
+    answer: Answer, head: dict[str, Any], choices: Iterable[dict[str, Any]], num_tokens: int
+) -> Response:
+    """The answer ``head`` with ``choices``, which have the logprobs of ``num_tokens``.
+
+    If these are many, it is written in another thread; one choice after the other, because each holds the GIL.
+    """
+    generation = answer.generation
+    content = {**head, "usage": usage_object(generation.usage), "timings": build_timings(generation)}
+
+    def write() -> bytes:
+        return to_json(content)[:-1] + b',"choices":[' + b",".join(map(to_json, choices)) + b"]}"
+
+    is_long = num_tokens * (1 + (generation.params.logprobs or 0)) > MANY_LOGPROBS
+    data = await in_thread(write) if is_long else write()
+    return Response(data, headers=headers_of(answer), media_type="application/json")

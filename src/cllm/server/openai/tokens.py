@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -15,18 +15,19 @@ from starlette.responses import Response
 from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body_limits import MAX_VALUES
+from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
 from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, continuing, drop_nulls
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat import Chat
-from cllm.text.chat_template import FENCES
+from cllm.text.chat_template import without_fences
 
 router = APIRouter(tags=["Tokens"])
 
-T = TypeVar("T")
-
-MAX_TOKENS = 1_000_000  # of one body
+MAX_TOKENS = 1_000_000  # of a text
+MAX_PIECES = 100_000  # tokens that are shown with their texts
 
 
 class ConversationBody(Body):
@@ -74,7 +75,7 @@ class DetokenizeBody(Body):
     model_config = example(tokens=[72, 105])
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[int], Field(max_length=MAX_VALUES)]
 
 
 @router.post("/tokenize", openapi_extra=documented(TokenizeBody, Tokenized))
@@ -88,28 +89,38 @@ async def tokenize(request: Request) -> Response:
         message = f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
-        text = await render(service, body.messages, body)
-        tokens = await in_thread(len(text), lambda: service.chat_template.tokenize(text))
+        text = await render(request, body.messages, body)
+        tokenize = partial(service.chat_template.tokenize, text)
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
         asked = body.add_special if body.add_special is not None else body.add_special_tokens
         add_special = asked if asked is not None else body.prompt is not None
-        tokens = await in_thread(
-            len(text),
-            lambda: service.vocabulary.tokenize(text, add_special=add_special, parse_special=body.parse_special),
-        )
-    info = service.info
+        tokenize = partial(service.vocabulary.tokenize, text, add_special=add_special, parse_special=body.parse_special)
+    tokens = tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
+    content = await off_loop(request, lambda: tokenized(service, body, tokens))
+    return Response(content, media_type="application/json")
+
+
+def tokenized(service: Service, body: TokenizeBody, tokens: list[int]) -> bytes:
+    """The answer. Raises BadRequest if there are too many tokens."""
+    has_pieces = body.with_pieces or body.return_token_strs
+    limit = MAX_PIECES if has_pieces else MAX_TOKENS
+    if len(tokens) > limit:
+        what = "with_pieces and return_token_strs" if has_pieces else "/tokenize"
+        message = f"{what} takes texts of up to {limit} tokens, and this one has {len(tokens)}."
+        raise BadRequest(message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens")
+    vocabulary = service.vocabulary
     content: dict[str, Any] = {
         "tokens": tokens,
         "count": len(tokens),
-        "max_model_len": info.context_length,
+        "max_model_len": service.info.context_length,
         "token_strs": None,
     }
     if body.with_pieces:
-        content["tokens"] = [{"id": token, "piece": piece(service.vocabulary, token)} for token in tokens]
+        content["tokens"] = [{"id": token, "piece": piece(vocabulary, token)} for token in tokens]
     if body.return_token_strs:
-        content["token_strs"] = [service.vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens]
-    return Response(to_json(content), media_type="application/json")
+        content["token_strs"] = [vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens]
+    return to_json(content)
 
 
 @router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
@@ -118,7 +129,7 @@ async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody)
     check_model(body.model, service)
-    text = await in_thread(len(body.tokens), lambda: text_of(service, body.tokens))
+    text = await off_loop(request, lambda: text_of(service, body.tokens))
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
 
@@ -128,23 +139,23 @@ async def apply_template(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
     check_model(body.model, service)
-    text = await render(service, body.messages, body)
-    return Response(to_json({"prompt": FENCES.sub("", text)}), media_type="application/json")
+    text = await render(request, body.messages, body)
+    return Response(to_json({"prompt": without_fences(text)}), media_type="application/json")
 
 
-async def in_thread(size: int, work: Callable[[], T]) -> T:
-    """The result of ``work``, away from the event loop if the ``size`` of what it works on is large."""
-    return work() if size < LONG_TEXT else await asyncio.to_thread(work)
-
-
-async def render(service: Service, messages: list[Message], body: ConversationBody) -> str:
+async def render(request: Request, messages: list[Message], body: ConversationBody) -> str:
     """Rendered, with fences. Raises BadRequest."""
-    chat = Chat(
-        [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
-        [tool.model_dump(exclude_none=True) for tool in body.tools or []],
-        variables={"add_generation_prompt": body.add_generation_prompt, **drop_nulls(body.chat_template_kwargs)},
-    )
-    return await service.render_chat(continuing(chat) if body.continue_final_message else chat)
+    service: Service = request.app.state.service
+
+    def translate() -> Chat:
+        chat = Chat(
+            [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
+            [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+            variables={"add_generation_prompt": body.add_generation_prompt, **drop_nulls(body.chat_template_kwargs)},
+        )
+        return continuing(chat) if body.continue_final_message else chat
+
+    return await service.render_chat(await off_loop(request, translate))
 
 
 def text_of(service: Service, tokens: list[int]) -> str:
