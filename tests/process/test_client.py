@@ -184,6 +184,31 @@ def test_a_dead_engine_fails_its_streams_and_comes_back():
     run(test)
 
 
+def test_retry_after_a_death_is_the_pause_and_the_time_of_a_load(monkeypatch):
+    """For those whose streams have ended, and for all that come until the engine is ready."""
+    monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 2.0)
+    now = 1000.0
+
+    async def test(client):
+        nonlocal now
+        client._load_seconds = 12.0
+        stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
+        await received(stream)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineError) as died:
+            await tokens(stream)
+        assert died.value.retry_after == client.seconds_until_ready() == 14.0
+        now += 1.5
+        with pytest.raises(EngineError) as refused:
+            ask(client, "b")
+        assert refused.value.retry_after == 12.5
+        while not client.ready:  # noqa: ASYNC110  # it tells nobody
+            await asyncio.sleep(0.02)
+        assert client.seconds_until_ready() == 0.0
+
+    run(test, clock=lambda: now)
+
+
 def test_counters_survive_a_restart():
     """What Prometheus reads never falls, and goes on from where it was: while there is no engine, and with the next."""
 

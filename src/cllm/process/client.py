@@ -73,7 +73,7 @@ class EngineClient:
         self._closing = False
         self._backoff = FIRST_BACKOFF  # before the next start
         self._clock = clock
-        self._spawned = self._ready_since = clock()
+        self._started = self._ready_since = clock()  # while it waits for its next start: when that will be
         self._load_seconds = USUAL_LOAD_SECONDS
 
     @property
@@ -88,7 +88,7 @@ class EngineClient:
 
     async def _spawn(self) -> None:
         self._loaded = asyncio.get_running_loop().create_future()
-        self._spawned = self._clock()
+        self._started = self._clock()
         launched, self._launched = self._launched, None
         process = self._process = await spawn(self._take, launched)
         self.pid = process.pid
@@ -112,7 +112,7 @@ class EngineClient:
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._ready_since = self._clock()
-        self._load_seconds = self._ready_since - self._spawned
+        self._load_seconds = self._ready_since - self._started
         self.ready = True
 
     def _take(self, message: FromChild) -> None:
@@ -140,8 +140,8 @@ class EngineClient:
         return self.stats.plus_totals(self._earlier_stats)
 
     def seconds_until_ready(self) -> float:
-        """As it took the last time; 0 if it is ready."""
-        return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._spawned))
+        """The rest of the back-off, and as long as the last load took; 0 if it is ready."""
+        return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
 
     async def _serve_and_restart(self) -> None:
         while True:
@@ -156,11 +156,13 @@ class EngineClient:
             cause = process.describe_end()
             message = "the engine died (%s) with %d requests; starting it again in %.1f s"
             log.error(message, cause, len(self._flights), self._backoff)
-            died = EngineError(f"The engine died ({cause}) and is being started again; please retry.")
+            reason = f"The engine died ({cause}) and is being started again; please retry."
+            died = EngineError(reason, self._backoff + self._load_seconds)
             self.end_all(died)
             while self._asked:
                 answer(self._asked.popleft(), died)
             while not self.ready:
+                self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
                 self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
                 try:
@@ -234,7 +236,7 @@ class EngineClient:
 
     def _check_ready(self) -> None:
         if not self.ready:
-            raise EngineError("The engine is not ready; please retry.")
+            raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
 
     def _write(self, data: bytes) -> None:
         assert self._process is not None
