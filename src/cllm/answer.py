@@ -18,9 +18,10 @@ from cllm.core.request import Priority, Request
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
-from cllm.process.backlog import Place
+from cllm.process.backlog import NO_CLAIM, Place
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
+from cllm.process.reservations import Claim
 from cllm.text.alignment import ToldToken
 from cllm.text.chat import Channel
 from cllm.text.chat_form import Reading
@@ -42,7 +43,8 @@ class RequestTimeout(CLLMError):
 class Terms:
     """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds.
 
-    What is computed for it is shared only with those that have the same ``cache_salt``.
+    What is computed for it is shared only with those that have the same ``cache_salt``. ``claim``: to a reserved
+    place in the queue.
     """
 
     key: str = ""
@@ -50,6 +52,7 @@ class Terms:
     deadline: float | None = None
     queue_timeout: float | None = None
     cache_salt: str = ""
+    claim: Claim = NO_CLAIM
 
 
 class Delta(msgspec.Struct, gc=False):

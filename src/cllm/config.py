@@ -118,7 +118,7 @@ class Scheduler(Section):
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Requests that may wait ahead of one; what is over that gets 429. Null is without limit.",
+        description="Requests that may wait ahead of one; further requests get 429. Null is without limit.",
     )
     max_queue_tokens: int | None = Field(
         default=None, ge=0, le=10**12, description="Prompt tokens that may wait, likewise; null is without limit."

@@ -209,7 +209,7 @@ class Service:
         self.check_ready()
         try:
             prompt = [0] * max(1, self._least_tokens(num_characters))
-            self.engine.check_room(request_of("", prompt, SamplingParams(), terms))
+            self.engine.check_room(request_of("", prompt, SamplingParams(), terms), terms.claim)
         except QueueFull as error:
             self.metrics.refused(error.bound)
             raise
@@ -257,7 +257,7 @@ class Service:
             for i, prompt in enumerate(generation.prompts)
         ]
         try:
-            stream = self.engine.submit(requests)
+            stream = self.engine.submit(requests, generation.terms.claim)
         except QueueFull as error:
             self.metrics.refused(error.bound)
             if self._recorder is not None:

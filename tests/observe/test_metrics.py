@@ -25,7 +25,7 @@ def test_what_only_grows_is_a_counter() -> None:
     metrics = Metrics("m")
     for factor in (1, 1, 3):
         stats = Stats(**{field: factor * i for i, field in enumerate(COUNTERS, start=1)})
-        page = metrics.render(stats, ready=True, num_restarts=factor)
+        page = metrics.render(stats, ready=True, num_restarts=factor, reservations={})
     found = read(page)
     assert [found[name] for name in NAMES] == [("counter", 3.0 * i) for i in range(1, len(NAMES) + 1)]
     assert found["engine_restarts"] == ("counter", 3.0)

@@ -213,7 +213,8 @@ def test_counters_survive_a_restart():
     """What Prometheus reads never falls, and goes on from where it was: while there is no engine, and with the next."""
 
     def counted(metrics, client):
-        page = metrics.render(client.stats_since_start, ready=client.ready, num_restarts=client.num_restarts).decode()
+        totals = {"num_restarts": client.num_restarts, "reservations": client.reservations}
+        page = metrics.render(client.stats_since_start, ready=client.ready, **totals).decode()
         lines = [line for line in page.splitlines() if line.startswith("cllm:")]
         values = {line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines}
         return [values[f"{name}_total"] for name in ("engine_steps", "prefill_tokens_computed", "engine_restarts")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cllm.core.output import TokenOutput
+from cllm.core.output import Stats, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import EngineError
@@ -16,14 +16,15 @@ class Air:
     """Flights, and the engine's part played by hand."""
 
     def __init__(self, results=0, capacity=4, **limits):
-        self.flights = Flights(Backlog(QueueLimits(**limits), Fair({}), {}), ResultCache(results, 100_000))
+        backlog = Backlog(QueueLimits(**limits), Fair({}), {})
+        backlog.observe(Stats(num_seq_ids=capacity))
+        self.flights = Flights(backlog, ResultCache(results, 100_000))
         self.computed = []  # names of what the engine was told to compute
-        self.capacity = capacity
 
     def ask(self, *names, prompt=(1, 2, 3), terms=(), **params):
         params = SamplingParams(**{"temperature": 0, **params})
         requests = [Request(name, [*prompt], params, *terms) for name in names]
-        stream, new = self.flights.board(requests, self.capacity)
+        stream, new = self.flights.board(requests)
         self.computed += [request.request_id for request in new]
         return stream
 
@@ -31,7 +32,7 @@ class Air:
         for i, token in enumerate(tokens):
             last = i == len(tokens) - 1
             output = TokenOutput(name, index, token, finish if last else "", True, cached)
-            self.flights.put([output], 1000.0)
+            self.flights.put([output])
             cached = 0
 
     def is_empty(self):

@@ -20,6 +20,9 @@ from cllm.observe.cpu_time import cpu_seconds
 
 START_TIMEOUT = 60
 
+# A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of minutes.
+NARROW = ["--backend.name", "fake", "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8", "--context", "32768"]
+
 
 class Server:
     """A running ``cllm serve``; ``log`` is what it has said so far."""
@@ -116,9 +119,8 @@ def fake_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def narrow_server() -> Iterator[Server]:
-    """A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of minutes."""
-    options = "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8", "--context", "32768"
-    server = Server("--backend.name", "fake", *options)
+    """A server with the options NARROW."""
+    server = Server(*NARROW)
     yield server
     assert server.stop() == 0, server.log
     server.forget()
@@ -161,3 +163,9 @@ def starter() -> Iterator[Callable[..., Server]]:
 
 start_server = pytest.fixture(starter)  # for one test
 start_server_once = pytest.fixture(starter, scope="module")
+
+
+@pytest.fixture
+def new_narrow_server(start_server: Callable[..., Server]) -> Server:
+    """Like narrow_server, for a test that needs one at which nobody has been rejected yet."""
+    return start_server(*NARROW)

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -66,8 +68,12 @@ def run(server, test):
 
 @contextlib.asynccontextmanager
 async def crowd(ask, count, name="crowd", **body):
-    """So many endless streams, all of them accepted; their prompts have not even beginnings in common."""
-    answers = [await ask(f"{chr(65 + i)} {name}", **{**ENDLESS, **body}) for i in range(count)]
+    """So many endless streams, all of them accepted; their prompts have not even beginnings in common.
+
+    They have a higher priority than the clients of other tests, whose reservations are therefore not in their way.
+    """
+    body = {**ENDLESS, "priority": "interactive", **body}
+    answers = [await ask(f"{chr(65 + i)} {name}", **body) for i in range(count)]
     try:
         assert [answer.status for answer in answers] == [200] * count
         while (await ask.get("/model/info"))["stats"]["num_running"] < CAPACITY:  # noqa: ASYNC110
@@ -87,9 +93,8 @@ def counted_on(prompt, count):
     return "".join(chr(ord(prompt[-1]) + 1 + i) for i in range(count))
 
 
-def test_a_burst_is_refused_exactly_beyond_the_bound(narrow_server):
+def test_a_burst_is_refused_exactly_beyond_the_bound(new_narrow_server):
     """Of 300 at once, as many are taken as run and may wait; all others are told so, and counted."""
-    before = narrow_server.metric("requests_refused_total", 'reason="requests"')
 
     async def burst(ask):
         answers = await asyncio.gather(*(ask(f"burst {i}", **ENDLESS) for i in range(300)))
@@ -99,11 +104,11 @@ def test_a_burst_is_refused_exactly_beyond_the_bound(narrow_server):
         assert len(taken) + len(refused) == 300
         assert min(int(answer.headers["retry-after"]) for answer in refused) >= 1
 
-    run(narrow_server, burst)
-    assert narrow_server.metric("requests_refused_total", 'reason="requests"') - before == 300 - CAPACITY - MAX_WAITING
+    run(new_narrow_server, burst)
+    assert new_narrow_server.metric("requests_refused_total", 'reason="requests"') == 300 - CAPACITY - MAX_WAITING
 
 
-def test_who_is_taken_in_a_burst_is_answered(narrow_server):
+def test_who_is_taken_in_a_burst_is_answered(new_narrow_server):
     """Each with its own text."""
 
     async def one(ask, prompt):
@@ -119,7 +124,7 @@ def test_who_is_taken_in_a_burst_is_answered(narrow_server):
         statuses = await asyncio.gather(*(one(ask, f"x{i:03}") for i in range(300)))
         assert statuses.count(200) >= CAPACITY + MAX_WAITING
 
-    run(narrow_server, burst)
+    run(new_narrow_server, burst)
 
 
 def test_refusals_are_cheap_and_tokens_keep_coming_meanwhile(narrow_server):
@@ -200,7 +205,7 @@ def test_every_answer_says_where_it_stood(narrow_server):
                 assert int(answer.headers["x-cllm-estimated-ttft-ms"]) >= 0
         async with crowd(ask, CAPACITY + 3) as answers:
             assert list(map(position, answers)) == [0] * CAPACITY + [1, 2, 3]
-            waiting = asyncio.create_task(ask(max_tokens=2))
+            waiting = asyncio.create_task(ask(max_tokens=2, priority="interactive"))
             while narrow_server.stats()["num_waiting"] < 4:  # noqa: ASYNC110  # another process's state
                 await asyncio.sleep(0.01)
         assert position(await waiting) == 4
@@ -208,7 +213,7 @@ def test_every_answer_says_where_it_stood(narrow_server):
     run(narrow_server, test)
 
 
-def test_a_queue_of_lower_class_is_not_in_the_way(narrow_server):
+def test_a_queue_of_lower_class_is_not_in_the_way(new_narrow_server):
     """Batch requests wait for the others, and refuse nobody but their like."""
 
     async def test(ask):
@@ -220,28 +225,29 @@ def test_a_queue_of_lower_class_is_not_in_the_way(narrow_server):
                     assert (answer.status, position(answer)) == (200, 0)
                     assert (await answer.json())["usage"]["completion_tokens"] == 5
 
-    run(narrow_server, test)
+    run(new_narrow_server, test)
 
 
-def test_the_queue_of_another_account_is_not_in_the_way(narrow_server):
+def test_the_queue_of_another_account_is_not_in_the_way(new_narrow_server):
     """An account is a token, or else the user's name; who has filled the queue refuses himself."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING, user="many"):
             names = {"user": "many"}, {"user": "few"}, {"headers": {"authorization": "Bearer x"}, "user": "many"}, {}
             for name, status in zip(names, (429, 200, 200, 200), strict=True):
-                async with await ask(str(name), **ENDLESS, **name) as answer:
+                async with await ask(str(name), priority="interactive", **ENDLESS, **name) as answer:
                     assert answer.status == status
                     answer.close()
             explained = await ask.get("/scheduler?steps=1")
             assert {waiter["key"] for waiter in explained["waiting"]} <= {"user-many", "user-few", "", KEY_OF_X}
-        async with crowd(ask, CAPACITY + MAX_WAITING, headers={"authorization": "bearer x"}):
-            keys: set[str] = set()
-            while keys != {KEY_OF_X}:  # until the server has noticed that the crowd before has gone
-                explained = await ask.get("/scheduler?steps=1")
-                keys = {waiter["key"] for waiter in explained["waiting"]}
+        # otherwise the next crowd may share what this one computes
+        while new_narrow_server.stats()["num_seq_ids_in_use"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        async with crowd(ask, CAPACITY + 2, headers={"authorization": "bearer x"}):
+            explained = await ask.get("/scheduler?steps=1")
+            assert {waiter["key"] for waiter in explained["waiting"]} == {KEY_OF_X}
 
-    run(narrow_server, test)
+    run(new_narrow_server, test)
 
 
 KEY_OF_X = "key-2d711642b726b044"
@@ -295,11 +301,12 @@ def test_a_deadline_ends_what_runs(narrow_server):
 # ------------------------------------------------------------------------------------------- within this process
 
 
-def with_service(test, **limits):
+def with_service(test, clock=time.monotonic, **limits):
     """Run ``test(service, client)`` over an engine that computes one at a time."""
 
     async def main():
-        engine = EngineClient(EngineParams(backend="fake", max_num_seqs=1), limits=QueueLimits(**limits))
+        params = EngineParams(backend="fake", max_num_seqs=1)
+        engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
         app = create_app(service, Settings())
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
@@ -333,6 +340,49 @@ def test_who_cannot_be_served_now_is_told_to_come_again():
     with_service(test)
 
 
+def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
+    """When its retry is due, and once. The metrics count what became of the tickets."""
+    now = 1000.0
+
+    def generation(i):
+        return Generation(str(i), [[i]], SamplingParams(ignore_eos=True))
+
+    async def test(service, client):
+        nonlocal now
+
+        async def ask(prompt, **headers):
+            return await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers=headers)
+
+        async def count(event):
+            page = (await client.get("/metrics")).text
+            return float(re.search(rf'cllm:queue_reservations_total{{event="{event}",.*}} (.*)', page)[1])
+
+        busy = [service.submit(generation(i)) for i in range(3)]
+        refused = await ask("first")
+        assert refused.status_code == 429
+        ticket = {"x-cllm-retry-ticket": refused.headers["x-cllm-retry-ticket"]}
+        early = await ask("first", **ticket)
+        assert {name: early.headers[name] for name in ticket} == ticket
+        assert early.headers["retry-after"] == refused.headers["retry-after"]
+        busy.pop().close()
+        now += int(refused.headers["retry-after"])
+        newcomer = await ask("second")
+        assert newcomer.status_code == 429
+        assert newcomer.headers["x-cllm-retry-ticket"] not in ticket.values()
+        asked = asyncio.create_task(ask("first", **ticket))
+        while not await count("honoured"):  # noqa: ASYNC110  # it tells nobody
+            await asyncio.sleep(0.01)
+        assert (await ask("another", **ticket)).status_code == 429
+        for answer in busy:
+            answer.close()
+        assert (await asked).status_code == 200
+        now += 1000.0
+        assert (await ask("third", **ticket)).status_code == 200, "a ticket that is not known makes no difference"
+        assert [await count(event) for event in ("issued", "honoured", "expired")] == [3, 1, 2]
+
+    with_service(test, clock=lambda: now, requests=2)
+
+
 def test_a_long_prompt_is_refused_without_being_tokenized():
     """Which would take longer than a refusal may; a short one is looked at, for it might share a result."""
 
@@ -358,7 +408,7 @@ def test_tokens_and_seconds_are_bounded_too(limits, kind):
             for i in range(2):
                 generation = Generation(str(i), [[i] * 6], SamplingParams(ignore_eos=True))
                 stack.enter_context(service.submit(generation))
-            service.engine._flights.backlog.observe(Stats(num_waiting=1, waiting_seconds=3.0))
+            service.engine._flights.backlog.observe(Stats(num_seq_ids=1, place_seconds=3.0))
             answer = await client.post("/v1/completions", json={"prompt": [7] * 6})
             assert (answer.status_code, answer.json()["error"]["type"]) == (429, kind)
 

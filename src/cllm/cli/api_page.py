@@ -12,6 +12,7 @@ from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
 from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES
 from cllm.server.http_protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
 from cllm.server.openapi import model_of
+from cllm.server.queueing import TICKET
 
 INTRODUCTION = f"""\
 # API
@@ -56,6 +57,12 @@ A body of JSON has at most {MAX_STRUCTURE:,} objects, lists and members of objec
 
 The number of connections is limited by the files that the process may open (`ulimit -n`). When there is no room for
 another connection, the one that has been idle for longest is closed; while all have requests, new ones wait.
+
+## Overload
+
+A request that finds the queue full gets 429 (529 on Anthropic's routes) with the headers `retry-after`, in seconds, and
+`{TICKET}`. A client that sends the same request after that time, with `{TICKET}` as it was received, goes
+before new requests of its class: see [scheduling](scheduling.md#when-there-is-too-much).
 """
 HEAD = "| Parameter | | |\n|---|---|---|\n"
 

@@ -66,7 +66,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine after a step: what gauges and counters show.
 
     waiting_seconds: estimated time until all who wait now are served. prompt_token_seconds: what a token of a prompt
-    will probably take, cached ones, which take none, included. step_seconds: what a step takes now.
+    will probably take, cached ones, which take none, included. step_seconds: what a step takes now. place_seconds:
+    estimated time from one free place to the next while all are taken; 0 if it is not known.
     """
 
     num_running: int = 0
@@ -88,6 +89,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_token_seconds: float = 0.0
     step_seconds: float = 0.0
     num_embedding_tokens: int = 0
+    place_seconds: float = 0.0
 
     def plus_totals(self, earlier: Stats) -> Stats:
         """Self, whose TOTALS go on from those of ``earlier``."""

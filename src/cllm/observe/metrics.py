@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import (
@@ -136,6 +137,13 @@ class Metrics:
             ("model_name", "reason"),
             registry=self._registry,
         )
+        self._reservations = Counter(
+            "cllm:queue_reservations",
+            "places reserved for rejected clients: issued, honoured (the client returned and was admitted), expired",
+            ("model_name", "event"),
+            registry=self._registry,
+        )
+        self._num_reservations = Counts[str]()  # what ``_reservations`` has counted
         self._skipped = Counter(
             "cllm:skipped_parts",
             "tools, items and blocks of requests that cannot be served and were left out, by their type",
@@ -193,8 +201,10 @@ class Metrics:
         self._outcome.labels(self._model_name, outcome).inc()
         self._e2e.observe(seconds)
 
-    def render(self, stats: Stats, *, ready: bool, num_restarts: int) -> bytes:
-        """The page that Prometheus reads. The totals of ``stats`` and ``num_restarts`` must never fall."""
+    def render(self, stats: Stats, *, ready: bool, num_restarts: int, reservations: Mapping[str, int]) -> bytes:
+        """The page that Prometheus reads. The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by
+        event) must never fall.
+        """
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0
         for field, gauge in self._stats.items():
@@ -206,4 +216,7 @@ class Metrics:
         self._ready.set(ready)
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
+        for event, count in reservations.items():
+            self._reservations.labels(self._model_name, event).inc(count - self._num_reservations[event])
+            self._num_reservations[event] = count
         return generate_latest(self._registry)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,11 +18,12 @@ from cllm.core.request import EmbeddingRequest, Request
 from cllm.engine.commands import Abort, Add, Close, Embed, Explain
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
-from cllm.process.backlog import Backlog, QueueLimits
+from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.flights import Flights, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.scheduler.policy import make_policy
@@ -64,7 +65,7 @@ class EngineClient:
         self._launched = launched
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
-        backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights)
+        backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights, clock)
         self._flights = Flights(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: EngineProcess | None = None
@@ -73,7 +74,7 @@ class EngineClient:
         self._closing = False
         self._backoff = FIRST_BACKOFF  # before the next start
         self._clock = clock
-        self._started = self._ready_since = clock()  # while it waits for its next start: when that will be
+        self._started = self._ready_since = clock()  # _started: during the back-off, the time of the next start
         self._load_seconds = USUAL_LOAD_SECONDS
 
     @property
@@ -111,6 +112,7 @@ class EngineClient:
                 self._loaded.exception()  # which nobody may have asked for
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
+        self._flights.backlog.observe(self.stats)
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._started
         self.ready = True
@@ -121,7 +123,7 @@ class EngineClient:
             case Stepped():
                 self.stats = message.stats
                 self._flights.backlog.observe(message.stats)
-                self._flights.put(message.outputs, time.monotonic())
+                self._flights.put(message.outputs)
             case Embedded():
                 self._embeddings.put(message)
             case Explained():
@@ -139,8 +141,13 @@ class EngineClient:
         """``stats``, whose totals count over all engines of this client."""
         return self.stats.plus_totals(self._earlier_stats)
 
+    @property
+    def reservations(self) -> Mapping[str, int]:
+        """The counts of Reservations."""
+        return self._flights.backlog.reservations.counts
+
     def seconds_until_ready(self) -> float:
-        """The rest of the back-off, and as long as the last load took; 0 if it is ready."""
+        """The rest of the back-off plus the seconds of the last load; 0 if the engine is ready."""
         return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
 
     async def _serve_and_restart(self) -> None:
@@ -187,17 +194,17 @@ class EngineClient:
         self._flights.fail(error)
         self._embeddings.fail(error)
 
-    def check_room(self, request: Request) -> None:
+    def check_room(self, request: Request, claim: Claim = NO_CLAIM) -> None:
         """Raise QueueFull if ``request`` would be refused now, were it not for others that share its result."""
-        self._flights.backlog.admit([request], self.stats.num_seq_ids)
+        self._flights.backlog.check([request], claim)
 
-    def submit(self, requests: list[Request]) -> Stream:
+    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
         """Hand requests to the engine, or find their results. ``close_stream`` must follow.
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self._check_ready()
-        stream, new = self._flights.board(requests, self.stats.num_seq_ids)
+        stream, new = self._flights.board(requests, claim)
         if new:
             self._write(b"".join(frame(Add(request)) for request in new))
         return stream

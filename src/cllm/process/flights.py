@@ -9,7 +9,8 @@ from collections.abc import Callable
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.request import Request
 from cllm.errors import CLLMError
-from cllm.process.backlog import Backlog, Place
+from cllm.process.backlog import NO_CLAIM, Backlog, Place
+from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache, digest, renamed
 
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
@@ -81,7 +82,7 @@ class Flight:
         self.place = place
         self.key = key
         self.submitted = time.monotonic()
-        self.first_token: dict[int, float] = {}  # index -> when it came
+        self.begun: set[int] = set()  # indices whose first token has come
         self.going = set(range(request.params.n))
         self.stopped: set[int] = set()  # the engine has been told that they are long enough
         self.failed = False
@@ -112,7 +113,7 @@ class Flight:
 
     def place_now(self) -> Place:
         """Where it stands, at the latest."""
-        if self.first_token:
+        if self.begun:
             return Place()
         return Place(self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted)))
 
@@ -129,8 +130,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def board(self, requests: list[Request], capacity: int) -> tuple[Stream, list[Request]]:
-        """A stream for ``requests``, and those of them that must be computed. Raises QueueFull; then nothing changes.
+    def board(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
+        """A stream for ``requests``, and those of them that must be computed. Raises QueueFull; then only a reservation
+        is made.
 
         A deterministic request is recalled if its result is known, else shares the computation of one like it. Not
         if that has a lower class, and not if there is a limit to its own time, which the other would not keep.
@@ -138,18 +140,18 @@ class Flights:
         keys = [digest(request) for request in requests]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
-            if key not in self._results and self._like(request, key, capacity) is None:
+            if key not in self._results and self._like(request, key) is None:
                 new.setdefault(key if key is not None and may_share(request) else request.request_id, request)
-        place = self.backlog.admit(list(new.values()), capacity) if new else None
+        place = self.backlog.admit(list(new.values()), claim) if new else None
         stream = Stream(requests)
         places = []
         for request, key in zip(requests, keys, strict=True):
             if key is not None and key in self._results:
                 places.append(self._recall(stream, request, key))
-            elif (flight := self._like(request, key, capacity)) is not None:
+            elif (flight := self._like(request, key)) is not None:
                 places.append(self._share(stream, request, flight))
             else:
-                places.append(place or self.backlog.place(request, capacity))
+                places.append(place or self.backlog.place(request))
                 self._start(stream, request, key, places[-1])
                 place = None
         stream.place = places[0]
@@ -177,42 +179,39 @@ class Flights:
             self._open[key] = flight
         self.backlog.submitted(request)
 
-    def _like(self, request: Request, key: bytes | None, capacity: int) -> Flight | None:
+    def _like(self, request: Request, key: bytes | None) -> Flight | None:
         """A computation that gives what ``request`` asks for, and not later than one of its own would."""
         flight = self._open.get(key) if key is not None and may_share(request) else None
         if flight is None or flight.request.priority > request.priority:
             return None
-        if flight.first_token or flight.request.key == request.key:
+        if flight.begun or flight.request.key == request.key:
             return flight
-        own = self.backlog.place(request, capacity)
+        own = self.backlog.place(request)
         sooner = flight.place.position <= own.position or flight.place_now().seconds < own.seconds
         return flight if sooner else None
 
-    def put(self, outputs: list[TokenOutput], now: float) -> None:
-        """What a step of the engine gave, at the moment ``now`` of time.monotonic."""
+    def put(self, outputs: list[TokenOutput]) -> None:
+        """Hand the outputs of a step to their streams."""
         woken: dict[Stream, bool] = {}
         for output in outputs:
             flight = self._flights.get(output.request_id)
             if flight is not None:
                 for stream in flight.readers:
                     woken[stream] = True
-                self._put(flight, output, now)
+                self._put(flight, output)
         for stream in woken:
             stream.wake()
 
-    def _put(self, flight: Flight, output: TokenOutput, now: float) -> None:
+    def _put(self, flight: Flight, output: TokenOutput) -> None:
         flight.put(output)
-        if output.token >= 0 and output.index not in flight.first_token:
-            if not flight.first_token:
-                self.backlog.begun(flight.request)
-            flight.first_token[output.index] = now
+        if output.token >= 0 and output.index not in flight.begun:
+            self.backlog.begun(flight.request, is_first=not flight.begun)
+            flight.begun.add(output.index)
         if output.finish:
             flight.going.discard(output.index)
             flight.failed = flight.failed or output.finish in FAILURES
-            self.backlog.ended(flight.request)
-            if output.index in flight.first_token:
-                since = flight.first_token[output.index] if flight.place.position else flight.submitted
-                self.backlog.ran(now - since)
+            has_run = output.index in flight.begun
+            self.backlog.ended(flight.request, num_running=has_run, num_waiting=not has_run)
             if not flight.going:
                 self._remove(flight)
                 if flight.key is not None and not flight.failed:
@@ -222,9 +221,10 @@ class Flights:
         del self._flights[flight.request.request_id]
         if flight.key is not None and self._open.get(flight.key) is flight:
             del self._open[flight.key]
-        if not flight.first_token:
-            self.backlog.begun(flight.request)
-        self.backlog.ended(flight.request, len(flight.going))
+        if not flight.begun:
+            self.backlog.left_queue(flight.request)
+        num_running = len(flight.going & flight.begun)
+        self.backlog.ended(flight.request, num_running, len(flight.going) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
         """A sequence has said all that its reader wants, and so all that others want who asked for the same.

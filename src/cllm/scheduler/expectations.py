@@ -10,24 +10,27 @@ FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
 
 
 class Expectations:
-    """``output``: tokens of an answer."""
+    """``output``: tokens of an answer. ``computed``: tokens of a prompt that were not cached."""
 
     def __init__(self) -> None:
         self.output = FIRST_GUESS_OF_OUTPUT
-        self._mean_prompt = self._mean_computed = 0.0  # tokens of a prompt, and of these, tokens that were not cached
+        self._num_finished = 0
+        self.computed = 0.0
+        self._mean_prompt = 0.0  # tokens
 
     def begun(self, seq: Sequence) -> None:
         """``seq`` has been admitted, with what there was of its prompt."""
         self._mean_prompt += SHARE * (seq.num_prompt_tokens - self._mean_prompt)
-        self._mean_computed += SHARE * (seq.num_lacking_tokens - self._mean_computed)
+        self.computed += SHARE * (seq.num_lacking_tokens - self.computed)
 
     def finished(self, seq: Sequence) -> None:
-        self.output = mean(self.output, seq.num_output_tokens)
+        self._num_finished += 1
+        self.output = mean(self.output, seq.num_output_tokens, max(SHARE, 1 / self._num_finished))
 
     @property
     def computed_share(self) -> float:
         """Of the tokens of prompts, those that had to be computed lately."""
-        return self._mean_computed / self._mean_prompt if self._mean_prompt else 1.0
+        return self.computed / self._mean_prompt if self._mean_prompt else 1.0
 
     def size(self, seq: Sequence) -> int:
         """Tokens ``seq`` will probably end with: as many of output as others got, unless it is bound to get fewer."""

@@ -138,7 +138,15 @@ def stats_of(scheduler: Scheduler) -> Stats:
         waiting_seconds=seconds_of_waiting(scheduler),
         prompt_token_seconds=scheduler.cost.prefill(1) * scheduler.expected.computed_share,
         step_seconds=scheduler.cost.decode(max(1, len(scheduler.running))),
+        place_seconds=seconds_of_place(scheduler),
     )
+
+
+def seconds_of_place(scheduler: Scheduler) -> float:
+    """Estimated seconds from one free place to the next while all are taken; 0 until a step has only decoded."""
+    rows = scheduler.ledger.seq_ids.size
+    decoding = scheduler.expected.output * scheduler.cost.decode(rows) / rows
+    return decoding + scheduler.cost.prefill(1) * scheduler.expected.computed if decoding else 0.0
 
 
 def seconds_of_waiting(scheduler: Scheduler) -> float:

@@ -31,6 +31,7 @@ CODES = {
 }
 PACE_WINDOW = 30.0  # seconds, in any of which
 PACE_BYTES = 30_000  # of a body must come
+BODY_HASH = "cllm.body_hash"  # in the scope of a request whose body has been read
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
@@ -204,7 +205,9 @@ async def read_bytes(request: Request) -> bytes:
         raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
-    return b"".join([part async for part in parts_of(request, limit, too_large)])
+    data = b"".join([part async for part in parts_of(request, limit, too_large)])
+    request.scope[BODY_HASH] = hash(data)
+    return data
 
 
 async def parts_of(request: Request, limit: int, too_large: BadRequest) -> AsyncGenerator[bytes, None]:

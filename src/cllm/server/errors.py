@@ -21,6 +21,7 @@ from starlette.routing import Match, Route
 from cllm.answer import RequestTimeout
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
+from cllm.server.queueing import TICKET
 from cllm.server.request_id import request_id
 from cllm.server.sse import ClientGone
 
@@ -30,7 +31,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Fault(NamedTuple):
-    """An error in OpenAI's words, which say the most; ``status`` is HTTP's, ``retry_after`` in seconds."""
+    """An error in OpenAI's words, which say the most; ``status`` is HTTP's, ``retry_after`` in seconds.
+
+    ``ticket``: claims a reserved place in the queue when the client retries.
+    """
 
     status: int
     message: str
@@ -38,6 +42,7 @@ class Fault(NamedTuple):
     param: str | None = None
     code: str | None = None
     retry_after: float = 1.0
+    ticket: str = ""
 
 
 Form = Callable[[Fault, str], tuple[int, dict[str, Any]]]
@@ -65,7 +70,7 @@ def describe(error: Exception) -> Fault:
         return Fault(504, str(error), "timeout", code=error.code)
     if isinstance(error, QueueFull):  # OpenAI's type of a rate limit is what was too many
         kind = "tokens" if error.bound == "tokens" else "requests"
-        return Fault(429, str(error), kind, code="queue_full", retry_after=error.retry_after)
+        return Fault(429, str(error), kind, code="queue_full", retry_after=error.retry_after, ticket=error.ticket)
     if isinstance(error, EngineError):
         return Fault(503, str(error), "server_error", code="engine_unavailable", retry_after=error.retry_after)
     return Fault(500, "Internal error; the log of the server says more.", "server_error", code="internal_error")
@@ -103,6 +108,8 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
         status, content = form(fault, request_id(request))
         headers = {"retry-after": str(max(1, math.ceil(fault.retry_after)))} if fault.status in (429, 503) else {}
+        if fault.ticket:
+            headers[TICKET] = fault.ticket
         return Response(pydantic_core.to_json(content), status, headers, "application/json")
 
     async def expected(request: Request, error: Exception) -> Response:

@@ -13,8 +13,10 @@ from cllm.answer import Answer, Terms
 from cllm.config import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import Place
-from cllm.server.body import Body
+from cllm.process.reservations import Claim
+from cllm.server.body import BODY_HASH, Body
 
+TICKET = "x-cllm-retry-ticket"  # a header of a rejection, which the client sends back when it retries
 BATCH_OWNER = "cllm.batch_owner"  # in the scope of a request that a batch makes: on whose account it was created
 
 Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
@@ -50,6 +52,7 @@ class TermsBody(Body):
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
             cache_salt=self.cache_salt or "",
+            claim=Claim(request.headers.get(TICKET, ""), request.scope.get(BODY_HASH, 0)),
         )
 
 

@@ -136,7 +136,12 @@ async def metrics(request: Request) -> Response:
     """Prometheus."""
     service: Service = request.app.state.service
     engine = service.engine
-    page = service.metrics.render(engine.stats_since_start, ready=service.ready, num_restarts=engine.num_restarts)
+    page = service.metrics.render(
+        engine.stats_since_start,
+        ready=service.ready,
+        num_restarts=engine.num_restarts,
+        reservations=engine.reservations,
+    )
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 

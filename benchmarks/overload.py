@@ -1,0 +1,164 @@
+"""Ten times as many clients as a server can serve at once: how many rejected clients are served when they retry?
+
+    uv run python benchmarks/overload.py [--mock] [--no-tickets] [--rounds 3] [--json out.json]
+
+Each client sends one request of its own. If it is rejected, it retries once after Retry-After and up to a tenth more,
+with the ticket that it got. In the first measurement all clients come at once and no others ("closed"); in the second,
+fresh clients also arrive at twice the rate that can be served ("fresh"). Exit code 1 if a target is missed.
+
+Goodput: tokens/s of complete answers, divided by those of the same server with as many clients as can run and wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.bench.connection import Connections, Response
+from cllm.bench.servers import MODEL, cllm
+
+TIMES = 10  # clients, divided by those that can run and wait
+FRESH = 2.0  # requests that arrive meanwhile, divided by those that can be served
+SERVED = {"closed": 0.8, "fresh": 0.8}  # the least share of rejected clients that is served at the next try
+GOODPUT = {"closed": 0.95, "fresh": 0.9}
+TICKET = b"x-cllm-retry-ticket"
+
+
+@dataclass
+class Client:
+    """One request. served: when its answer was complete, in seconds of time.perf_counter; 0 if it has none."""
+
+    body: bytes
+    num_tokens: int
+    num_tries: int = 0
+    served: float = 0.0
+
+
+class Crowd:
+    """Clients of one server."""
+
+    def __init__(self, url: str, options: argparse.Namespace, seed: int) -> None:
+        self._url = url
+        self.options = options
+        self.random = random.Random(seed)
+        self.clients: list[Client] = []
+
+    def add(self) -> Client:
+        words = " ".join(f"{self.random.getrandbits(32):x}" for _ in range(6))  # its own
+        num_tokens = self.random.randint(self.options.tokens // 2, self.options.tokens * 3 // 2)
+        body = {"model": MODEL, "prompt": words, "max_tokens": num_tokens, "ignore_eos": True}
+        self.clients.append(Client(json.dumps(body).encode(), num_tokens))
+        return self.clients[-1]
+
+    async def ask(self, client: Client) -> None:
+        """Send its request, and retry it once as told."""
+        response = await self._send(client, {})
+        if response.status == 429:
+            ticket = {} if self.options.no_tickets else {TICKET.decode(): response.headers[TICKET].decode()}
+            await asyncio.sleep(int(response.headers[b"retry-after"]) * self.random.uniform(1.0, 1.1))
+            response = await self._send(client, ticket)
+        assert response.status in (200, 429), response.body
+        if response.status == 200:
+            assert json.loads(response.body)["usage"]["completion_tokens"] == client.num_tokens
+            client.served = time.perf_counter()
+
+    async def _send(self, client: Client, headers: dict[str, str]) -> Response:
+        client.num_tries += 1
+        headers = {"Content-Type": "application/json", **headers}
+        with closing(Connections(self._url, headers, keep_alive=False)) as server:
+            return await server.request("/v1/completions", client.body)
+
+    def tokens(self, begin: float, end: float) -> int:
+        return sum(client.num_tokens for client in self.clients if begin <= client.served <= end)
+
+
+async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> float:
+    """Tokens/s with ``num_clients``, each of which sends its next request when it has its answer."""
+
+    async def take_turns(clients: Iterator[Client]) -> None:
+        for client in clients:
+            await crowd.ask(client)
+
+    clients = [crowd.add() for _ in range(num_requests)]
+    waiting = iter(clients)
+    begun = time.perf_counter()
+    await asyncio.gather(*(take_turns(waiting) for _ in range(num_clients)))
+    # after that fewer clients are left than can run and wait
+    end = sorted(client.served for client in clients)[-num_clients]
+    return crowd.tokens(begun, end) / (end - begun)
+
+
+async def measure(crowd: Crowd, num_clients: int, rate: float, fresh: float) -> tuple[int, float, float]:
+    """The number of rejected clients, the share of them that was served at the next try, and goodput."""
+    begun = time.perf_counter()
+    seconds = num_clients * crowd.options.tokens / rate
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_clients):
+            group.create_task(crowd.ask(crowd.add()))
+        while fresh and time.perf_counter() < begun + seconds:
+            await asyncio.sleep(crowd.random.expovariate(fresh * num_clients / seconds))
+            group.create_task(crowd.ask(crowd.add()))
+    end = begun + seconds if fresh else max(client.served for client in crowd.clients)
+    rejected = [client for client in crowd.clients if client.num_tries > 1]
+    share = sum(client.served > 0 for client in rejected) / max(1, len(rejected))
+    return len(rejected), share, crowd.tokens(begun, end) / (end - begun) / rate
+
+
+async def one_round(url: str, options: argparse.Namespace, seed: int) -> dict[str, tuple[int, float, float]]:
+    num_places = options.seqs + options.queue
+    rate = await measure_rate(Crowd(url, options, seed), num_places, 4 * num_places)
+    print(f"  {rate:.0f} tokens/s with {num_places} clients", flush=True)
+    results = {}
+    for name, fresh in (("closed", 0.0), ("fresh", FRESH)):
+        results[name] = await measure(Crowd(url, options, seed + 1), TIMES * num_places, rate, fresh)
+        count, share, goodput = results[name]
+        print(
+            f"  {name}: {count} rejected, {share:.3f} of them served at the next try, goodput {goodput:.3f}", flush=True
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a GGUF file; the built-in model by default")
+    parser.add_argument("--mock", action="store_true", help="no model: steps take as long as the fake backend says")
+    parser.add_argument("--no-tickets", action="store_true", help="clients do not send their tickets")
+    parser.add_argument("--seqs", type=int, default=4, help="requests that run at once")
+    parser.add_argument("--queue", type=int, default=8, help="requests that may wait")
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer, on average")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    flags = ["--max-num-seqs", options.seqs, "--scheduler.max-queue-requests", options.queue, "--context", 1024]
+    with cllm(options.model, *flags, *(["--backend.name", "fake"] if options.mock else [])) as server:
+        rounds = [asyncio.run(one_round(server.url, options, options.seed + 2 * i)) for i in range(options.rounds)]
+    missed = False
+    for name, least_share in SERVED.items():
+        results = [one[name] for one in rounds]
+        for what, values, target in (
+            ("served at the next try", [share for _, share, _ in results], least_share),
+            ("goodput", [goodput for *_, goodput in results], GOODPUT[name]),
+        ):
+            median = statistics.median(values)
+            missed = missed or median < target
+            verdict = "reached" if median >= target else "MISSED"
+            print(
+                f"{name}, {what}: {median:.3f} ({min(values):.3f}-{max(values):.3f})  target >= {target:g}: {verdict}"
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rounds, indent=2) + "\n")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

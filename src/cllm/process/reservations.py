@@ -1,0 +1,193 @@
+"""Places in the queue that are reserved for rejected clients until they retry."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, takewhile
+from typing import NamedTuple
+
+from cllm.core.request import Priority, Request
+
+MEAN_DELAY = 1.05  # clients wait for Retry-After and up to a tenth longer, so that they do not return together
+LONGEST_DELAY, LATENESS = 1.1, 2.0  # a client returns within this multiple of Retry-After, and this many seconds
+MAX_RESERVATIONS = 10_000
+
+
+class Claim(NamedTuple):
+    """What identifies a client that retries: the ticket from its rejection, or else a hash of the request's body."""
+
+    ticket: str = ""
+    body: int = 0
+
+
+@dataclass(slots=True)
+class Load:
+    """Some requests, or the part of them that counts."""
+
+    num_requests: float = 0
+    num_seqs: float = 0
+    num_tokens: float = 0
+
+    def add(self, other: Load, times: float = 1) -> None:
+        self.num_requests += times * other.num_requests
+        self.num_seqs += times * other.num_seqs
+        self.num_tokens += times * other.num_tokens
+
+    def times(self, times: float) -> Load:
+        return Load(times * self.num_requests, times * self.num_seqs, times * self.num_tokens)
+
+
+def load_of(*requests: Request) -> Load:
+    num_seqs = sum(request.params.n for request in requests)
+    return Load(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The place of one client. due, expires: the client is expected between these seconds of the clock."""
+
+    priority: Priority
+    account: str
+    body: int
+    load: Load
+    due: float = 0.0
+    expires: float = 0.0
+    ticket: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+
+
+class Reservations:
+    """A client claims its place with a ticket: a random number that works once, for the same account and class.
+
+    ``counts``: the number of reservations that were issued, honoured (the client returned and was admitted), expired.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` gives seconds."""
+        self.counts = Counter(issued=0, honoured=0, expired=0)
+        self._clock = clock
+        self._by_due: dict[Priority, list[Reservation]] = {priority: [] for priority in Priority}
+        self._by_ticket: dict[str, Reservation] = {}
+        self._groups: dict[Group, dict[Reservation, None]] = {}
+        self._groups_with_tickets: set[Group] = set()  # groups in which a client has sent its ticket
+        self._loads: dict[Priority, Load] = {priority: Load() for priority in Priority}
+        # for each class: number of reservations -> number of accounts that have at least as many
+        self._num_accounts: dict[Priority, Counter[int]] = {priority: Counter() for priority in Priority}
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def find(self, request: Request, claim: Claim) -> Reservation | None:
+        """The reservation of the client that sends ``request``, if it has one.
+
+        A client that sends no ticket gets a reservation that is due: one of its account for the same body; or the only
+        one of its account, if the account has a name. Where clients do send their tickets, a request without a ticket
+        is a new one and gets none.
+        """
+        self._expire()
+        found = self._by_ticket.get(claim.ticket)
+        if found is not None and (found.priority, found.account) == (request.priority, request.key):
+            self._groups_with_tickets.update(groups_of(found))
+            return found
+        same, own = (
+            {} if group in self._groups_with_tickets else self._groups.get(group, {})
+            for group in ((request.priority, request.key, body) for body in (claim.body, None))
+        )
+        return next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
+
+    def is_due(self, reservation: Reservation) -> bool:
+        return reservation.due <= self._clock()
+
+    def count(self, priority: Priority, account: str) -> int:
+        return len(self._groups.get((priority, account, None), ()))
+
+    def load_within(self, priority: Priority, seconds: float) -> Load:
+        """The load from clients of a class that are due within ``seconds`` or overdue."""
+        reservations = self._by_due[priority]
+        num_due = bisect_right(reservations, self._clock() + seconds, key=due_of)
+        return self._loads[priority].times(num_due / max(1, len(reservations)))
+
+    def share_in_turns(self, priority: Priority, num_turns: float, weights: Mapping[str, float]) -> float:
+        """The share of a class's reservations that is served if each account gets ``num_turns`` turns.
+
+        In a turn an account is served one request, or as many as its weight.
+        """
+        num_accounts, total = self._num_accounts[priority], len(self._by_due[priority])
+        count = float(total)
+        if num_accounts[last := math.ceil(num_turns)]:  # otherwise no account has more
+            count = sum(num_accounts[i] for i in range(1, last)) + (num_turns - last + 1) * num_accounts[last]
+        for account, weight in weights.items():
+            own = self.count(priority, account)
+            count += min(own, num_turns * weight) - min(own, num_turns)
+        return count / max(1, total)
+
+    def add(self, requests: list[Request], claim: Claim, seconds: float) -> tuple[str, float]:
+        """Reserve a place for ``requests``, which one client sent, that is free in ``seconds``.
+
+        Returns the ticket, or "" if there are too many reservations; and Retry-After in whole seconds.
+        """
+        retry_after = max(1.0, round(seconds / MEAN_DELAY))
+        if len(self) >= MAX_RESERVATIONS:
+            return "", retry_after
+        reservation = Reservation(requests[0].priority, requests[0].key, claim.body, load_of(*requests))
+        self._loads[reservation.priority].add(reservation.load)
+        self._by_ticket[reservation.ticket] = reservation
+        for group in groups_of(reservation):
+            self._groups.setdefault(group, {})[reservation] = None
+        self._num_accounts[reservation.priority][self.count(reservation.priority, reservation.account)] += 1
+        self._schedule(reservation, self._clock() + retry_after, retry_after)
+        self.counts["issued"] += 1
+        return reservation.ticket, retry_after
+
+    def postpone(self, reservation: Reservation, seconds: float) -> tuple[str, float]:
+        """As ``add``, for a client that returns too early, or for which there is no room before ``seconds``."""
+        due = max(reservation.due, self._clock() + seconds)
+        retry_after = max(1.0, math.ceil(due - self._clock()))
+        self._by_due[reservation.priority].remove(reservation)
+        self._schedule(reservation, due, retry_after)
+        return reservation.ticket, retry_after
+
+    def redeem(self, reservation: Reservation) -> None:
+        """Remove the reservation of a client that has been admitted."""
+        self._remove(reservation)
+        self.counts["honoured"] += 1
+
+    def _schedule(self, reservation: Reservation, due: float, retry_after: float) -> None:
+        reservation.due = due
+        reservation.expires = self._clock() + LONGEST_DELAY * retry_after + LATENESS
+        insort(self._by_due[reservation.priority], reservation, key=due_of)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for priority in Priority:
+            due = takewhile(self.is_due, self._by_due[priority])
+            for reservation in [one for one in due if one.expires <= now]:
+                self._remove(reservation)
+                self.counts["expired"] += 1
+
+    def _remove(self, reservation: Reservation) -> None:
+        self._loads[reservation.priority].add(reservation.load, -1)
+        self._num_accounts[reservation.priority][self.count(reservation.priority, reservation.account)] -= 1
+        del self._by_ticket[reservation.ticket]
+        self._by_due[reservation.priority].remove(reservation)
+        for group in groups_of(reservation):
+            del self._groups[group][reservation]
+            if not self._groups[group]:
+                del self._groups[group]
+                self._groups_with_tickets.discard(group)
+
+
+def due_of(reservation: Reservation) -> float:
+    return reservation.due
+
+
+Group = tuple[Priority, str, int | None]
+"""The reservations of an account for one body, or all of them (None)."""
+
+
+def groups_of(reservation: Reservation) -> list[Group]:
+    return [(reservation.priority, reservation.account, body) for body in (None, reservation.body)]

@@ -1,0 +1,153 @@
+"""Places in the queue that are reserved for rejected clients: for which clients, when, and for how long."""
+
+import pytest
+
+from cllm.core.params import SamplingParams
+from cllm.core.request import Priority, Request
+from cllm.process import reservations as module
+from cllm.process.backlog import NO_CLAIM
+from cllm.process.reservations import Claim, Load, Reservations
+
+NORMAL, BATCH = Priority.NORMAL, Priority.BATCH
+
+
+class Desk:
+    """Reservations, and a clock that is set by hand."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.reservations = Reservations(lambda: self.now)
+
+    def reject(self, account="a", body=0, priority=NORMAL, seconds=10.5):
+        """The ticket."""
+        return self.reservations.add([ask(account, priority)], Claim(body=body), seconds)[0]
+
+    def find(self, account="a", ticket="", body=0, priority=NORMAL):
+        """The ticket of the reservation that is found."""
+        found = self.reservations.find(ask(account, priority), Claim(ticket, body))
+        return found and found.ticket
+
+    def redeem(self, **claim):
+        self.reservations.redeem(self.reservations.find(ask(), Claim(**claim)))
+
+
+def ask(account="a", priority=NORMAL):
+    return Request("r", [1, 2], SamplingParams(), account, priority)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (1.4, 1), (10.5, 10), (1000.0, 952)])
+def test_clients_that_wait_up_to_a_tenth_longer_come_in_time_on_average(seconds, told):
+    ticket, said = Desk().reservations.add([ask()], NO_CLAIM, seconds)
+    assert (bool(ticket), said) == (True, told)
+
+
+def test_ticket_works_once_and_for_its_account_and_class_alone():
+    desk = Desk()
+    ticket, other = desk.reject(body=1), desk.reject(body=2)
+    assert desk.find(ticket=ticket) == ticket
+    assert desk.find(ticket=other) == other != ticket
+    desk.now += 10.0
+    for claim in ({"account": "b"}, {"priority": BATCH}, {"priority": Priority.INTERACTIVE}):
+        assert desk.find(ticket=ticket, **claim) is None
+    desk.redeem(ticket=ticket)
+    assert desk.find(ticket=ticket, body=3) is None
+    desk.redeem(ticket=other)
+    assert desk.find(ticket=ticket) is desk.find(ticket=other) is desk.find(ticket="forged") is None
+    assert desk.reservations.counts == {"issued": 2, "honoured": 2, "expired": 0}
+
+
+def test_clients_without_tickets_are_recognized_once_they_are_due():
+    """By the body; or by the account, if it has a name and only one reservation."""
+    desk = Desk()
+    first, second = desk.reject(body=1), desk.reject(body=2)
+    desk.reject("")
+    assert desk.find(body=1) is None
+    desk.now += 10.0
+    assert (desk.find(body=1), desk.find(body=2), desk.find(body=3)) == (first, second, None)
+    desk.redeem(body=1)
+    assert desk.find(body=3) == second
+    assert desk.find("", body=3) is desk.find("b", body=2) is None
+
+
+def test_request_without_ticket_is_new_where_clients_send_tickets():
+    """Until all of these have gone; groups of other bodies are not affected."""
+    desk = Desk()
+    first, _, other = desk.reject(body=1), desk.reject(body=1), desk.reject(body=2)
+    desk.now += 10.0
+    assert desk.find(body=1) == first
+    desk.redeem(ticket=first)
+    assert desk.find(body=1) is None
+    assert desk.find(body=2) == other
+    desk.now += 10.0
+    assert desk.find() is None, "all have expired"
+    again = desk.reject(body=1)
+    desk.now += 10.0
+    assert desk.find(body=1) == again
+
+
+def test_reservation_expires_if_nobody_claims_it():
+    """Two seconds and a tenth of Retry-After after the retry was due. The ticket is worth nothing then."""
+    desk = Desk()
+    ticket = desk.reject()
+    desk.now += 12.9
+    assert desk.find(ticket=ticket) == ticket
+    desk.now += 0.1
+    assert desk.find(ticket=ticket) is None
+    assert len(desk.reservations) == 0
+    assert desk.reservations.counts == {"issued": 1, "honoured": 0, "expired": 1}
+
+
+def test_client_that_comes_too_early_keeps_its_time():
+    """Retry-After is the rest of it, however often the client asks; it is longer if there is no room then."""
+    desk = Desk()
+    ticket = desk.reject()
+    reservation = desk.reservations.find(ask(), Claim(ticket))
+    for _ in range(3):
+        desk.now += 2.5
+        assert desk.reservations.postpone(reservation, 0.0) == (ticket, 10 - (desk.now - 100.0) // 1)
+    desk.now += 2.5
+    assert desk.reservations.is_due(reservation)
+    assert desk.reservations.postpone(reservation, 4.2) == (ticket, 5)
+    assert not desk.reservations.is_due(reservation)
+    assert desk.reservations.counts["issued"] == 1
+
+
+def test_returning_clients_are_counted_by_account_and_time():
+    """For each class separately."""
+    desk = Desk()
+    for account, seconds in (("a", 10.5), ("b", 21.0), ("a", 31.5)):
+        desk.reject(account, seconds=seconds)
+    desk.reject("c", priority=BATCH)
+    load = desk.reservations.load_within
+    assert load(NORMAL, 9.9) == Load(0, 0, 0)
+    assert load(NORMAL, 20.0) == Load(2, 2, 4)
+    desk.now += 10.0
+    assert load(NORMAL, 20.0) == Load(3, 3, 6)
+    assert load(BATCH, 0.0) == Load(1, 1, 2)
+
+
+@pytest.mark.parametrize("weights", [{}, {"2": 3.0, "4": 0.5}])
+@pytest.mark.parametrize("num_turns", [0.5, 1.0, 2.5, 4.0, 7.0])
+def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
+    """As if they were counted one by one, also after some have gone."""
+    desk = Desk()
+    for account in range(1, 6):
+        for _ in range(account):
+            desk.reject(str(account))
+    for account in ("1", "5", "5"):
+        desk.reservations.redeem(next(iter(desk.reservations._groups[NORMAL, account, None])))
+    counts = {"2": 2, "3": 3, "4": 4, "5": 3}
+    served = sum(min(count, num_turns * weights.get(account, 1.0)) for account, count in counts.items())
+    share = desk.reservations.share_in_turns(NORMAL, num_turns, weights)
+    assert share == pytest.approx(served / 12)
+
+
+def test_number_of_reservations_is_bounded(monkeypatch):
+    """Further clients get a Retry-After, but no place."""
+    monkeypatch.setattr(module, "MAX_RESERVATIONS", 2)
+    desk = Desk()
+    assert [bool(desk.reject(body=i)) for i in range(3)] == [True, True, False]
+    assert desk.reservations.add([ask()], NO_CLAIM, 21.0) == ("", 20)
+    desk.now += 13.0
+    assert desk.find() is None
+    assert desk.reject()
