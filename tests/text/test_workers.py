@@ -117,8 +117,19 @@ def test_a_refusal_is_an_answer(run):
     run(use)
 
 
+def test_a_fault_of_ours_is_not_taken_for_too_much_time_or_memory(run, capfd):
+    async def use(made):
+        before = await pid_of(made)
+        with pytest.raises(BadRequest, match="KeyError"):
+            await ask(made, "crash")
+        assert await pid_of(made) == before
+
+    run(use)
+    assert "a mistake of ours" in capfd.readouterr().err, "the log has the traceback"
+
+
 @posix
-@pytest.mark.parametrize("what", ["spin", "eat", "crash"])
+@pytest.mark.parametrize("what", ["spin", "eat"])
 def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
     """Although it has all the time in the world; and the next question, which waits behind it, is answered."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 600.0)

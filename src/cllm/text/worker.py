@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
@@ -84,6 +85,11 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
             reply = Reply(work(question))
         except BadRequest as error:
             reply = refusal(error)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a fault of ours: the parent must not think it took too much
+            traceback.print_exc()
+            reply = Reply("", f"The server could not work on this ({type(error).__name__}); its log says more.")
         answer = to_json(reply)
         limit_time(0)
 
