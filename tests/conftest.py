@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("cllm")
+
+# Beside other processes threads that wait for one another by spinning take the time of the one they wait for. Before
+# llama.cpp is loaded, here and in what is started from here.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Where these tests run in the background of a script Ctrl-C is ignored, by all that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
