@@ -40,6 +40,9 @@ hypothesis.settings.load_profile("cllm")
 # llama.cpp is loaded, here and in what is started from here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Seconds after which what a test waits for will not come. Not a measure of speed: on a busy machine all takes long.
+PATIENCE = 600.0
+
 # Where these tests run in the background of a script Ctrl-C is ignored, by all that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-PATIENCE = 60.0  # seconds
+from conftest import PATIENCE
 
 COMMAND = [sys.executable, "-c", "from cllm.cli.main import main; main()"]
 

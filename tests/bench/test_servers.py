@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.bench.servers import memory_mb, running
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import cpu_seconds
-
-PATIENCE = 20.0  # seconds
 
 # A server whose child does not end by itself.
 SERVER = (

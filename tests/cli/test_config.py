@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.cli import main as command_line
 from cllm.cli.config import page
@@ -43,7 +44,7 @@ def test_show_as_a_process() -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert (process.returncode, process.stderr) == (0, "")
     lines = [line.split() for line in process.stdout.splitlines()]
@@ -60,7 +61,9 @@ def test_help_is_quick() -> None:
         "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config', 'rich.markdown'};"
         "print(sorted(slow & set(sys.modules)))"
     )
-    process = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert process.stdout.splitlines()[-1] == "[]"
     assert "Serve a model over HTTP." in process.stdout
 
@@ -168,7 +171,7 @@ def test_reader_that_goes_away() -> None:
         check=False,
         stdout=writing,
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=PATIENCE,
     )
     os.close(writing)
     assert (process.returncode, process.stderr) == (141, b"")

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.backends.fake import Costs, FakeBackend
 
@@ -18,7 +19,7 @@ GREEDY = ("--temperature", "0")
 def test_generate_as_a_process():
     """The text and nothing else."""
     command = [sys.executable, "-m", "cllm", "generate", "a", *FAKE, *GREEDY, "--max-tokens", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "bcd\n", "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import PATIENCE
 from fake_hub import LARGE, SMALL, TOKEN, FakeHub
 from huggingface_hub import constants
 
@@ -127,7 +128,7 @@ def test_environment_is_honoured(fake_hub: FakeHub, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HF_ENDPOINT": fake_hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
     assert path.is_relative_to(tmp_path / "home" / "hub")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
@@ -28,7 +29,7 @@ def run(test, **more):
         client = EngineClient(FAKE, **more)
         await client.start()
         try:
-            await asyncio.wait_for(test(client), 120)  # on a busy machine an engine takes long to start
+            await asyncio.wait_for(test(client), PATIENCE)
         finally:
             await client.close()
         assert client._process.ended.is_set()

@@ -15,10 +15,9 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from conftest import PATIENCE
 
 from cllm.observe.cpu_time import cpu_seconds
-
-START_TIMEOUT = 60
 
 # A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of minutes.
 NARROW = ["--backend.name", "fake", "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8", "--context", "32768"]
@@ -41,7 +40,7 @@ class Server:
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **own, **environment})
         try:
             self.url = self._wait_for_url()
-            self.client = httpx2.Client(base_url=self.url, timeout=60)
+            self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)
         except BaseException:
             self.stop(signal.SIGKILL)
             raise
@@ -51,7 +50,7 @@ class Server:
         return self._log.read_text()
 
     def _wait_for_url(self) -> str:
-        end = time.monotonic() + START_TIMEOUT
+        end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if match := re.search(r"^cLLM serves \S+ at (\S+):", self.log, re.MULTILINE):
                 return match[1]
@@ -87,7 +86,7 @@ class Server:
         """CPU time that the processes ``pids`` have used so far; by default the API process."""
         return sum(map(cpu_seconds, pids or [self.process.pid]))
 
-    def wait_until_idle(self, timeout: float = 60) -> dict[str, int]:
+    def wait_until_idle(self, timeout: float = PATIENCE) -> dict[str, int]:
         """The stats once nothing runs or waits."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -97,7 +96,7 @@ class Server:
             time.sleep(0.01)
         raise AssertionError(f"still busy after {timeout} s: {stats}")
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 60) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = PATIENCE) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
         with contextlib.suppress(AttributeError):

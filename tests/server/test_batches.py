@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pydantic
 import pytest
+from conftest import PATIENCE
 from openai.types import Batch, FileObject
 
 from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord
@@ -54,7 +55,7 @@ def begin(client, lines, endpoint=COMPLETIONS, **more):
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
 
 
-def wait(client, batch, statuses=("completed", "failed", "expired", "cancelled"), timeout=60):
+def wait(client, batch, statuses=("completed", "failed", "expired", "cancelled"), timeout=PATIENCE):
     end = time.monotonic() + timeout
     while (batch := client.batches.retrieve(batch.id)).status not in statuses:
         assert time.monotonic() < end, batch
@@ -273,7 +274,7 @@ def test_a_batch_outlives_its_server(start_server, tmp_path, how):
         batch = begin(client, lines)
     for part in (20, 60):
         with client_of(server) as client:
-            end = time.monotonic() + 60
+            end = time.monotonic() + PATIENCE
             while (counts := client.batches.retrieve(batch.id).request_counts).completed < part:
                 assert time.monotonic() < end, counts
                 time.sleep(0.01)
@@ -333,7 +334,7 @@ def state(folder, record, **contents):
 def ended(start_server, folder):
     """The batch, once a server has ended it."""
     server = start_server(*FAKE, CLLM_STORAGE_FOLDER=str(folder))
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while (batch := server.client.get("/v1/batches/batch_1").json())["status"] not in FINAL:
         assert time.monotonic() < end, batch
         time.sleep(0.02)
@@ -385,7 +386,7 @@ def test_a_full_disk_stops_a_batch_only_as_long_as_it_is_full(start_server):
             upload(client, lines)
         assert caught.value.status_code == 507
         batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while "waits for room" not in server.log:
             assert time.monotonic() < end
             time.sleep(0.05)

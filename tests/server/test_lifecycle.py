@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE
 
 FAKE = ("--backend.name", "fake", "--context", "32768")
 LONG = {"prompt": "a", "max_tokens": 32_000, "stream": True, "ignore_eos": True}  # minutes
@@ -20,7 +21,7 @@ LONG = {"prompt": "a", "max_tokens": 32_000, "stream": True, "ignore_eos": True}
 def serve(*arguments):
     """``cllm serve`` that is expected to end by itself."""
     command = [sys.executable, "-m", "cllm", "serve", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def one_line(result):
@@ -49,7 +50,7 @@ def events(server, body, into):
     return thread
 
 
-def wait_for(condition, timeout=60):
+def wait_for(condition, timeout=PATIENCE):
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "it did not come true"
@@ -80,7 +81,7 @@ def test_a_file_that_aborts_llama_cpp_is_one_line(builtin_path, tmp_path):
     line = one_line(serve(path))
     assert f"{path} is damaged, or llama.cpp does not support it: llama-vocab.cpp" in line
     command = [sys.executable, "-m", "cllm", "generate", "--model", str(path), "a"]
-    in_process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    in_process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert one_line(in_process) == f"cllm: {path} is damaged: its vocabulary has the token '6' twice"
 
 
@@ -185,7 +186,7 @@ def test_a_dead_engine_is_noticed_and_started_again(start_server):
         thread = events(server, LONG, lines)
         wait_for(lambda lines=lines: len(lines) > 5)
         os.kill(server.engine_pid(), how)
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         assert how.name in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
         assert lines[-2:] == ["data: [DONE]", "end"]
@@ -210,7 +211,7 @@ def test_requests_to_a_hung_engine_time_out_and_the_server_still_ends(start_serv
     os.kill(engine, signal.SIGSTOP)
     answer = server.client.post("/v1/completions", json={"prompt": "b"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
-    thread.join(60)
+    thread.join(PATIENCE)
     assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "request_timeout"
     assert server.stop() == 0
     wait_for(lambda: not alive(engine))

@@ -75,6 +75,15 @@ def test_infill_streams_what_it_answers_at_once(filling):
 
 
 @pytest.mark.llama
+def test_infill_is_bound_by_a_schema(filling):
+    """What of it cannot be enforced is said."""
+    body = {**VIM, "json_schema": {"type": "integer", "not": {"const": 4}}, "n_predict": 3}
+    answer = filling.client.post("/infill", json=body)
+    assert answer.json()["content"].strip().lstrip("-").isdigit()
+    assert answer.headers["x-cllm-unenforced-keywords"] == "not"
+
+
+@pytest.mark.llama
 def test_infill_gives_the_fields_that_are_asked_for(filling):
     fields = ["content", "timings/prompt_n", "timings/predicted_per_second", "truncated", "nothing", "content/a"]
     answer = filling.client.post("/infill", json={**VIM, "response_fields": fields}).json()

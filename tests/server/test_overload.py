@@ -11,6 +11,7 @@ import aiohttp
 import httpx2
 import openai
 import pytest
+from conftest import PATIENCE
 
 from cllm.answer import Generation, Terms
 from cllm.backends.fake import FakeVocabulary
@@ -60,7 +61,7 @@ def run(server, test):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
             with contextlib.closing(Asker(session)) as ask:
-                await asyncio.wait_for(test(ask), 300)
+                await asyncio.wait_for(test(ask), PATIENCE)
 
     asyncio.run(main())
     assert server.wait_until_idle()["num_seq_ids_in_use"] == 0
@@ -312,7 +313,7 @@ def with_service(test, clock=time.monotonic, **limits):
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
             await engine.start()
             try:
-                await asyncio.wait_for(test(service, client), 20)
+                await asyncio.wait_for(test(service, client), PATIENCE)
             finally:
                 await engine.close()
 

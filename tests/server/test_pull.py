@@ -4,6 +4,7 @@ import time
 
 import ollama
 import pytest
+from conftest import PATIENCE
 from fake_hub import LARGE, FakeHub
 
 FAKE = ("--backend.name", "fake", "--server.allow-pull")
@@ -74,7 +75,7 @@ def test_one_at_a_time_and_who_goes_away_makes_room(client, hub):
     assert raised.value.status_code == 409
     lines.close()
     hub.pause = 0
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while True:
         try:
             assert client.pull("hf.co/o/models").status == "success"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.core.request import Priority
 from cllm.observe.trace_file import read_trace
@@ -52,6 +53,6 @@ def test_a_server_records_what_it_is_asked_and_a_simulation_replays_it(start_ser
     ]
     assert {(entry.input_length, entry.output_length) for entry in entries} == {(65, 5)}
     command = [sys.executable, "-m", "cllm", "simulate", str(file), "--json", "--costs", "0.01,0.001,0.001"]
-    report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE).stdout)
     assert (report["num_succeeded"], report["prompt_tokens"]) == (4, 260)
     assert report["cached_tokens"] == 3 * 64

@@ -125,7 +125,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(create):
     """Under its name here."""
     schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}}
     with pytest.raises(openai.BadRequestError) as refused:
-        create(SUM, text={"format": {"type": "json_schema", "name": "a", "schema": schema}})
+        create(SUM, text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}})
     assert refused.value.param.startswith("text.format")
     with pytest.raises(openai.BadRequestError) as refused:
         create(ASK, tools=DECLARED, tool_choice={"type": "function", "name": "nobody"})

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar_process, workers
@@ -165,7 +166,7 @@ def test_a_process_that_does_not_start(monkeypatch):
 def test_what_a_process_imports():
     """Little but llguidance, for whose sake it is there."""
     code = "import sys, cllm.text.worker, cllm.text.grammar; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     roots = {name.split(".")[0] for name in done.stdout.split()}
     assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "jinja2", "logging"}
 

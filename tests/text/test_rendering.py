@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from conftest import PATIENCE
 
 from cllm.backends.fake import FakeVocabulary
 from cllm.errors import BadRequest, EngineError
@@ -187,7 +188,7 @@ def test_one_who_does_not_wait_leaves_nothing_behind():
 def test_what_a_process_imports():
     """Nothing large: there is one of them in every server."""
     code = "import sys, cllm.text.worker, cllm.text.chat_template; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     roots = {name.split(".")[0] for name in done.stdout.split()}
     assert roots & {"jinja2"}
     assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "logging"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import worker_tasks
+from conftest import PATIENCE
 
 from cllm.environment import child_environment
 from cllm.errors import BadRequest, EngineError
@@ -80,7 +81,7 @@ async def pid_of(made: Workers) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110  # nobody would set an event
             await asyncio.sleep(0.01)
 
@@ -294,7 +295,7 @@ def test_closed_while_it_is_busy(run, seconds):
             await made.start()
         asked = [asyncio.create_task(ask(made, "sleep", 600)) for _ in range(5)]
         await asyncio.sleep(seconds or 0.0)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE):
             await made.close()
             await made.start()
             answers = await asyncio.gather(*asked, ask(made, "echo", "later"), return_exceptions=True)
@@ -331,7 +332,7 @@ def test_a_process_ends_with_its_parent():
     """When there is nobody left who could ask."""
     command = [sys.executable, "-P", "-m", "cllm.text.worker", "cllm.text.chat_template", "prepare", "1"]
     begin = frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
-    done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == (frame(READY), b"")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import queue
 import sys
@@ -41,8 +42,10 @@ class PipeInbox:
         try:
             while (body := read_frame(self._stdin)) is not None:
                 self._queue.put(self._decoder.decode(body))
-        finally:  # the parent is gone, or says what nobody understands
-            os._exit(0)
+        except msgspec.DecodeError:
+            logging.getLogger("cllm.engine").exception("the parent says what nobody understands")
+            os._exit(1)
+        os._exit(0)  # the parent is gone
 
     def drain(self, block: bool) -> list[Command]:
         if block and self._queue.empty():

@@ -6,7 +6,6 @@ import secrets
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
@@ -78,13 +77,13 @@ async def infill(request: Request) -> Response:
     body = await read_body(request, InfillBody)
     check_model(body.model, service)
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
-    if grammar := await body.grammar(service):
-        params = msgspec.structs.replace(params, grammar=grammar)
+    bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
     prompt, is_short = await build_infill_prompt(service, before, body.input_suffix, snippets, params.max_tokens)
     terms = body.terms(request)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix")
+    generation.bind(bound)
     answer = service.submit(generation)
     events = InfillEvents(service, generation, body, is_short)
     if body.stream:
