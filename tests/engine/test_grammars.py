@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 
-from cllm.backends.fake import FakeBackend, Faults
+from cllm.backends.fake import END, FakeBackend, Faults
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
@@ -96,6 +96,29 @@ def test_a_grammar_that_cannot_be_followed_ends_its_sequences_alone(grammar):
     answers.ask("B", max_tokens=3)
     answers.run()
     assert answers.ends == {("A", 0): "grammar", ("A", 1): "grammar", ("B", 0): "length"}
+
+
+EXCLAIMS = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'  # every x is followed by !
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_loose_grammar_changes_only_what_it_refuses(temperature):
+    params = {"max_tokens": 600, "min_tokens": 600, "temperature": temperature, "seed": 5, "logit_bias": {END: -100}}
+    texts = []
+    for grammar in ("", EXCLAIMS):
+        answers = Answers(length=10_000, context_length=1000)
+        answers.ask("A", grammar=grammar, grammar_is_loose=True, **params)
+        answers.run()
+        texts.append(answers.texts["A", 0])
+    free, text = texts
+    assert len(text) == 600
+    assert text.count(b"x") == text.count(b"x!") > 2
+    assert text.startswith(free[: free.index(b"x") + 1])
+
+
+def test_a_loose_grammar_that_cannot_be_compiled_binds_nothing():
+    free, bound = answer("", max_tokens=9), answer("start: b", grammar_is_loose=True, max_tokens=9)
+    assert bound == free
 
 
 class Gate:

@@ -83,6 +83,24 @@ def test_the_text_is_the_same(fake_engine, params, prompts):
         assert on.tokens(str(i)) == off.tokens(str(i))
 
 
+@pytest.mark.parametrize("params", [{"temperature": 1.0, "seed": 5}, {}])
+def test_guesses_change_no_text_of_a_loose_grammar(fake_engine, params):
+    """A guess that the grammar refuses is wrong; and what is guessed behind it does not move the grammar."""
+    grammar = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'  # every x is followed by !
+    engines = []
+    for how in ("off", "prompt_lookup"):
+        engine = fake_engine(costs=CHEAP_ROWS, length=400, engine_speculation=how, engine_max_draft_tokens=6)
+        prompt = [*range(0x20, 0x82), *range(0x20, 0x24)]
+        engine.add("A", prompt, grammar=grammar, grammar_is_loose=True, max_tokens=300, **params)
+        while engine.engine.has_work():
+            engine.step()
+        engines.append(engine)
+    off, on = engines
+    assert on.tokens("A") == off.tokens("A")
+    assert bytes(on.tokens("A")).count(b"x!") > 2
+    assert 10 < on.scheduler.num_accepted < on.scheduler.num_guesses
+
+
 def test_an_end_among_the_guesses(fake_engine):
     """A stop token, the end of the model or max_tokens in the middle of right guesses ends the text there."""
     for params in ({"stop_token_ids": (20,)}, {"max_tokens": 7}, {"max_tokens": 1}):

@@ -42,8 +42,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     count the output alone. seed: the same seed gives the same text, whatever else is being computed.
     stop: a string, or several, before which the text ends. max_tokens: None means up to the end of the context; 0
     computes the prompt alone. min_tokens: before them come neither end tokens nor stop_token_ids, and stop strings end
-    nothing. grammar: what the text must follow, in llguidance's Lark; "" is anything. thinking: a limit of reasoning,
-    or None.
+    nothing. grammar: what the text must follow, in llguidance's Lark; "" is anything. grammar_is_loose: it allows any
+    text and constrains only parts of it, such as calls of tools. A token is chosen as if there were no grammar, and is
+    chosen again only if the grammar refuses it. A loose grammar that fails constrains nothing. thinking: a limit of
+    reasoning, or None.
 
     logprobs: how many of the most probable tokens are told beside each sampled one, with natural logarithms of their
     probabilities before all of these steps, temperature included; None tells nothing. prompt_logprobs: the same for
@@ -70,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
+    grammar_is_loose: bool = False
     thinking: ThinkingBudget | None = None
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
@@ -153,6 +156,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def looks_back(self) -> bool:
         """True if the choice of a token depends on which tokens came before it, beside by what the model computes."""
         return self.penalized or self.uses_dry
+
+    @property
+    def is_bound(self) -> bool:
+        """True if a grammar says before each token which ones may come."""
+        return bool(self.grammar) and not self.grammar_is_loose
 
     @property
     def edits_logits(self) -> bool:

@@ -34,6 +34,14 @@ class Matcher(Protocol):
         """``token`` is the next one of the sequence."""
         ...
 
+    def take_back(self, count: int) -> None:
+        """The last ``count`` tokens are not tokens of the sequence."""
+        ...
+
+    def accepts(self, token: int) -> bool:
+        """Whether ``token`` may be the next one; this is a matter of microseconds."""
+        ...
+
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         """One bit a token, the lowest of a byte first; end tokens where the text may end. None: there is no way on."""
         ...

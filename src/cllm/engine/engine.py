@@ -170,10 +170,10 @@ class Engine:
 
     def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
         """Let the scheduler have a sequence that came at ``since``; or its end, if that is refused."""
-        if grammar is not None and grammar.error:
+        if grammar is not None and grammar.error and seq.request.params.is_bound:
             return [seq.end_output(FinishReason.GRAMMAR)]
         try:
-            seq.matcher = grammar.matcher() if grammar is not None else None
+            seq.matcher = grammar.matcher() if grammar is not None and not grammar.error else None
             self.scheduler.add(seq, since)
         except Exception as error:
             log.exception("a request was refused")  # whoever sent it should have checked

@@ -59,6 +59,14 @@ class Matcher:
     def stopped(self) -> bool:
         return self._own is not None and self._own.is_stopped() and not self._own.is_error()
 
+    def take_back(self, count: int) -> None:
+        if count:
+            self._at().rollback(count)
+
+    def accepts(self, token: int) -> bool:
+        matcher = self._at()
+        return bool(matcher.is_error() or matcher.validate_tokens([token]))  # one that has failed binds nothing
+
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         begun = time.perf_counter()
         matcher = self._at()

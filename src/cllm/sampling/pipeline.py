@@ -19,19 +19,20 @@ from cllm.core.batch import Batch
 from cllm.core.batch import Row as BatchRow
 from cllm.core.output import NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import Matcher, Sequence
 from cllm.errors import EngineError
 from cllm.sampling.dry import Past, add_dry
 from cllm.sampling.extensions import Mirostat, draw_extended
 from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
-from cllm.sampling.random import uniform
+from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.thinking import forced_token
 from cllm.sampling.top_k import Ids, Row, top_k
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
 FIRST_TRY = 256
+AGAIN_STREAM = 0x416761  # index of the uniform numbers for tokens that are chosen again
 
 
 class Sampler:
@@ -59,6 +60,9 @@ class Sampler:
             seq, position = row.seq, row.seq.num_tokens
             if row.num_scores:
                 tokens += self._score(row, logits, len(tokens))
+            if row.draft and seq.matcher is not None:
+                tokens += self._follow(row, seq.matcher, logits, len(tokens))
+                continue
             for _ in range(row.num_samples - row.num_scores):
                 at = len(tokens)
                 if seq.is_plain and seq.matcher is None:
@@ -67,6 +71,18 @@ class Sampler:
                     tokens.append(self._choose(logits[at], seq, position, at, row.draft))
                 position += 1
         return tokens
+
+    def _follow(self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int) -> list[int]:
+        """The tokens of a sequence with a grammar: its own next one, and then one behind each guess that is right."""
+        tokens: list[int] = []
+        for position, guess in enumerate([*row.draft, NO_TOKEN], row.seq.num_tokens):
+            here = at + len(tokens)
+            tokens.append(self._choose(logits[here], row.seq, position, here, row.draft))
+            if tokens[-1] != guess:
+                break
+            matcher.consume(guess)
+        matcher.take_back(len(tokens) - 1)
+        return tokens + [NO_TOKEN] * (len(row.draft) + 1 - len(tokens))
 
     def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
         """The next tokens of the prompt, whose logprobs are kept."""
@@ -101,29 +117,40 @@ class Sampler:
             add_dry(row, seq, self._pasts[seq])
         if params.logit_bias:
             add_bias(row, params.logit_bias)
-        if seq.matcher is None:
-            if position - seq.num_prompt_tokens < params.min_tokens:
-                row[[*self._end_tokens, *params.stop_token_ids]] = -np.inf
-            return self._select(row, seq, position)
-        mask = seq.matcher.allowed()
+        if params.is_bound and seq.matcher is not None:
+            return self._select_allowed(row, seq, seq.matcher, position, seq.seed)
+        if position - seq.num_prompt_tokens < params.min_tokens:
+            row[[*self._end_tokens, *params.stop_token_ids]] = -np.inf
+        token = self._select(row, seq, position, seq.seed)
+        if seq.matcher is None or seq.matcher.accepts(token):
+            return token
+        # with another random number: this one lies where tokens are that the grammar refuses
+        again = self._select_allowed(row, seq, seq.matcher, position, derive_seed(seq.seed, AGAIN_STREAM))
+        return token if again == NO_TOKEN else again
+
+    def _select_allowed(self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int) -> int:
+        """A token that the grammar allows; NO_TOKEN if it allows none."""
+        mask = matcher.allowed()
         if mask is None:
             return NO_TOKEN
         ids = allowed_ids(mask)
         if ids is None:
             forbid(row, mask)
-            return self._select(row, seq, position)
-        return int(ids[self._select(row[ids], seq, position)]) if ids.shape[0] > 1 else int(ids[0])
+            return self._select(row, seq, position, seed)
+        return int(ids[self._select(row[ids], seq, position, seed)]) if ids.shape[0] > 1 else int(ids[0])
 
-    def _select(self, row: Row, seq: Sequence, position: int) -> int:
+    def _select(self, row: Row, seq: Sequence, position: int, seed: int) -> int:
         """The place in ``row`` of the token of ``seq`` at ``position``."""
         params = seq.request.params
-        if params.greedy or not params.extended:
-            return choose(row, seq, position)
+        if params.greedy:
+            return int(row.argmax())
+        if not params.extended:
+            return draw(row, params, uniform(seed, position))
         if not params.mirostat:
-            return draw_extended(row, params, seq.seed, position)
+            return draw_extended(row, params, seed, position)
         if seq not in self._mirostats:
             self._mirostats[seq] = Mirostat(params, position)
-        return self._mirostats[seq].draw(row, params.temperature, uniform(seq.seed, position), position, seq.num_tokens)
+        return self._mirostats[seq].draw(row, params.temperature, uniform(seed, position), position, seq.num_tokens)
 
 
 def choose(row: Row, seq: Sequence, position: int) -> int:

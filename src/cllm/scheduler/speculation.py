@@ -86,8 +86,8 @@ class Speculation:
             trust = self._trust.get(seq, START)
             self._trust[seq] = trust + RECOVERY * (START - trust)
             most = min(self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1)
-            looks_back = seq.request.params.looks_back or seq.matcher is not None
-            if not looks_back and (count := self._best_count(len(seqs), trust, cost, most)):
+            params = seq.request.params
+            if not (params.looks_back or params.is_bound) and (count := self._best_count(len(seqs), trust, cost, most)):
                 wanted[seq] = count
         if not wanted or self._failed:
             return {}
