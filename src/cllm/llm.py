@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, Self, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from cllm.backends.base import Vectors
@@ -29,6 +31,9 @@ from cllm.engine.settings import engine_params
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
+from cllm.text.call_grammar import message_grammar
+from cllm.text.chat import Chat
+from cllm.text.chat_form import ChatForm
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.choice import Choice
 
@@ -150,8 +155,16 @@ class LLM:
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
     ) -> Completion:
-        """The next assistant message of a conversation."""
-        return self._collect([self.encode_chat(messages, tools, **variables)], params)[0]
+        """The next assistant message of a conversation, as the model writes it.
+
+        A call in it names one of ``tools``, and its arguments follow the schema where that can be enforced; a
+        ``grammar`` of the params constrains the whole text instead. Raises BadRequest for a tool with ``strict`` whose
+        schema cannot be enforced.
+        """
+        prompt, params = self.encode_chat(messages, tools, **variables), params or self._default
+        if tools and not params.grammar and all("function" in tool for tool in tools):
+            params = self._with_calls(prompt, tools, params)
+        return self._collect([prompt], params)[0]
 
     def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
         """The pieces of all completions as they come; leaving the loop early aborts the rest.
@@ -186,6 +199,19 @@ class LLM:
         finally:
             self._shared.drop(inbox)
         return np.frombuffer(b"".join(vectors), "<f4").reshape(len(encoded), self.info.embedding_size)
+
+    def _with_calls(self, prompt: list[int], tools: Messages, params: SamplingParams) -> SamplingParams:
+        """``params`` with a grammar for calls of ``tools``, if the model's way to write them is known."""
+        with self._shared.in_use():
+            _, _, bound = self._chat_form.read(prompt, Chat([], tools), params)
+            special = self._backend.vocabulary.special_tokens
+        if bound is None:
+            return params
+        return msgspec.structs.replace(params, grammar=message_grammar(bound, special), grammar_is_loose=True)
+
+    @cached_property
+    def _chat_form(self) -> ChatForm:
+        return ChatForm(self._backend.vocabulary)
 
     def _tokenize(self, text: str, param: str, *, parse_special: bool) -> list[int]:
         if not isinstance(text, str):

@@ -139,13 +139,12 @@ class Service:
         """
         params = msgspec.structs.replace(params, grammar=answer.grammar)
         prompt = await self.encode_chat(chat, terms, param)
-        if chat.tool_choice == "required" or params.grammar or chat.strict_tools:
-            reading, bound = await asyncio.to_thread(self._chat_form.read, prompt, chat, params)
-            if bound.grammar != params.grammar:
-                await self.grammar(Constraint("lark", bound.grammar), "tools")
-            params = bound
-        else:
-            reading, params = self._chat_form.read(prompt, chat, params)
+        reading, params, bound = self._chat_form.read(prompt, chat, params)
+        if bound is not None:
+            checked = await self._grammars.bind(bound)
+            is_loose = bound.is_loose and bool(checked.grammar)
+            params = msgspec.structs.replace(params, grammar=checked.grammar, grammar_is_loose=is_loose)
+            answer = Checked("", (*answer.unenforced, *checked.unenforced))
         return Generation(request_id, [prompt], params, terms, param, reading, unenforced=answer.unenforced)
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:

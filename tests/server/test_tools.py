@@ -166,13 +166,19 @@ def test_refusals_name_the_field(options, param, create) -> None:
     assert param is None or caught.value.param.startswith(param)
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_for_a_forced_call_only(create) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_cannot_be_enforced_is_refused_for_a_strict_function_only(choice, create) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}, "required": ["city"]}
+    function = {"name": "get_weather", "parameters": schema}
+    (call,) = (
+        create(ASK, tools=[{"type": "function", "function": function}], tool_choice=choice)
+        .choices[0]
+        .message.tool_calls
+    )
+    assert json.loads(call.function.arguments).keys() == {"city"}
     with pytest.raises(openai.BadRequestError) as caught:
-        create(ASK, tools=tools, tool_choice="required")
+        create(ASK, tools=[{"type": "function", "function": {**function, "strict": True}}], tool_choice=choice)
     assert caught.value.param == "tools"
-    create(ASK, tools=tools, max_tokens=1)
 
 
 def test_reasoning_is_told_apart(create) -> None:

@@ -5,6 +5,7 @@ import pytest
 from cllm.backends.fake import FakeVocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
+from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat, Effort
 from cllm.text.chat_form import ChatForm
 
@@ -40,6 +41,11 @@ def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
     return ChatForm(vocabulary).read(tokens, chat, SamplingParams(**params))
 
 
+def grammar(*arguments, **options) -> str:
+    """That of the message."""
+    return message_grammar(read(*arguments, **options)[2], SPECIAL)
+
+
 def test_plain_text_is_not_parsed() -> None:
     """No tools, and no reasoning or one that the prompt has closed."""
     assert read("{{ messages }}", "a", Chat([]))[0] is None
@@ -50,7 +56,7 @@ def test_plain_text_is_not_parsed() -> None:
 
 @pytest.mark.parametrize(("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)])
 def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
-    reading, _ = read(THINKING, prompt, Chat([]))
+    reading, _, _ = read(THINKING, prompt, Chat([]))
     assert reading.parser().channel == channel
     pieces = reading.pieces
     assert (pieces[THINK], pieces[END_THINK], pieces[65]) == (b"<think>", b"</think>", b"A")
@@ -70,7 +76,7 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> Non
     ],
 )
 def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
-    _, params = read(THINKING, "<think>\n" if inside else "a", chat)
+    _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
     budget = ThinkingBudget(num_tokens or 0, None if inside else THINK, END_THINK, (END_THINK,))
     assert params.thinking == (None if num_tokens is None else budget)
     if inside is False:
@@ -112,31 +118,35 @@ def test_forced_calls_need_tools_and_a_known_form() -> None:
         with pytest.raises(BadRequest) as caught:
             read(template, "a", chat)
         assert caught.value.param == "tool_choice"
-    assert read(THINKING, "a", Chat([], TOOLS, "required"))[1].grammar.startswith("start: ")
-    assert read(THINKING, "a", Chat([], TOOLS))[1].grammar == ""
+    assert grammar(THINKING, "a", Chat([], TOOLS, "required")).startswith("start: ")
+    assert not read(THINKING, "a", Chat([], TOOLS, "required"))[2].is_loose
 
 
-def test_strict_tools_bind_their_calls() -> None:
-    """With a choice, where calls are JSON; others may have any arguments."""
-    strict = [{"type": "function", "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}}}]
-    grammar = read(THINKING, "a", Chat([], [*TOOLS, *strict]))[1].grammar
-    assert r'"\"x\""' in grammar
-    assert read(THINKING, "a", Chat([], [*TOOLS, *strict], allowed_tools=("f",)))[1].grammar == ""
-    assert read(THINKING, "a", Chat([], strict, "none"))[1].grammar == ""
-    assert read(THINKING + "<arg_key>", "a", Chat([], strict))[1].grammar == ""
+def test_calls_are_constrained_wherever_there_may_be_some() -> None:
+    """In a text that is free otherwise. Where the end of a text is ignored, there is no end to constrain."""
+    strict = {"type": "function", "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}}}
+    bound = read(THINKING, "a", Chat([], [*TOOLS, strict]))[2]
+    assert bound.is_loose
+    assert {name: tool.strict for name, tool in bound.tools.items()} == {"f": False, "g": True}
+    assert r'"\"x\""' in grammar(THINKING, "a", Chat([], [*TOOLS, strict]))
+    assert [*read(THINKING, "a", Chat([], [*TOOLS, strict], allowed_tools=("f",)))[2].tools] == ["f"]
+    assert read(THINKING, "a", Chat([], TOOLS, "none"))[2] is None
+    assert read(THINKING, "a", Chat([]))[2] is None
+    assert read(THINKING, "a", Chat([], TOOLS), ignore_eos=True)[2] is None
 
 
 def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
-    assert read("{{ messages }}", "a", Chat([]), grammar='start: "a"')[1].grammar == 'start: "a"'
-    assert "@answer" in read(THINKING, "a", Chat([]), grammar='start: "a"')[1].grammar
-    assert "<[302]>" in read(THINKING, "<think></think>", Chat([], TOOLS), grammar='start: "a"')[1].grammar
+    _, params, bound = read("{{ messages }}", "a", Chat([]), grammar='start: "a"')
+    assert (params.grammar, bound) == ('start: "a"', None)
+    assert "@answer" in grammar(THINKING, "a", Chat([]), grammar='start: "a"')
+    assert "<[302]>" in grammar(THINKING, "<think></think>", Chat([], TOOLS), grammar='start: "a"')
 
 
 def test_a_mark_may_be_a_token_and_more() -> None:
     """Gemma 4 opens its reasoning with a special token and a word."""
     template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
-    reading, params = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
-    assert '<[300]> \\"thought\\"' in params.grammar
+    reading, params, bound = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
+    assert r"<[300]> \"thought\"" in message_grammar(bound)
     assert params.thinking == ThinkingBudget(3, 300, 301, (301,))
     assert reading.pieces[300] == b"<|channel>"
     assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING

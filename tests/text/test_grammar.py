@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
+from cllm.text.call_grammar import BoundMessage, Tool
+from cllm.text.form import forms
 from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
 
 BYTES = bytes_tokenizer({}, 257)
@@ -133,12 +136,14 @@ def test_nested_repetitions_are_refused_before_they_are_compiled():
     assert time.process_time() - begun < 0.1
 
 
-def test_special_tokens_are_ours():
-    """By name or by number, if they are in the vocabulary."""
-    assert lark("lark", 'start: <|im_start|> "a" </think> <[280]>')
-    for text in ("start: <|other|>", "start: <[300]>"):
-        with pytest.raises(BadRequest):
-            lark("lark", text)
+def test_messages_may_name_special_tokens_of_the_vocabulary():
+    def message(token: int) -> dict:
+        control = {"<tool_call>": token}
+        return msgspec.to_builtins(BoundMessage(forms()["hermes"], {"f": Tool({})}, control, calls=True))
+
+    assert "<[280]>" in lark("message", message(280))
+    with pytest.raises(BadRequest):
+        lark("message", message(300))
 
 
 def test_texts_of_regular_expressions_are_found_in_linear_time():

@@ -13,6 +13,8 @@ from conftest import PATIENCE
 
 from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar_process, workers
+from cllm.text.call_grammar import BoundMessage, Tool
+from cllm.text.form import forms
 from cllm.text.grammar import Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 
@@ -95,6 +97,38 @@ def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
         await asyncio.sleep(0)
         await process.check(Constraint("regex", "a+"), "other")
         assert len(await hostile) < 700
+
+    Checks().run(use)
+
+
+LARGE = {"enum": [f"{i:050}" for i in range(9000)]}
+CALLABLE = {
+    "enforced": ({"f": {"properties": {"x": {"type": "integer"}}}}, '"x', ()),
+    "without a keyword": ({"f": {"properties": {"x": {"uniqueItems": True}}}}, '"x', ("uniqueItems",)),
+    "without what cannot be compiled": ({"f": {"properties": {"x": {"pattern": "("}}}}, '"x', ("pattern",)),
+    "the others": ({"f": {"oneOf": []}, "g": {"required": ["x"]}}, '"x', ("parameters",)),
+    "names, as schemas are too large": ({"f": {"properties": {"x": LARGE}}, "g": {}}, '"f', ("parameters",)),
+    "nothing, as names are too large": ({f"{i:064}": {} for i in range(9000)}, "", ("tools",)),
+}
+
+
+@pytest.mark.parametrize("case", CALLABLE)
+def test_calls_that_may_be_made_are_constrained_as_far_as_possible(case):
+    """None of it is refused, unless a function is strict."""
+    schemas, sign, unenforced = CALLABLE[case]
+
+    def message(*, strict: bool) -> BoundMessage:
+        tools = {name: Tool(schema, strict) for name, schema in schemas.items()}
+        return BoundMessage(forms()["hermes"], tools, calls=True, is_loose=True)
+
+    async def use(process):
+        bound = await process.bind(message(strict=False))
+        assert sign in bound.grammar
+        assert bound.unenforced == unenforced
+        if unenforced:
+            with pytest.raises(BadRequest) as caught:
+                await process.bind(message(strict=True))
+            assert caught.value.param == "tools"
 
     Checks().run(use)
 

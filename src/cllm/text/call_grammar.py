@@ -5,224 +5,266 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cllm.errors import BadRequest
-from cllm.text.arguments import types_of
-from cllm.text.form import Form, any_of
-from cllm.text.lark import Rules, text_term
-from cllm.text.schema_rules import json_rule
+from cllm.text.call_arguments import SPACE, CallArguments, Terms, loose_regex
+from cllm.text.form import Calls, Form, Header
+from cllm.text.lark import Rules
 
-Schemas = Mapping[str, dict[str, Any]]
+PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
+TEXT = "/(?s:.*)/"
+FUNCTION = r"(?s:.*)to=functions\."  # in a header
+NO_NAME = r"/[^\w.-](?s:.*)/"
 
-MAX_DEPTH = 16  # of a schema that is spelled out here
-PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs|key|value)")
-KNOWN_KEYWORDS = {"type", "properties", "required", "items", "enum", "description", "title", "default", "examples"} | {
-    "additionalProperties",
-    "$schema",
-}
+
+class Tool(NamedTuple):
+    """A function that may be called. strict: its schema is enforced as a whole, or refused."""
+
+    schema: dict[str, Any]
+    strict: bool = False
+
+
+class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What constrains a chat's next message.
+
+    tools: what may be called, by name. control: the ids of the control tokens that stand in the form's marks. answer:
+    the grammar of the message's text, "" if there must be none. calls: it may be calls in place of its text. is_loose:
+    its text is free, and only the calls in it are constrained. parallel: there may be several calls. thinks, inside: it
+    may begin with reasoning, or begins in the middle of it; begun: it begins in the middle of its text. names_only:
+    arguments of functions that are not strict are any JSON object.
+    """
+
+    form: Form
+    tools: dict[str, Tool]
+    control: dict[str, int] = {}
+    answer: str = ""
+    calls: bool = False
+    is_loose: bool = False
+    parallel: bool = True
+    thinks: bool = False
+    inside: bool = False
+    begun: bool = False
+    names_only: bool = False
+
+
+def message_grammar(
+    message: BoundMessage, special: Collection[int] = (), unenforced: set[str] | None = None, *, careful: bool = False
+) -> str:
+    """The grammar of a message, not compiled yet. ``special``: the ids of all special tokens.
+
+    Keywords of tools that are not strict and that cannot be enforced are added to ``unenforced``. Raises BadRequest
+    (tools) for other schemas that cannot be enforced.
+    """
+    writer = LooseGrammar if message.is_loose else CallGrammar
+    return writer(message, special, set() if unenforced is None else unenforced, Rules(careful=careful)).write()
 
 
 class CallGrammar:
-    """Writes grammars for one form over one vocabulary."""
+    """Writes the grammar of a message that is constrained as a whole."""
 
-    def __init__(self, form: Form, control_tokens: Mapping[str, int]) -> None:
-        """``control_tokens``: the ids of those that the form's marks may be."""
-        self._form = form
-        self._control = control_tokens
-        self._marks = re.compile(f"({any_of(set(control_tokens))})")
-        self._rules = Rules()
+    def __init__(self, message: BoundMessage, special: Collection[int], unenforced: set[str], rules: Rules) -> None:
+        self._message = message
+        self._special = frozenset(special)
+        self._unenforced = unenforced
+        self._rules = rules
+        self._terms = Terms(rules, message.control)
+        self._arguments: dict[tuple[str, str], str | None] = {}
 
-    def write(
-        self,
-        tools: Mapping[str, dict[str, Any]],
-        answer: str,
-        *,
-        calls: bool,
-        free: bool = False,
-        parallel: bool,
-        thinks: bool,
-        inside: bool,
-        begun: bool = False,
-    ) -> str:
-        """The grammar of a message.
-
-        answer: the grammar of its text, "" if there must be none. calls: whether it may be calls of ``tools`` instead.
-        free: it is any text, but the calls in it are bound; this is for those whose arguments are JSON.
-        thinks, inside: it may begin with reasoning, or begins in the middle of it; begun: in the middle of its text.
-        It is not compiled yet. Raises BadRequest (tools) for a schema that cannot be enforced.
-        """
-        self._rules = Rules()
-        header = self._form.header
+    def write(self) -> str:
+        message, header = self._message, self._message.form.header
         options = []
-        if answer:
-            options.append((self._text(header.final) + " " if header else "") + "@answer")
-        if free:
-            options.append(self._text_with_calls(tools, parallel=parallel, begun=begun))
-        elif calls:
-            options.append(self._calls(tools, parallel=parallel))
-        thoughts = self._thoughts(inside=inside) + " " if thinks or inside else ""
+        if message.answer:
+            options.append((self._terms.text(header.final) + " " if header else "") + "@answer")
+        if message.calls:
+            options.append(self._calls())
+        thoughts = self._thoughts() + " " if message.thinks or message.inside else ""
         lark = f"start: {thoughts}({' | '.join(options)})\n{self._rules}"
+        answer = message.answer
         if not answer:
             return lark
         parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
         return json.dumps({"grammars": [{"lark_grammar": lark}, parts[0] | {"name": "answer"}, *parts[1:]]})
 
-    def _json(self, schema: Any) -> str:
-        return json_rule(schema, self._rules, "tools")
-
-    def _text(self, text: str) -> str:
-        """Terms for a text, in which there may be control tokens."""
-        parts = [part for part in self._marks.split(text) if part] if self._control else [text]
-        return " ".join(
-            f"<[{self._control[part]}]>" if part in self._control else text_term(part) for part in parts if part
-        )
-
-    def _until(self, mark: str) -> str:
-        """Any text and then, for the first time, ``mark``."""
-        if mark in self._control:
-            return self._rules.rule("/(?s:.*)/") + " " + self._text(mark)
-        return self._rules.rule("/(?s:.*)/", f"[suffix={text_term(mark)}]")
-
-    def _thoughts(self, *, inside: bool) -> str:
-        form = self._form
+    def _thoughts(self) -> str:
+        form, terms = self._message.form, self._terms
         if form.header:
-            begin = f'{self._text("<|channel|>")} "analysis" {self._text(form.header.close)}'
-            return f'({begin} {self._until(form.header.end[0])} {self._text(form.header.open[0])} "assistant")?'
+            begin = f'{terms.text("<|channel|>")} "analysis" {terms.text(form.header.close)}'
+            return f'({begin} {terms.until(form.header.end[0])} {terms.text(form.header.open[0])} "assistant")?'
         assert form.reasoning
         space = self._rules.rule(r"/[ \n]{1,4}/")
-        if inside:
-            return f"{self._until(form.reasoning.close)} {space}?"
-        return f"({self._text(form.reasoning.open)} {self._until(form.reasoning.close)} {space}?)?"
+        if self._message.inside:
+            return f"{terms.until(form.reasoning.close)} {space}?"
+        return f"({terms.text(form.reasoning.open)} {terms.until(form.reasoning.close)} {space}?)?"
 
-    def _text_with_calls(self, tools: Schemas, *, parallel: bool, begun: bool) -> str:
-        calls, header, anything = self._form.calls, self._form.header, self._rules.rule("/(?s:.*)/")
-        assert calls
-        if header:
-            begin, close = self._text("<|channel|>"), self._text(header.close)
-            said = f'{begin} ("final" | "commentary") {close} {anything}'
-            call, then = self._calls(tools, parallel=False), self._text(header.end[0] + header.open[0] + "assistant")
-            return f"{anything} ({then} {call})?" if begun else f"{call} | {said} ({then} {call})?"
-        if calls.bare:  # what begins like an object or a list is a call
-            said = self._rules.rule(r"/(?s:[ \n]*[^ \n{\[].*)?/")
-            return f"{self._calls(tools, parallel=parallel)} | {said}"
-        opening = calls.begin or calls.write
-        mark = next(mark for mark in (*calls.open, *calls.skip) if opening.startswith(mark))
-        rest = {"begin" if calls.begin else "write": opening.removeprefix(mark)}
-        self._form = msgspec.structs.replace(self._form, calls=msgspec.structs.replace(calls, **rest))
-        call = f"{self._until(mark)} {self._calls(tools, parallel=parallel and bool(calls.begin))}"
-        return f"({call})* {anything}" if parallel else f"{call} | {anything}"
+    def _calls(self) -> str:
+        """Calls and nothing else, exactly as the form writes them."""
+        calls, text = self._form_calls, self._terms.text
+        call = self._options(calls.write)
+        parallel = self._message.parallel and not self._message.form.header
+        further = f" ({text(calls.between)} {call})*" if parallel else ""
+        return f"{text(calls.begin)} {call}{further} {text(calls.end)}"
 
-    def _calls(self, tools: Schemas, *, parallel: bool) -> str:
-        calls = self._form.calls
-        assert calls
-        options = [self._rules.rule(self._call(name, schema)) for name, schema in tools.items()]
-        call = self._rules.rule(" | ".join(options))
-        further = f" ({self._text(calls.between)} {call})*" if parallel and not self._form.header else ""
-        return f"{self._text(calls.begin)} {call}{further} {self._text(calls.end)}"
+    @property
+    def _form_calls(self) -> Calls:
+        assert self._message.form.calls
+        return self._message.form.calls
 
-    def _call(self, name: str, schema: dict[str, Any]) -> str:
-        assert self._form.calls
-        terms = []
-        for i, part in enumerate(PLACES.split(self._form.calls.write)):
-            match part if i % 2 else "":
+    def _options(self, write: str) -> str:
+        """A rule for a call of any of the tools, written as ``write`` says."""
+        return self._rules.rule(" | ".join(self._rules.rule(self._call(name, write)) for name in self._message.tools))
+
+    def _call(self, name: str, write: str) -> str:
+        terms: list[str] = []
+        pieces = PLACES.split(write)  # every second one is a variable
+        for i, piece in enumerate(pieces):
+            match piece if i % 2 else "":
                 case "name":
-                    terms.append(self._text(json.dumps(name)))
+                    terms.append(self._terms.text(json.dumps(name)))
                 case "word":
-                    terms.append(self._text(name))
+                    terms.append(self._terms.text(name))
                 case "ordinal":
-                    terms.append("/[0-9]/")
-                case "arguments":
-                    terms.append(self._bare(schema) if self._form.calls.quote else self._json(schema))
-                case "keywords":
-                    terms.append(self._members(schema, "=", ", ", self._json))
-                case "pairs":
-                    terms += self._pairs(schema)
-                case _:
-                    terms.append(self._text(part))
+                    terms.append("/[0-9]{1,4}/")
+                case "":
+                    terms.append(self._marks(piece))
+                case place:
+                    term, pieces[i + 1] = self._arguments_of(name, place, pieces[i + 1])
+                    terms.append(term)
         return " ".join(filter(None, terms))
 
-    def _pairs(self, schema: dict[str, Any]) -> list[str]:
-        assert self._form.calls
-        tags = self._form.calls.tags
-        assert tags
-        before, _, after = self._form.calls.pair.partition("$value")
-        end = "\n" * tags.trim + tags.value_close
-        rest = after.removeprefix(end)
-        terms = []
-        for key, inner, is_required in properties_of(schema):
-            types = types_of(inner)
-            if types == {"string"} and "enum" not in inner:
-                check_keywords(inner)
-                value = self._until(end)
-            elif "enum" in inner and types == {"string"}:
-                value = f"({' | '.join(self._text(option) for option in inner['enum'])}) {self._text(end)}"
-            else:
-                if "string" in types or not types:
-                    raise not_enforceable(f"the type of '{key}' must be one, and stated")
-                value = f"{self._json(inner)} {self._text(end)}"
-            is_string = "true" if types == {"string"} else "false"
-            opening = before.replace("$key", key).replace("$string", is_string)
-            pair = f"{self._text(opening)} {value} {self._text(rest)}"
-            terms.append(pair if is_required else f"({pair})?")
-        return terms
+    def _marks(self, text: str) -> str:
+        """A term for what the form writes around names and arguments."""
+        return self._terms.text(text)
 
-    def _bare(self, schema: dict[str, Any], depth: int = 0) -> str:
-        """A value with bare keys, and strings in marks of their own."""
-        assert self._form.calls
-        quote = self._form.calls.quote
-        types = types_of(schema)
-        if depth > MAX_DEPTH or len(types) != 1:
-            raise not_enforceable("every value must have one type")
-        match types.pop():
-            case "string" if "enum" in schema:
-                options = " | ".join(self._text(option) for option in schema["enum"])
-                return f"{self._text(quote)} ({options}) {self._text(quote)}"
-            case "string":
-                check_keywords(schema)
-                return f"{self._text(quote)} {self._until(quote)}"
-            case "array":
-                check_keywords(schema)
-                item = self._rules.rule(self._bare(schema.get("items", {}), depth + 1))
-                return f'"[" ({item} ("," {item})*)? "]"'
-            case "object":
-                members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
-                return f'"{{" {members} "}}"'
-        return self._json(schema)
+    def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
+        """A term for the arguments, and what it leaves of the ``tail`` behind them."""
+        if (name, place) not in self._arguments:
+            self._arguments[name, place] = self._write_arguments(self._message.tools[name], place)
+        term = self._arguments[name, place]
+        if term is not None:
+            return term, tail
+        end, rest = self._terms.first_part(tail)
+        return self._terms.until(end), rest
 
-    def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[dict[str, Any]], str]) -> str:
-        """The properties of an object, the required ones first, and of the others any in their order."""
-        required: list[str] = []
-        optional: list[str] = []
-        for key, inner, is_required in properties_of(schema):
-            member = f"{self._text(key + equals)} {value(inner)}"
-            (required if is_required else optional).append(self._rules.rule(member))
-        between = f" {text_term(comma)} "
-        # from the last to the first: what may follow a property, and what may stand where none has been
-        follow, begin = '""', '""'
-        for member in reversed(optional):
-            begin = self._rules.rule(f"{member} {follow} | {begin}")
-            follow = self._rules.rule(f"{between}{member} {follow} | {follow}")
-        return f"{between.join(required)} {follow}" if required else begin
+    def _write_arguments(self, tool: Tool, place: str) -> str | None:
+        """A rule for the arguments of a function; None if they end with what follows them."""
+        message, calls = self._message, self._form_calls
+        try:
+            if tool.strict or not message.names_only:
+                unenforced = None if tool.strict else self._unenforced
+                return self._rules.rule(CallArguments(calls, self._terms, tool.schema, unenforced).term(place))
+        except BadRequest:
+            if tool.strict or not message.is_loose:
+                raise
+        self._unenforced.add("parameters")
+        if not calls.writes_json:
+            return None
+        return self._rules.rule(CallArguments(calls, self._terms, {"type": "object"}, None).term(place))
 
 
-def properties_of(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """Name, schema and whether it is required. Raises BadRequest for objects that are more than their properties."""
-    check_keywords(schema)
-    required = schema.get("required", [])
-    return [(key, inner, key in required) for key, inner in schema.get("properties", {}).items()]
+class LooseGrammar(CallGrammar):
+    """Writes the grammar of a free text in which only calls are constrained.
+
+    A call begins with its head: what the form writes before the first variable, such as ``<tool_call>`` and
+    ``{"name":``. White space in it may differ. Text without a head stays as it is, so it may mention marks. Where calls
+    have no mark, the head includes the name of a declared function. Lazy terminals find heads: as soon as they match,
+    they win over the text that might go on.
+    """
+
+    def write(self) -> str:
+        message, form = self._message, self._message.form
+        self._text = self._rules.rule(TEXT)
+        self._body = self._rules.reserve()
+        if form.header:
+            header = self._with_headers(form.header)
+            start = self._body if message.begun or message.inside else header
+        else:
+            thoughts = self._thoughts() if form.reasoning else ""
+            self._rules.define(self._body, self._text_with_calls(thoughts))
+            start = thoughts if message.inside else self._body
+        return f"start: {start}\n{self._rules}"
+
+    def _marks(self, text: str) -> str:
+        return self._terms.loose(text)
+
+    def _lazy(self, regex: str) -> str:
+        return self._rules.rule(f"/{regex}/", "[lazy]")
+
+    def _up_to(self, mark: str) -> str:
+        """A term for text up to the end of ``mark``."""
+        control, rest = self._terms.behind_control(mark)
+        if control is None:
+            return self._lazy(f"(?s:.*){loose_regex(mark)}")
+        return f"{self._text} <[{control}]> {self._lazy(SPACE + loose_regex(rest)) if rest.strip() else ''}"
+
+    def _parts_without(self, *marks: str) -> list[str]:
+        """Terms for text up to a special token that completes none of ``marks``.
+
+        A token that only begins a mark is written by itself: llguidance cannot tell two sets apart that share a token.
+        """
+        used = dict(map(self._terms.behind_control, marks))
+        other = self._terms.one_of(self._special - used.keys())
+        begun = [
+            f"{self._text} <[{control}]>" for control, rest in used.items() if control is not None and rest.strip()
+        ]
+        return [f"{self._text} {other}", *begun] if other else begun
+
+    def _text_with_calls(self, thoughts: str) -> str:
+        """Text, calls, and reasoning that begins in it and goes on with ``thoughts``."""
+        calls, reasoning = self._form_calls, self._message.form.reasoning
+        whole = calls.write if calls.write.startswith(calls.open) else calls.begin + calls.write
+        is_marked = whole.startswith(calls.open)
+        further = ""
+        if whole != calls.write or not is_marked:  # a list, in which a further call has no head
+            further = f"({self._options(calls.between + calls.write)})* {self._marks(calls.end)}"
+        parts, ends, marks = [], [self._text], []
+        if is_marked:
+            head = PLACES.split(whole, maxsplit=1)[0].rstrip()
+            parts.append(f"{self._up_to(head)} {self._options(whole.removeprefix(head))} {further}")
+            marks.append(head)
+        if reasoning:
+            ends.append(f"{self._up_to(reasoning.open)} {thoughts}")
+            marks.append(reasoning.open)
+        parts += self._parts_without(*marks)
+        bare = [] if is_marked else [f"{self._unmarked(name, whole)} {further}" for name in self._message.tools]
+        return f"{either(bare, '*')} {either(parts, '*')} {either(ends)}"
+
+    def _unmarked(self, name: str, whole: str) -> str:
+        """A call without a mark: text is one if it begins like this up to the arguments."""
+        lead, variable, between, place, tail = PLACES.split(whole)
+        head = lead + (json.dumps(name) if variable == "name" else name) + between
+        arguments, rest = self._arguments_of(name, place, tail)
+        space = self._marks(head[len(head.rstrip()) :])
+        return f"{self._lazy(SPACE + loose_regex(head.rstrip()))} {space} {arguments} {self._marks(rest)}"
+
+    def _thoughts(self) -> str:
+        """A rule for reasoning from its middle on. The message may end in it."""
+        assert self._message.form.reasoning
+        close = self._message.form.reasoning.close
+        before = either(self._parts_without(close), "*")
+        return self._rules.rule(f"{before} ({self._text} | {self._up_to(close)} {self._body})")
+
+    def _with_headers(self, header: Header) -> str:
+        """A rule for messages from the middle of a header on, which may say that its message is for a function."""
+        start, close = self._rules.reserve(), self._terms.ids([header.close])
+        opening = f"{self._terms.one_of(self._terms.ids(header.open))} {start}"
+        other = self._terms.one_of(self._special - self._terms.ids(header.open))
+        rest = f"({self._terms.one_of(self._special - close)} {self._text})* {self._marks(header.close)}"  # of a header
+        calls = []
+        for name in self._message.tools:
+            arguments, _ = self._arguments_of(name, "arguments", "")
+            head = f"{self._terms.text(name)} {self._rules.terminal(NO_NAME)}? {rest}"
+            calls.append(self._rules.rule(f"{head} {arguments} ({opening} | {other} {self._body})?"))
+        options = [self._text, f"{self._text} {self._terms.one_of(close)} {self._body}"]
+        options.append(f"{self._lazy(FUNCTION)} {either(calls)}")
+        self._rules.define(start, f"{either(self._parts_without(header.close), '*')} {either(options)}")
+        self._rules.define(self._body, f"({self._text} {other})* ({self._text} | {self._text} {opening})")
+        return start
 
 
-def check_keywords(schema: Any) -> None:
-    if not isinstance(schema, dict):
-        raise not_enforceable("a schema must be an object")
-    if others := schema.keys() - KNOWN_KEYWORDS:
-        raise not_enforceable(f"'{min(others)[:40]}' is not supported")
-
-
-def not_enforceable(why: str) -> BadRequest:
-    message = f"Invalid 'tools': a call cannot be forced with this schema, as this model writes calls: {why}."
-    return BadRequest(message, param="tools", code="unsupported_schema")
+def either(options: Collection[str], many: str = "") -> str:
+    """A term for one of ``options``, or as ``many`` says ("?", "*"); "" if there are none."""
+    return f"({' | '.join(options)}){many}" if options else ""

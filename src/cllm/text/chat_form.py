@@ -13,7 +13,7 @@ import msgspec
 from cllm.backends.base import Vocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
-from cllm.text.call_grammar import CallGrammar
+from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
 from cllm.text.chat_template import CUT
 from cllm.text.form import form_of, forms
@@ -111,8 +111,11 @@ class ChatForm:
         why = "the reasoning of this model cannot be continued"
         raise BadRequest(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
 
-    def read(self, prompt: list[int], chat: Chat, params: SamplingParams) -> tuple[Reading | None, SamplingParams]:
-        """How to read what follows ``prompt``, None if it is plain text; and ``params`` with what binds it.
+    def read(
+        self, prompt: list[int], chat: Chat, params: SamplingParams
+    ) -> tuple[Reading | None, SamplingParams, BoundMessage | None]:
+        """How to read what follows ``prompt``, None if it is plain text; ``params`` with a limit of reasoning; and what
+        constrains the message, None if that is ``params.grammar`` or nothing.
 
         Raises BadRequest for calls that cannot be forced.
         """
@@ -132,37 +135,30 @@ class ChatForm:
         if begun and (params.grammar or (form.calls and form.calls.bare)):
             tools = {}  # the text goes on to the end of the message
         may_call = bool(tools and form.calls)
-        strict = () if params.grammar or is_required or not may_call else self._strict(chat)
-        if is_required or strict or (params.grammar and (may_call or thinks or inside)):
-            grammar = CallGrammar(form, self._control).write(
-                {name: schema if name in strict else {"type": "object"} for name, schema in tools.items()}
-                if strict
-                else tools,
+        bound = None
+        is_loose = may_call and not (is_required or params.grammar or params.ignore_eos)
+        if is_required or is_loose or (params.grammar and (may_call or thinks or inside)):
+            strict = chat.strict_tools
+            bound = BoundMessage(
+                form,
+                {name: Tool(schema, name in strict) for name, schema in tools.items()},
+                self._control,
                 "" if is_required else params.grammar,
                 calls=may_call,
-                free=bool(strict),
+                is_loose=is_loose,
                 parallel=chat.parallel_tool_calls,
                 thinks=thinks,
                 inside=inside,
                 begun=begun,
             )
-            params = msgspec.structs.replace(params, grammar=grammar)
         if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
             params = msgspec.structs.replace(params, thinking=budget)
         if not (may_call or inside or thinks or form.header):
-            return None, params
+            return None, params, bound
         max_calls = None if chat.parallel_tool_calls else 1
         begun = bool(chat.continued)
-        return Reading(
-            self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls)
-        ), params
-
-    def _strict(self, chat: Chat) -> set[str]:
-        """Those that may be called whose arguments shall follow their schemas, if this form can be held to it."""
-        calls = self.form.calls
-        if calls is None or not calls.writes_json or calls is forms()["spoken"].calls:
-            return set()
-        return chat.strict_tools & schemas_of(chat).keys()
+        reading = Reading(self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls))
+        return reading, params, bound
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Whether the message begins in the middle of reasoning, and whether it may begin with it."""

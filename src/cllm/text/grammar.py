@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,12 +28,12 @@ MAX_CHOICES = 4096
 NUM_TRIED = 32  # tokens
 TOO_FAR = f"its nested repetitions multiply to more than {MAX_EXPANSION}"
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "message"]
 
 
 class Constraint(NamedTuple):
     """kind json_object has no value; json_schema: a schema (dict or bool); regex: a pattern that the whole text
-    matches; choice: a list of texts; grammar: a client's Lark or GBNF; lark: our own, which may name special tokens.
+    matches; choice: a list of texts; grammar: a client's Lark or GBNF; message: a BoundMessage in plain types.
     strict: a keyword of the schema that cannot be enforced is refused; otherwise it is left out.
     """
 
@@ -58,9 +59,17 @@ class Special(NamedTuple):
     tokens: dict[int, str]
 
 
-def to_lark(constraint: Constraint, param: str, unenforced: set[str] | None = None, *, careful: bool = False) -> str:
+def to_lark(
+    constraint: Constraint,
+    param: str,
+    unenforced: set[str] | None = None,
+    special: Collection[int] = (),
+    *,
+    careful: bool = False,
+) -> str:
     """The grammar, not compiled yet. Keywords of a schema that is not strict and that cannot be enforced are added to
-    ``unenforced``; some of them only if it is ``careful``. Raises BadRequest, naming ``param``.
+    ``unenforced``; some of them only if it is ``careful``. ``special``: the ids of all special tokens, for a message.
+    Raises BadRequest, naming ``param``.
     """
     value = constraint.value
     match constraint.kind:
@@ -86,8 +95,12 @@ def to_lark(constraint: Constraint, param: str, unenforced: set[str] | None = No
             if expands_too_far(text, LARK):
                 raise invalid(param, TOO_FAR)
             return str(text)
-        case "lark":
-            return str(value)
+        case "message":
+            import msgspec
+
+            from cllm.text.call_grammar import BoundMessage, message_grammar
+
+            return message_grammar(msgspec.convert(value, BoundMessage), special, unenforced, careful=careful)
 
 
 def check_size(text: Any, limit: int, param: str) -> str:
@@ -131,12 +144,12 @@ class Checker:
         from llguidance import LLMatcher, LLParserLimits
 
         unenforced: set[str] = set()
-        text = to_lark(constraint, param, unenforced)
+        text = to_lark(constraint, param, unenforced, self._special.tokens)
         limits = LLParserLimits(max_lexer_states=self._max_lexer_states, verbose_errors=False)
-        tokenizer = self._ours if constraint.kind == "lark" else self._clients
+        tokenizer = self._ours if constraint.kind == "message" else self._clients
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error() and constraint.kind == "json_schema":  # perhaps without some leaf
-            text = to_lark(constraint, param, unenforced, careful=True)
+        if matcher.is_error() and constraint.kind in ("json_schema", "message"):  # perhaps without some leaf
+            text = to_lark(constraint, param, unenforced, self._special.tokens, careful=True)
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if constraint.kind == "grammar":
             _, warnings = LLMatcher.validate_grammar_with_warnings(text, limits=limits)

@@ -8,11 +8,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+import msgspec
 import pydantic_core
 
 from cllm.core.params import MAX_LEXER_STATES
-from cllm.errors import EngineError
+from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar
+from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.grammar import Checked, Constraint, Special, invalid
 from cllm.text.worker import Reply, refusal, to_json
 from cllm.text.workers import Workers
@@ -68,6 +70,24 @@ class GrammarProcess(Workers):
             self._remember(question, reply)
         grammar, unenforced = json.loads(reply.get())
         return Checked(grammar, tuple(unenforced))
+
+    async def bind(self, message: BoundMessage) -> Checked:
+        """The grammar of a chat's message. Raises what ``check`` raises, naming tools.
+
+        A message that is free but for its calls is never refused for the sake of functions that are not strict: if
+        their schemas cannot be enforced within the limits, only the names are, or nothing.
+        """
+        attempts = [message]
+        if message.is_loose:
+            tools = {name: tool if tool.strict else Tool({}) for name, tool in message.tools.items()}
+            attempts.append(msgspec.structs.replace(message, tools=tools, names_only=True))
+        for attempt in attempts:
+            try:
+                return await self.check(Constraint("message", msgspec.to_builtins(attempt)), "tools")
+            except (BadRequest, EngineError):
+                if not message.is_loose or any(tool.strict for tool in message.tools.values()):
+                    raise
+        return Checked("", ("tools",))
 
     def _remember(self, question: bytes, reply: Reply) -> None:
         self._forget(question)

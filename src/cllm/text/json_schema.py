@@ -438,6 +438,8 @@ KEYWORDS: dict[str, Callable[..., dict[str, Any]]] = {
     "multipleOf": T.number,
 }
 
+ASSERTIONS = KEYWORDS.keys() | NOT_ENFORCED | {"if"}  # all keywords that say something of a value
+
 
 def ended(definitions: dict[str, Schema]) -> set[str]:
     """The definitions that a finite value can satisfy, as references."""

@@ -1,0 +1,209 @@
+"""The arguments of a call in the ways in which forms write them, as terms of a grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from cllm.errors import BadRequest
+from cllm.text.arguments import types_of
+from cllm.text.form import Calls, any_of
+from cllm.text.json_schema import ASSERTIONS
+from cllm.text.lark import Rules, text_term
+from cllm.text.schema_rules import json_rule
+
+MAX_DEPTH = 16  # of a schema that is spelled out here
+SPACE = r"[ \t\n]{0,8}"  # where a model may leave some out, or write more
+HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # where there is no JSON
+
+
+class Terms:
+    """Terms for texts in which there may be control tokens."""
+
+    def __init__(self, rules: Rules, control: Mapping[str, int]) -> None:
+        """``control``: the ids of control tokens that texts may have, by their texts."""
+        self.rules = rules
+        self._control = control
+        self._marks = re.compile(f"({any_of(set(control))})")
+
+    def parts(self, text: str) -> list[str | int]:
+        """``text`` in pieces: plain texts and ids of control tokens."""
+        return [self._control.get(part, part) for part in self._marks.split(text) if part]
+
+    def behind_control(self, text: str) -> tuple[int | None, str]:
+        """The last control token in ``text``, if there is one, and what follows it."""
+        *_, found = [None, *self._marks.finditer(text)]
+        return (self._control[found[0]], text[found.end() :]) if found else (None, text)
+
+    def ids(self, texts: Iterable[str]) -> set[int]:
+        """Of those that are control tokens."""
+        return {self._control[text] for text in texts if text in self._control}
+
+    def one_of(self, ids: Collection[int | None]) -> str:
+        """A term for one of these tokens, "" for none."""
+        ordered = sorted(i for i in ids if i is not None)
+        first = [i for i in ordered if i - 1 not in ids]
+        last = [i for i in ordered if i + 1 not in ids]
+        return f"<[{','.join(f'{a}-{b}' for a, b in zip(first, last, strict=True))}]>" if ordered else ""
+
+    def first_part(self, text: str) -> tuple[str, str]:
+        """The first word or control token of ``text``, and the rest."""
+        text = text.lstrip()
+        found = self._marks.match(text) or re.match(r"\S+?(?=\s|$)", text)
+        assert found, "something follows the arguments of forms without JSON"
+        return found[0], text[found.end() :]
+
+    def text(self, text: str) -> str:
+        """A term for exactly ``text``."""
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else text_term(part) for part in self.parts(text))
+
+    def loose(self, text: str) -> str:
+        """A term for ``text`` as models write it: with more or less white space where it has some."""
+        return " ".join(
+            f"<[{part}]>"
+            if isinstance(part, int)
+            else self.rules.terminal(f"/{loose_regex(part)}/")
+            if part.strip()
+            else f"(/{SPACE.replace('0', '1')}/)?"
+            for part in self.parts(text)
+        )
+
+    def until(self, mark: str) -> str:
+        """Any text and then, for the first time, ``mark``, or from the control token in it on."""
+        control, rest = self.behind_control(mark)
+        if control is not None:
+            return f"{self.rules.rule('/(?s:.*)/')} <[{control}]> {self.text(rest)}"
+        return self.rules.rule("/(?s:.*)/", f"[suffix={text_term(mark)}]")
+
+
+def loose_regex(text: str) -> str:
+    """A regular expression for ``text`` as models write it: with white space, or none, within the brackets of JSON."""
+    spaced = re.sub(r"(?<=[\[{])|(?=[\]}])", " ", text)
+    return "".join(
+        SPACE if part.isspace() else re.sub(r"[^\w<>\"'=,:;-]", lambda match: rf"\x{{{ord(match[0]):x}}}", part)
+        for part in re.split(r"(\s+)", spaced)
+    )
+
+
+class CallArguments:
+    """Writes the arguments of one function's calls."""
+
+    def __init__(self, calls: Calls, terms: Terms, schema: dict[str, Any], unenforced: set[str] | None) -> None:
+        """``unenforced``: gets the keywords that are left out; None: they are refused."""
+        self._calls = calls
+        self._terms = terms
+        self._rules = terms.rules
+        self._schema = schema
+        self._unenforced = unenforced
+
+    def term(self, place: str) -> str:
+        """What stands for $arguments, $keywords or $pairs. Raises BadRequest (tools) for what cannot be enforced."""
+        match place:
+            case "keywords":
+                return self._members(self._schema, "=", ", ", self._json)
+            case "pairs":
+                return self._pairs()
+        return self._bare(self._schema) if self._calls.quote else self._json(self._schema)
+
+    def _cannot(self, keyword: str, why: str) -> None:
+        if self._unenforced is None:
+            message = f"Invalid 'tools': a call cannot be held to this schema, as this model writes calls: {why}."
+            raise BadRequest(message, param="tools", code="unsupported_schema")
+        self._unenforced.add(keyword)
+
+    def _json(self, schema: Any) -> str:
+        definitions = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
+        schema = definitions | schema if isinstance(schema, dict) else schema
+        return json_rule(schema, self._rules, "tools", self._unenforced)
+
+    def _pairs(self) -> str:
+        """Keys and values between tags. A value that may be a string has no quotes, so it ends with its tag."""
+        tags = self._calls.tags
+        assert tags
+        before, _, after = self._calls.pair.partition("$value")
+        end = "\n" * tags.trim + tags.value_close
+        rest = after.removeprefix(end)
+        terms = []
+        for key, inner, is_required in self._properties(self._schema):
+            types = types_of(inner)
+            if types == {"string"} and "enum" in inner:
+                options = " | ".join(self._terms.text(str(option)) for option in inner["enum"])
+                value = f"({options}) {self._terms.text(end)}"
+            elif types and "string" not in types:
+                value = f"{self._json(inner)} {self._terms.text(end)}"
+            else:
+                self._check(inner)
+                if types != {"string"}:
+                    self._cannot("type", f"the type of '{key[:40]}' must be one, and stated")
+                value = self._terms.until(end)
+            is_string = "true" if types == {"string"} else "false"
+            opening = before.replace("$key", key).replace("$string", is_string)
+            pair = f"{self._terms.text(opening)} {value} {self._terms.text(rest)}"
+            terms.append(pair if is_required else f"({pair})?")
+        return " ".join(terms)
+
+    def _bare(self, schema: Any, depth: int = 0) -> str:
+        """A value with bare keys, and strings in marks of their own."""
+        quote = self._calls.quote
+        types = types_of(schema)
+        if depth > MAX_DEPTH or len(types) != 1:
+            self._cannot("type", "every value must have one type")
+            return self._any_bare()
+        match types.pop():
+            case "string" if "enum" in schema:
+                options = " | ".join(self._terms.text(str(option)) for option in schema["enum"])
+                return f"{self._terms.text(quote)} ({options}) {self._terms.text(quote)}"
+            case "string":
+                self._check(schema)
+                return f"{self._terms.text(quote)} {self._terms.until(quote)}"
+            case "array":
+                self._check(schema)
+                item = self._rules.rule(self._bare(schema.get("items", {}), depth + 1))
+                return f'"[" ({item} ("," {item})*)? "]"'
+            case "object" if "properties" in schema:
+                members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
+                return f'"{{" {members} "}}"'
+            case "object":
+                self._check(schema)
+                return self._any_bare_object()
+        return self._json(schema)
+
+    def _any_bare(self) -> str:
+        string = f"{self._terms.text(self._calls.quote)} {self._terms.until(self._calls.quote)}"
+        scalar = self._json({"type": ["null", "boolean", "number"]})
+        return f"({string} | {scalar} | {self._any_bare_object()})"
+
+    def _any_bare_object(self) -> str:
+        """Objects and lists of anything: only the brackets are told from what is in them."""
+        inside = self._rules.rule(r"/[^{}\[\]<]+/")
+        quoted = f"{self._terms.text(self._calls.quote)} {self._terms.until(self._calls.quote)}"
+        name = self._rules.reserve()
+        self._rules.define(name, f'"{{" ({inside} | {quoted} | {name})* "}}" | "[" ({inside} | {quoted} | {name})* "]"')
+        return name
+
+    def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[Any], str]) -> str:
+        """The properties of an object, the required ones first, and of the others any in their order."""
+        required: list[str] = []
+        optional: list[str] = []
+        for key, inner, is_required in self._properties(schema):
+            member = f"{self._terms.text(key + equals)} {value(inner)}"
+            (required if is_required else optional).append(self._rules.rule(member))
+        between = f" {text_term(comma)} "
+        # from the last to the first: what may follow a property, and what may stand where none has been
+        follow, begin = '""', '""'
+        for member in reversed(optional):
+            begin = self._rules.rule(f"{member} {follow} | {begin}")
+            follow = self._rules.rule(f"{between}{member} {follow} | {follow}")
+        return f"{between.join(required)} {follow}" if required else begin
+
+    def _properties(self, schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
+        """Name, schema and whether it is required."""
+        self._check(schema)
+        required = schema.get("required") or []
+        return [(key, inner, key in required) for key, inner in (schema.get("properties") or {}).items()]
+
+    def _check(self, schema: Any) -> None:
+        if isinstance(schema, dict):
+            for keyword in sorted((schema.keys() & ASSERTIONS) - HANDLED):
+                self._cannot(keyword, f"'{keyword[:40]}' is not supported")
