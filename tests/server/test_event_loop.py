@@ -50,6 +50,11 @@ def fake(start_watched):
     return start_watched("--backend.name", "fake", "--context", "20000", "--sampling.max-tokens", "5")
 
 
+@pytest.fixture(scope="module")
+def builtin(start_watched):
+    return start_watched("--sampling.max-tokens", "5")
+
+
 def send(watched, path, body, **headers):
     """The status of the answer, which is none of ours; nothing has kept the loop busy."""
     content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -192,6 +197,8 @@ CASES = {
     },
 }
 
+OF_TOKENS = {*TEXTS, "pieces", "detokenize", "decode", "ids", "prompts"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
@@ -199,6 +206,13 @@ def test_large_requests_leave_the_loop_free(fake, case):
     path, body = CASES[case]
     version = {"anthropic-version": "2023-06-01"} if path == COUNT else {}
     send(fake, path, body, **version)
+
+
+@pytest.mark.llama
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.split()[-1] in OF_TOKENS])
+def test_large_texts_leave_the_loop_free_with_the_vocabulary_of_a_model(builtin, case):
+    send(builtin, *CASES[case])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 
 import gguf
 import pytest
@@ -42,6 +43,13 @@ def vocabulary(builtin_path):
     made = LlamaVocabulary.load(builtin_path)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def module():
+    from cllm.backends.llama_cpp import vocabulary
+
+    return vocabulary
 
 
 def text_of(vocabulary, tokens: list[int]) -> str:
@@ -138,6 +146,7 @@ def write_spm(path, num_bytes):
 
 CHECK = """
 import sys
+import time
 from pathlib import Path
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 vocabulary = LlamaVocabulary.load(Path(sys.argv[1]))
@@ -161,3 +170,52 @@ def test_check_finds_what_would_crash_the_tokenizer_later(tmp_path):
         done = subprocess.run([sys.executable, "-c", CHECK, path], capture_output=True, text=True, check=False)
         ends[num_bytes] = done.returncode, done.stdout
     assert ends == {0xF5: (0, "loaded\n"), 0xF4: (-signal.SIGABRT, "loaded\n")}
+
+
+PIECES = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|im",
+    "_end|>",
+    "<",
+    " ",
+    "\n ",
+    "a",
+    "the cat",
+    "é",
+]
+
+
+@given(texts=st.lists(st.sampled_from(PIECES), max_size=40), add=st.booleans(), parse=st.booleans())
+def test_text_in_parts_has_the_tokens_of_the_whole(vocabulary, module, texts, add, parse):
+    text = "".join(texts)
+    whole = vocabulary.tokenize(text, add_special=add, parse_special=parse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_SPECIAL", 1)
+        patch.setattr(module, "PART", 8)
+        assert vocabulary.tokenize(text, add_special=add, parse_special=parse) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "specials", "expected"),
+    [
+        ("ab<x>cd<x>ef", {"<x>": False}, ["ab", "<x>cd", "<x>ef"]),
+        ("a<x> <x>", {"<x>": True}, ["a", "<x> <x>"]),  # the blank would be left over
+        ("a<x><x>", {"<x>": True}, ["a", "<x>", "<x>"]),
+        ("ab<<x>c<x>", {"b<<": False, "<x>": False}, ["ab<<x>c", "<x>"]),
+        ("ab<x>c<x>", {"<x>": False, "x>c": False}, ["ab<x>c", "<x>"]),
+        ("ab", {}, ["ab"]),
+    ],
+)
+def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(monkeypatch, module, text, specials, expected):
+    monkeypatch.setattr(module, "PART", 1)
+    assert list(module.parts(text, specials)) == expected
+
+
+def test_many_special_tokens_take_no_more_time_than_other_text(vocabulary):
+    """llama.cpp alone takes minutes."""
+    begun = time.process_time()
+    assert len(vocabulary.tokenize("<|im_end|>" * 390_000, add_special=True, parse_special=True)) == 390_000
+    assert time.process_time() - begun < 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,8 +15,10 @@ from cllm.backends.llama_cpp.library import check_pointer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_LSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 7
 EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
+MAX_SPECIAL = 1000  # special tokens in a text that goes to llama.cpp in one call
+PART = 4096  # characters of one of several calls, at least
 MARK = b"\xff"  # before the text of a special token, for llguidance
 
 
@@ -130,6 +133,36 @@ class LlamaVocabulary:
         return control[token] if token in control else self.pieces[token]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if len(text) > PART:
+            specials = self._split_always if not parse_special else self._split
+            if sum(map(text.count, specials)) > MAX_SPECIAL:
+                tokens = [
+                    token
+                    for part in parts(text, specials)
+                    for token in self._tokenize(part, add_special=False, parse_special=parse_special)
+                ]
+                begin, _, end = self.pair_tokens
+                return [*begin, *tokens, *end] if add_special else tokens
+        return self._tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    @cached_property
+    def _split(self) -> dict[str, bool]:
+        """The texts at which llama.cpp splits a text first, and whether it drops blanks before them."""
+        return self._split_at(ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED)
+
+    @cached_property
+    def _split_always(self) -> dict[str, bool]:
+        """Those of ``_split`` that are not left alone without ``parse_special``."""
+        return {text: self._split[text] for text in self._split_at(ATTR_USER_DEFINED)}
+
+    def _split_at(self, attributes: int) -> dict[str, bool]:
+        read = partial(lib.llama_vocab_get_text, self._vocab)
+        texts = {read(token).decode("utf-8", "replace"): token for token in self._with(attributes)}
+        return {
+            text: bool(self._attributes[texts[text]] & ATTR_LSTRIP) for text in sorted(texts, key=len)[::-1] if text
+        }
+
+    def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         encoded = text.encode()
         room = len(encoded) + 16
         tokens = (ctypes.c_int32 * room)()
@@ -154,3 +187,30 @@ class LlamaVocabulary:
     def close(self) -> None:
         """Free what ``load`` has loaded."""
         lib.llama_model_free(self._model)
+
+
+def parts(text: str, specials: dict[str, bool]) -> Iterator[str]:
+    """``text`` in parts with the tokens of the whole: all but the first begin with a special token.
+
+    llama.cpp's time grows with the square of the special tokens in a text. ``specials``: their texts, the longest
+    first, and whether blanks before them are dropped.
+    """
+    begin, at = 0, PART
+    while at < len(text):
+        found = ((text.find(special, at, at + PART + len(special) - 1), -len(special), special) for special in specials)
+        place, _, special = min((one for one in found if one[0] >= 0), default=(at + PART, 0, ""))
+        if not special:
+            at = place
+        elif (specials[special] and text[place - 1].isspace()) or any(
+            is_inside(text, cut, specials) for cut in (place, place + len(special))
+        ):
+            at = place + 1 + PART // 8
+        else:
+            yield text[begin:place]
+            begin, at = place, place + PART
+    yield text[begin:]
+
+
+def is_inside(text: str, cut: int, specials: Iterable[str]) -> bool:
+    """Whether a special token may begin before ``cut`` and end behind it."""
+    return any(text.find(special, max(0, cut - len(special) + 1), cut + len(special) - 1) >= 0 for special in specials)
