@@ -214,6 +214,18 @@ def raise_for(monkeypatch: pytest.MonkeyPatch, owner, name: str, request_id: str
     monkeypatch.setattr(owner, name, faulty)
 
 
+def raise_for_row(monkeypatch: pytest.MonkeyPatch, sampler, request_id: str) -> None:
+    """Let the sampling of one request's rows raise an exception."""
+    sample = sampler._sample
+
+    def faulty(row, *args):
+        if row.seq.request.request_id == request_id:
+            raise ZeroDivisionError(request_id)
+        sample(row, *args)
+
+    monkeypatch.setattr(sampler, "_sample", faulty)
+
+
 @pytest.mark.parametrize("method", ["group", "urgency", "served"])
 def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, monkeypatch):
     """Whether it is queued, admitted or sampled at that moment."""
@@ -226,6 +238,20 @@ def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, mo
     assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "stop", "B": "error", "C": "stop"}
     assert tokens([(outputs, None)], "A") == [2, 3, 4, 5, END]
     assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
+
+
+def test_sampling_that_raises_for_one_sequence_ends_that_sequence_alone(monkeypatch):
+    """The others are not computed again, and what the one has computed is not reused."""
+    engine = survivor(length=4)
+    raise_for_row(monkeypatch, engine.sampler, "B")
+    for name, prompt in (("A", 1), ("B", 7), ("C", 20)):
+        engine.handle(add(name, [prompt] * 9))
+    outputs = finish(engine)
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "stop", "B": "error", "C": "stop"}
+    assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
+    assert engine.scheduler.num_steps == 5
+    engine.handle(add("D", [7] * 9))
+    assert next(output.num_cached_tokens for output in finish(engine)) == 0
 
 
 def test_an_exception_in_every_step_ends_all_requests_and_the_engine_goes_on(monkeypatch):

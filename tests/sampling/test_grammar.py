@@ -117,6 +117,18 @@ def test_the_only_legal_token_wins_against_any_bias():
     assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [ord("x")]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"mirostat": 2}, {"temperature": 0}])
+@pytest.mark.parametrize("many", [False, True])
+def test_min_tokens_and_a_loose_grammar_that_exclude_each_other_give_a_token(monkeypatch, params, many):
+    """Whatever the grammar allows here is kept away by min_tokens, which is no error of the step."""
+    monkeypatch.setattr(module, "FEW", 0 if many else 512)
+    bound = SamplingParams(**params, min_tokens=9, stop_token_ids=(97, 98), grammar="some", grammar_is_loose=True)
+    seq = Sequence(Request("A", [1], bound), 0, 0, 100)
+    seq.matcher = follow("start: /[ab]+/")
+    row = np.eye(1, VOCABULARY_SIZE, 120, dtype=np.float32) * 50
+    assert Sampler([END]).sample(Batch([Row(seq, 0, 1, 1)], []), row) == [120]
+
+
 def test_the_end_is_allowed_exactly_where_the_text_may_end():
     text = "start: /a{2,3}/"
     assert bytes_allowed(follow(text)) == {ord("a")}

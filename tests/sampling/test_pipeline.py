@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.batch import Batch, Row
+from cllm.core.output import FAILED
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.errors import EngineError
 from cllm.sampling import pipeline
 from cllm.sampling.pipeline import FIRST_TRY, Sampler
 from cllm.sampling.random import uniform
@@ -267,6 +267,6 @@ def test_only_sampling_rows_are_sampled():
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}])
 def test_what_is_not_a_number_gives_no_token(params):
-    """A broken model or build is an error of the step, never an id that no vocabulary has."""
-    with pytest.raises((EngineError, IndexError)):
-        sample([sequence(SamplingParams(**params))], [np.full(600, np.nan, np.float32)])
+    """A broken model or build is an error of that sequence alone, never an id that no vocabulary has."""
+    seqs = [sequence(SamplingParams(**params)), sequence(SamplingParams(temperature=0))]
+    assert sample(seqs, [np.full(600, np.nan, np.float32), np.eye(600)[7]]) == [FAILED, 7]

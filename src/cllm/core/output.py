@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 NO_TOKEN = -1
+FAILED = -2  # in place of each token of a sequence that cannot be sampled
 
 
 class FinishReason(enum.StrEnum):

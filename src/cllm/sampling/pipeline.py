@@ -9,6 +9,7 @@ read once, and all that follows works on its candidates.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from cllm.core.batch import Batch
 from cllm.core.batch import Row as BatchRow
-from cllm.core.output import NO_TOKEN, Logprobs
+from cllm.core.output import FAILED, NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Matcher, Sequence
 from cllm.errors import EngineError
@@ -29,6 +30,8 @@ from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.thinking import forced_token
 from cllm.sampling.top_k import Ids, Row, top_k
+
+log = logging.getLogger("cllm.sampling")
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
 FIRST_TRY = 256
@@ -51,26 +54,35 @@ class Sampler:
         """A token for each row of ``logits`` (num_samples, vocabulary), which are written to.
 
         Where a row only says how probable the next token of the prompt is, it is that one; NO_TOKEN where a grammar
-        allows none.
+        allows none. A sequence whose sampling raises an exception gets FAILED for each of its rows.
         """
         if self.logprobs:
             self.logprobs = {}
         tokens: list[int] = []
         for row in batch.rows:
-            seq, position = row.seq, row.seq.num_tokens
-            if row.num_scores:
-                tokens += self._score(row, logits, len(tokens))
-            if row.draft and seq.matcher is not None:
-                tokens += self._follow(row, seq.matcher, logits, len(tokens))
-                continue
-            for _ in range(row.num_samples - row.num_scores):
-                at = len(tokens)
-                if seq.is_plain and seq.matcher is None:
-                    tokens.append(choose(logits[at], seq, position))
-                else:
-                    tokens.append(self._choose(logits[at], seq, position, at, row.draft))
-                position += 1
+            begun = len(tokens)
+            try:
+                self._sample(row, logits, tokens)
+            except Exception as error:
+                log.error("%s cannot be sampled: %s", row.seq.name, error, exc_info=not isinstance(error, EngineError))
+                tokens[begun:] = [FAILED] * row.num_samples
         return tokens
+
+    def _sample(self, row: BatchRow, logits: npt.NDArray[np.float32], tokens: list[int]) -> None:
+        """Add the tokens of one row to ``tokens``, those of the rows before it."""
+        seq, position = row.seq, row.seq.num_tokens
+        if row.num_scores:
+            tokens += self._score(row, logits, len(tokens))
+        if row.draft and seq.matcher is not None:
+            tokens += self._follow(row, seq.matcher, logits, len(tokens))
+            return
+        for _ in range(row.num_samples - row.num_scores):
+            at = len(tokens)
+            if seq.is_plain and seq.matcher is None:
+                tokens.append(choose(logits[at], seq, position))
+            else:
+                tokens.append(self._choose(logits[at], seq, position, at, row.draft))
+            position += 1
 
     def _follow(self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int) -> list[int]:
         """The tokens of a sequence with a grammar: its own next one, and then one behind each guess that is right."""
@@ -129,15 +141,19 @@ class Sampler:
         return token if again == NO_TOKEN else again
 
     def _select_allowed(self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int) -> int:
-        """A token that the grammar allows; NO_TOKEN if it allows none."""
+        """A token that the grammar allows; NO_TOKEN if it allows none, or only such as min_tokens keeps away."""
         mask = matcher.allowed()
         if mask is None:
             return NO_TOKEN
         ids = allowed_ids(mask)
         if ids is None:
             forbid(row, mask)
-            return self._select(row, seq, position, seed)
-        return int(ids[self._select(row[ids], seq, position, seed)]) if ids.shape[0] > 1 else int(ids[0])
+        else:
+            row = row[ids]
+        if row.max() == -np.inf:
+            return NO_TOKEN
+        at = self._select(row, seq, position, seed)
+        return at if ids is None else int(ids[at])
 
     def _select(self, row: Row, seq: Sequence, position: int, seed: int) -> int:
         """The place in ``row`` of the token of ``seq`` at ``position``."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from cllm.core.batch import Batch, Operation, Row, Trim
-from cllm.core.output import NO_TOKEN, FinishReason, Logprobs, Stats, TokenOutput
+from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, Stats, TokenOutput
 from cllm.core.sequence import Sequence, Status
 from cllm.kv_cache.ledger import Ledger, Match
 from cllm.kv_cache.tiers import Place, Snapshot
@@ -285,7 +285,7 @@ class Scheduler(Sequences):
         """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished.
 
         ``logprobs``: of those tokens whose logprobs are to be told, by their index. NO_TOKEN is of a sequence whose
-        grammar allows none; it ends.
+        grammar allows none, FAILED of one that cannot be sampled; they end.
         """
         self._num_recoveries = 0
         self._operations = []  # they have been carried out
@@ -299,6 +299,9 @@ class Scheduler(Sequences):
             self._suspects = (seq,)
             begin, end = end + row.num_scores, end + row.num_samples
             found = tokens[begin:end]
+            if FAILED in tokens[end - row.num_samples : end]:
+                self._drop_failed(seq)
+                continue
             if row.num_scores:
                 outputs.append(self._scored(seq, [logprobs[i] for i in range(begin - row.num_scores, begin)]))
             right = 0
@@ -332,6 +335,12 @@ class Scheduler(Sequences):
         self._suspects = ()
         self.trace.append(step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted))
         return self.take_outputs()
+
+    def _drop_failed(self, seq: Sequence) -> None:
+        """End a sequence that cannot be sampled. Nothing is reused of what it has computed."""
+        seq_id, seq.num_computed_tokens = seq.seq_id, 0
+        self._end(seq, FinishReason.ERROR)
+        self._owed += self.ledger.distrust({seq_id})
 
     def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
         if seq.status is Status.RUNNING:
