@@ -212,3 +212,18 @@ def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(meth
     if method != "snapshot":
         monkeypatch.setattr(second.backend, method, lambda *args: 1 / 0)
     assert ask(second, LONG) == (answer, len(LONG) + 1)
+
+
+@pytest.mark.parametrize("method", ["save_one_idle", "written"])
+def test_an_error_while_an_idle_prefix_is_saved_costs_only_the_prefix(method, tmp_path, monkeypatch):
+    engine = start(tmp_path, check=False)
+    answer, _ = ask(engine, LONG)
+    failed = []
+    monkeypatch.setattr(type(engine.scheduler.ledger), method, lambda *args: failed.append(1) or 1 / 0)
+    engine._save_one_idle()
+    engine._disk.flush(5)
+    engine.step()
+    assert failed
+    monkeypatch.undo()
+    assert ask(engine, LONG)[0] == answer
+    engine.scheduler.check()

@@ -56,12 +56,12 @@ def builtin(start_watched):
 
 
 def send(watched, path, body, **headers):
-    """The status of the answer, which is none of ours; nothing has kept the loop busy."""
+    """The answer, of whatever status that comes from reading it; nothing has kept the loop busy."""
     content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     answer = watched.client.post(path, content=content, headers={"content-type": "application/json", **headers})
     watched.check()
     assert answer.status_code < 500, answer.text
-    assert answer.status_code != 413
+    assert answer.status_code not in (404, 413)
     return answer
 
 
@@ -87,7 +87,8 @@ GENERIC = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "example"), [*bodies()])
 def test_large_body_leaves_the_loop_free_on_every_route(fake, path, example):
-    send(fake, path, {**example, "unknown": GENERIC["members"]})
+    model = {"model": ""} if "model" in example else {}
+    send(fake, path, {**example, **model, "unknown": GENERIC["members"]})
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ CASES = {
     "Ollama's calls": (
         "/api/chat",
         {
-            "model": "fake",
+            "model": "",
             "messages": [
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}] * PARTS}
             ],
@@ -190,8 +191,8 @@ CASES = {
             "/v1/completions": {"prompt": text},
             "/v1/embeddings": {"input": text},
             COUNT: {"model": "", "messages": [user(text)]},
-            "/api/generate": {"model": "fake", "prompt": text},
-            "/api/embed": {"model": "fake", "input": [text]},
+            "/api/generate": {"model": "", "prompt": text},
+            "/api/embed": {"model": "", "input": [text]},
             RESPONSES: {"input": text, "instructions": "a"},
         }.items()
     },

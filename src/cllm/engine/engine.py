@@ -219,7 +219,11 @@ class Engine:
             outputs += self._recover(error)
         is_idle = batch is None or not batch.rows
         if self._disk is not None:
-            self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
+            try:
+                self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
+            except Exception as error:
+                log.exception("what the disk gave could not be taken in")
+                outputs += self._recover(error)
         if self._chooser is not None and not is_idle:
             self._num_steps_since += 1
             if self._num_steps_since >= CHOOSE_EVERY or self.scheduler.deferred:
@@ -276,8 +280,8 @@ class Engine:
             self.backend.forward(batch)
             if self._disk is not None:
                 self._write(self._disk, operations)
-        except EngineError as error:
-            log.error("cells could not be saved or copied: %s", error)
+        except Exception:
+            log.exception("cells could not be saved or copied")
             self.scheduler.fail(batch)
             return False
         return True
@@ -374,8 +378,13 @@ class Engine:
         """Save an idle prefix that no file holds, now that nobody waits for a step; whether there was one."""
         if self._disk is None:
             return False
-        operations = self.scheduler.ledger.save_one_idle()
-        return bool(operations) and self._carry_out([*self.scheduler.take_owed(), *operations])
+        try:
+            operations = self.scheduler.ledger.save_one_idle()
+            return bool(operations) and self._carry_out([*self.scheduler.take_owed(), *operations])
+        except Exception as error:
+            log.exception("an idle prefix could not be saved")
+            self._recover(error)  # nobody runs now
+            return False
 
     def _save_all_idle(self) -> None:
         until = self.clock() + LAST_SAVES

@@ -146,7 +146,6 @@ def write_spm(path, num_bytes):
 
 CHECK = """
 import sys
-import time
 from pathlib import Path
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 vocabulary = LlamaVocabulary.load(Path(sys.argv[1]))
@@ -193,9 +192,25 @@ def test_text_in_parts_has_the_tokens_of_the_whole(vocabulary, module, texts, ad
     text = "".join(texts)
     whole = vocabulary.tokenize(text, add_special=add, parse_special=parse)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_SPECIAL", 1)
+        patch.setattr(module, "MAX_SPECIAL", -1)
         patch.setattr(module, "PART", 8)
         assert vocabulary.tokenize(text, add_special=add, parse_special=parse) == whole
+
+
+@pytest.mark.parametrize("kind", ["bert", "gemma3"])
+def test_text_in_parts_begins_and_ends_as_the_whole(tiny_model, module, monkeypatch, kind):
+    vocabulary = module.LlamaVocabulary.load(tiny_model(kind))
+    text = "".join(f"{special} a" for special in vocabulary.special_tokens.values()) * 3
+    whole = vocabulary.tokenize(text, add_special=True, parse_special=True)
+    monkeypatch.setattr(module, "MAX_SPECIAL", -1)
+    monkeypatch.setattr(module, "PART", 8)
+    assert vocabulary.tokenize(text, add_special=True, parse_special=True) == whole
+    vocabulary.close()
+
+
+def test_special_tokens_are_counted_no_further_than_needed(module):
+    assert module.has_more("<a><b>" * 3, ["<a", "<b"], 5)
+    assert not module.has_more("<a><b>" * 3, ["<a", "<b"], 6)
 
 
 @pytest.mark.parametrize(

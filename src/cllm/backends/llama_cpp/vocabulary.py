@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_LSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 7
 EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
-MAX_SPECIAL = 1000  # special tokens in a text that goes to llama.cpp in one call
+MAX_SPECIAL = 4000  # special tokens in a text that goes to llama.cpp in one call
 PART = 4096  # characters of one of several calls, at least
 MARK = b"\xff"  # before the text of a special token, for llguidance
 
@@ -134,16 +134,24 @@ class LlamaVocabulary:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if len(text) > PART:
-            specials = self._split_always if not parse_special else self._split
-            if sum(map(text.count, specials)) > MAX_SPECIAL:
+            specials = self._split if parse_special else self._split_always
+            if has_more(text, {special[:2] for special in specials}, MAX_SPECIAL):
+                begin, end = self._added if add_special else ([], [])
                 tokens = [
                     token
                     for part in parts(text, specials)
                     for token in self._tokenize(part, add_special=False, parse_special=parse_special)
                 ]
-                begin, _, end = self.pair_tokens
-                return [*begin, *tokens, *end] if add_special else tokens
+                return [*begin, *tokens, *end]
         return self._tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What ``add_special`` puts before a text and behind it."""
+        bare = self._tokenize("a", add_special=False, parse_special=False)
+        whole = self._tokenize("a", add_special=True, parse_special=False)
+        at = next(at for at in range(len(whole) + 1) if whole[at : at + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
 
     @cached_property
     def _split(self) -> dict[str, bool]:
@@ -209,6 +217,16 @@ def parts(text: str, specials: dict[str, bool]) -> Iterator[str]:
             yield text[begin:place]
             begin, at = place, place + PART
     yield text[begin:]
+
+
+def has_more(text: str, beginnings: Iterable[str], limit: int) -> bool:
+    """Whether more than ``limit`` of ``beginnings`` are in ``text``. Other threads get their turn meanwhile."""
+    count = 0
+    for beginning in beginnings:
+        count += text.count(beginning)
+        if count > limit:
+            return True
+    return False
 
 
 def is_inside(text: str, cut: int, specials: Iterable[str]) -> bool:
