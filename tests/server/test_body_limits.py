@@ -1,14 +1,19 @@
 """How much a body may hold: messages and parts, objects, values; and how a large one is read off the event loop."""
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
+from conftest import PATIENCE
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
 from cllm.server import off_loop
 from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES, check_parts, check_structure, num_parts
+from cllm.server.sse import ClientGone
 
 USER = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "a"}
@@ -71,11 +76,70 @@ def test_what_a_text_contains_does_not_count(text):
     check_structure(b'{"messages": [{"role": "user", "content": "' + text * MAX_VALUES + b'"}]}')
 
 
+# --- large requests that wait to be read ------------------------------------------------------------------------------
+
+
+class Client:
+    """Sends a request of ``size`` bytes; ``leave`` disconnects."""
+
+    def __init__(self, size=off_loop.LARGE + 1):
+        self._has_left = asyncio.Event()
+        self.leave = self._has_left.set
+        self.request = Request({"type": "http"}, self._receive)
+        off_loop.admit(self.request, size)
+
+    async def _receive(self):
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    def start(self, work):
+        return asyncio.create_task(off_loop.off_loop(self.request, work))
+
+
+@contextlib.contextmanager
+def busy_thread():
+    """The thread for large requests does nothing until the end."""
+    free = threading.Event()
+    blocked = off_loop.thread.submit(free.wait, PATIENCE)
+    try:
+        yield
+    finally:
+        free.set()
+        assert blocked.result()
+
+
 def test_large_work_is_done_in_another_thread():
     async def run():
-        request = Request({"type": "http"})
-        assert await off_loop.off_loop(request, threading.current_thread) is threading.main_thread()
-        off_loop.note_size(request, off_loop.LARGE + 1)
-        assert await off_loop.off_loop(request, threading.current_thread) is not threading.main_thread()
+        client = Client(off_loop.LARGE)
+        assert await client.start(threading.current_thread) is threading.main_thread()
+        assert await Client().start(threading.current_thread) is not threading.main_thread()
+
+    asyncio.run(run())
+
+
+def test_work_of_a_disconnected_client_is_never_started_and_frees_its_memory():
+    class Body:
+        done = False
+
+        def read(self):
+            Body.done = True
+
+    async def run():
+        with busy_thread():
+            client, body = Client(), Body()
+            freed = weakref.ref(body)
+            reading = client.start(body.read)
+            del body
+            await asyncio.sleep(0)
+            assert client.request in off_loop.waiting
+            client.leave()
+            await asyncio.wait([reading])
+            assert isinstance(reading.exception(), ClientGone)
+            del reading
+            gc.collect()
+            assert freed() is None, "although the thread is still busy"
+            assert not off_loop.waiting
+        await Client().start(lambda: None)
+        assert not Body.done
 
     asyncio.run(run())

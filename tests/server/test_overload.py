@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
+from cllm.server import off_loop
 from cllm.server.app import create_app
 from cllm.service import Service
 from cllm.text.chat import Chat
@@ -337,6 +339,41 @@ def test_who_cannot_be_served_now_is_told_to_come_again():
         service.draining, service.engine.ready = False, False
         await refuse(client, "not_ready")
         service.engine.ready = True
+
+    with_service(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/v1/chat/completions", "server_error"), ("/v1/messages", "api_error"), ("/api/chat", None)],
+)
+def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, monkeypatch):
+    """In the dialect's form, and counted; small requests are served meanwhile, and large ones afterwards."""
+    monkeypatch.setattr(off_loop, "MAX_WAITING_BYTES", 3 * off_loop.LARGE)
+    free = threading.Event()
+
+    async def test(_, client):
+        async def send(unknown):
+            body = {"model": "fake", "max_tokens": 1, "messages": MESSAGES, "unknown": unknown}
+            headers = {"anthropic-version": "2023-06-01"} if path == "/v1/messages" else {}
+            return await client.post(path, json={**body, "stream": False}, headers=headers)
+
+        large = "a" * 2 * off_loop.LARGE
+        off_loop.thread.submit(free.wait, PATIENCE)
+        try:
+            first = asyncio.create_task(send(large))
+            while not off_loop.waiting:  # noqa: ASYNC110  # it tells nobody
+                await asyncio.sleep(0.01)
+            answer = await send(large)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+            error = answer.json()["error"]
+            assert kind is None or error["type"] == kind
+            assert "Too many large requests" in str(error)
+            assert 'reason="large"} 1.0' in (await client.get("/metrics")).text
+            assert (await send("a")).status_code == 200
+        finally:
+            free.set()
+        assert (await first).status_code == (await send(large)).status_code == 200
 
     with_service(test)
 

@@ -11,6 +11,7 @@ from cllm.server.app import routes
 from cllm.server.body import PACE_BYTES, PACE_WINDOW, Body
 from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES
 from cllm.server.http_protocol import HEAD_TIMEOUT, MAX_FIELDS, MAX_HEAD, READ_TIMEOUT
+from cllm.server.off_loop import LARGE, MAX_WAITING_BYTES
 from cllm.server.openapi import model_of
 from cllm.server.queueing import TICKET
 
@@ -63,6 +64,9 @@ another connection, the one that has been idle for longest is closed; while all 
 A request that finds the queue full gets 429 (529 on Anthropic's routes) with the headers `retry-after`, in seconds, and
 `{TICKET}`. A client that sends the same request after that time, with `{TICKET}` as it was received, goes
 before new requests of its class: see [scheduling](scheduling.md#when-there-is-too-much).
+
+Requests over {LARGE:,} bytes are read one after the other, so that they do not hold up small ones. While more than
+{MAX_WAITING_BYTES:,} bytes of them wait, further ones get 503 with `retry-after`.
 """
 HEAD = "| Parameter | | |\n|---|---|---|\n"
 

@@ -133,7 +133,8 @@ class Metrics:
         )
         self._refused = Counter(
             "cllm:requests_refused",
-            "requests refused: a bound of the queue (requests, tokens, seconds), not_ready, draining",
+            "requests refused: a bound of the queue (requests, tokens, seconds), large (requests wait to be read), "
+            "not_ready, draining",
             ("model_name", "reason"),
             registry=self._registry,
         )

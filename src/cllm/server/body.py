@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest
 from cllm.server.body_limits import check_parts, check_structure
-from cllm.server.off_loop import note_size, off_loop
+from cllm.server.off_loop import admit, off_loop
 from cllm.text.schema_faults import fault_of
 
 Model = TypeVar("Model", bound="Body")
@@ -166,7 +166,8 @@ def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
 
 
 async def read_body(request: Request, model: type[Model], *, any_type: bool = False) -> Model:
-    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field.
+    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field; and EngineError if
+    too many large bodies wait.
 
     ``any_type``: whatever its Content-Type is, unless a page in a browser has sent it.
     """
@@ -174,7 +175,7 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:
         check_type(headers.get("content-type", ""))
     data = await read_bytes(request)
-    note_size(request, len(data))
+    admit(request, len(data))
     return await off_loop(request, lambda: read(data, model, request))
 
 

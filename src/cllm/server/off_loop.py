@@ -13,28 +13,54 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from cllm.errors import EngineError
+from cllm.server.sse import until_disconnect
+
 T = TypeVar("T")
 
 LARGE = 10_000  # bytes; a smaller body has less than 1,000 messages and parts
-IS_LARGE = "cllm.is_large"  # in the scope of a request
+MAX_WAITING_BYTES = 64_000_000  # of large requests; reading so many takes a few seconds
+NUM_BYTES = "cllm.num_bytes"  # in the scope of a request
 
 thread = ThreadPoolExecutor(1, "cllm-large")
+waiting: dict[Request, int] = {}  # the requests that wait for the thread, and their sizes in bytes
 
 
-def note_size(request: Request, num_bytes: int) -> None:
-    """Remember that ``num_bytes`` belong to ``request``."""
-    if num_bytes > LARGE:
-        request.scope[IS_LARGE] = True
+def admit(request: Request, num_bytes: int) -> None:
+    """Remember that ``num_bytes`` belong to ``request``.
+
+    Raises EngineError if that makes ``request`` large and too many bytes of large requests wait already.
+    """
+    size = request.scope[NUM_BYTES] = request.scope.get(NUM_BYTES, 0) + num_bytes
+    if size > LARGE and waiting and sum(waiting.values()) + size > MAX_WAITING_BYTES:
+        request.app.state.service.metrics.refused("large")
+        raise EngineError("Too many large requests wait to be read; please retry.")
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on what belongs to ``request``; computed in the thread if that is large."""
-    return await in_thread(work) if request.scope.get(IS_LARGE) else work()
+    """Return the result of ``work`` on what belongs to ``request``; computed in the thread if that is large.
+
+    Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it never does.
+    """
+    size = request.scope.get(NUM_BYTES, 0)
+    if size <= LARGE:
+        return work()
+    waiting[request] = size
+    try:
+        return await until_disconnect(request, in_thread(work))
+    finally:
+        del waiting[request]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in the thread."""
-    return await asyncio.get_running_loop().run_in_executor(thread, without_collecting, work)
+    pending = [
+        work
+    ]  # emptied on cancellation, because the thread's queue would keep ``work`` and all that it refers to
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, lambda: without_collecting(pending.pop()))
+    finally:
+        pending.clear()
 
 
 def without_collecting(work: Callable[[], T]) -> T:

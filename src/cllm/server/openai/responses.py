@@ -17,7 +17,7 @@ from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.body_limits import check_num_parts
-from cllm.server.off_loop import note_size, off_loop
+from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_items import PLACES, new_id
@@ -156,7 +156,7 @@ def check_turns(request: Request, turns: list[Stored]) -> None:
     if num_bytes > limit:
         message = f"The conversation is too long: the responses before have {num_bytes} bytes, {limit} are allowed."
         raise BadRequest(message, param="previous_response_id", code="conversation_too_long")
-    note_size(request, num_bytes)
+    admit(request, num_bytes)
 
 
 def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
