@@ -121,10 +121,12 @@ def with_thoughts(name: str) -> Form:
     return form if form.reasoning or form.header else Form((), form.calls, THINK)
 
 
-def grammar_of(form: Form, tools=TOOLS, words: Words = WORDS["few"], strict: bool = True, **options) -> str:
+def grammar_of(
+    form: Form, tools=TOOLS, words: Words = WORDS["few"], strict: bool = True, unenforced=None, **options
+) -> str:
     declared = {name: Tool(schema, strict) for name, schema in tools.items()}
     calls = form.calls
     texts = [*form.marks, *([calls.begin, calls.write, calls.end, calls.pair] if calls else [])]
     used = {text: token for text, token in words.control.items() if any(text in other for other in texts)}
     special = range(256, words.eos_token_id)
-    return message_grammar(BoundMessage(form, declared, used, **{"calls": True} | options), special)
+    return message_grammar(BoundMessage(form, declared, used, **{"calls": True} | options), special, unenforced)

@@ -175,3 +175,74 @@ def test_wrong_calls_become_calls_of_declared_functions(name: str, words) -> Non
             assert called in TOOLS
             if matcher.is_accepting():
                 jsonschema.validate(json.loads(arguments), {"additionalProperties": False} | TOOLS[called])
+
+
+CITY, NUMBER = {"city": {"type": "string"}}, {"days": {"type": "integer"}}
+OPEN_SCHEMAS = {
+    "any object": ({"type": "object"}, False),
+    "open": ({"type": "object", "additionalProperties": True}, False),
+    "more properties": ({"type": "object", "properties": CITY, "additionalProperties": True}, True),
+    "reference": ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": CITY | NUMBER}}}, True),
+    "anyOf": ({"anyOf": [{"properties": CITY | NUMBER}, {"properties": CITY}]}, True),
+    "allOf": ({"type": "object", "allOf": [{"properties": CITY}, {"properties": NUMBER}]}, True),
+}
+NO_JSON = [name for name in CALLING if not forms()[name].calls.writes_json and name != "apertus"]
+
+
+@pytest.mark.parametrize("schema", OPEN_SCHEMAS)
+@pytest.mark.parametrize("name", NO_JSON)
+def test_functions_that_do_not_list_their_arguments_can_be_called_with_some(name: str, schema: str) -> None:
+    words, unenforced = WORDS["few"], set()
+    for options in ({"is_loose": True}, {}):
+        grammar = grammar_of(
+            forms()[name], {"get_weather": OPEN_SCHEMAS[schema][0]}, words, False, unenforced, **options
+        )
+        assert words.follows(grammar, WEATHER[name])
+    assert bool(unenforced) == OPEN_SCHEMAS[schema][1]
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+def test_optional_arguments_come_in_any_order(name: str) -> None:
+    """Also before those that are required."""
+    form, words = forms()[name], WORDS["few"]
+    properties = NUMBER | CITY | {"more": {"type": "boolean"}}
+    for required in (["days"], ["city"], ["city", "days"], []):
+        tools = {"get_weather": {"type": "object", "properties": properties, "required": required}}
+        grammar = loose(form, words, tools=tools)
+        assert words.follows(grammar, WEATHER[name]) == (required != ["city", "days"]), required
+
+
+STRICT_SCHEMAS = {
+    "anyOf": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "pattern": {"type": "string", "pattern": "^[a-z]+$"},
+    "minLength": {"type": "string", "minLength": 9},
+    "const": {"const": "Bergen"},
+    "$ref": {"$ref": "#/$defs/A"},
+}
+
+
+@pytest.mark.parametrize("keyword", STRICT_SCHEMAS)
+@pytest.mark.parametrize("name", NO_JSON)
+def test_strict_functions_keep_what_a_form_without_json_can_keep(name: str, keyword: str) -> None:
+    """Many clients set strict by default. The value that cannot be enforced is free, the others are not."""
+    schema = {
+        "type": "object",
+        "properties": {"city": STRICT_SCHEMAS[keyword], "days": {"type": "integer"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"A": {"type": "string"}},
+    }
+    words, unenforced = WORDS["few"], set()
+    grammar = grammar_of(forms()[name], {"get_weather": schema}, words, True, unenforced, is_loose=True)
+    if "$keywords" not in forms()[name].calls.write:  # those values are JSON
+        assert words.follows(grammar, WEATHER[name])
+        assert keyword in unenforced
+    assert words.refuses(grammar, WEATHER[name].replace("2", '"x"'))
+
+
+@both
+@pytest.mark.parametrize("name", ["lfm2", "pythonic"])
+def test_brackets_in_strings_do_not_end_free_arguments(name: str, words) -> None:
+    grammar = loose(forms()[name], words, names_only=True)
+    for arguments in ('city="a) b", days=[1, (2)]', "city='it (\\' is', more={'a': \")]\"}", ""):
+        assert words.follows(grammar, WEATHER[name].replace('city="Oslo", days=2', arguments)), arguments

@@ -97,14 +97,22 @@ class CallArguments:
         self._schema = schema
         self._unenforced = unenforced
 
-    def term(self, place: str) -> str:
-        """What stands for $arguments, $keywords or $pairs. Raises BadRequest (tools) for what cannot be enforced."""
+    def term(self, place: str) -> str | None:
+        """What stands for $arguments, $keywords or $pairs; None for any text up to what follows it.
+
+        Raises BadRequest (tools) for what cannot be enforced.
+        """
+        if self._calls.writes_json:
+            return self._json(self._schema)
+        is_free = self._unenforced is not None and not names_all_properties(self._schema)
+        if is_free and self._unenforced is not None and says_more_than_object(self._schema):
+            self._unenforced.add("parameters")
         match place:
             case "keywords":
-                return self._members(self._schema, "=", ", ", self._json)
+                return self._any_keywords() if is_free else self._members(self._schema, "=", ", ", self._json)
             case "pairs":
-                return self._pairs()
-        return self._bare(self._schema) if self._calls.quote else self._json(self._schema)
+                return None if is_free else self._pairs()
+        return self._any_bare_object() if is_free else self._bare(self._schema)
 
     def _cannot(self, keyword: str, why: str) -> None:
         if self._unenforced is None:
@@ -124,7 +132,8 @@ class CallArguments:
         before, _, after = self._calls.pair.partition("$value")
         end = "\n" * tags.trim + tags.value_close
         rest = after.removeprefix(end)
-        terms = []
+        required: list[str] = []
+        optional: list[str] = []
         for key, inner, is_required in self._properties(self._schema):
             types = types_of(inner)
             if types == {"string"} and "enum" in inner:
@@ -137,17 +146,19 @@ class CallArguments:
                 if types != {"string"}:
                     self._cannot("type", f"the type of '{key[:40]}' must be one, and stated")
                 value = self._terms.until(end)
-            is_string = "true" if types == {"string"} else "false"
-            opening = before.replace("$key", key).replace("$string", is_string)
-            pair = f"{self._terms.text(opening)} {value} {self._terms.text(rest)}"
-            terms.append(pair if is_required else f"({pair})?")
-        return " ".join(terms)
+            may_be = [] if types == {"string"} else ["false"]
+            may_be += ["true"] if not types or "string" in types else []
+            openings = dict.fromkeys(before.replace("$key", key).replace("$string", is_string) for is_string in may_be)
+            pair = f"({' | '.join(map(self._terms.text, openings))}) {value} {self._terms.text(rest)}"
+            (required if is_required else optional).append(self._rules.rule(pair))
+        return self._interleaved(required, optional)
 
     def _bare(self, schema: Any, depth: int = 0) -> str:
         """A value with bare keys, and strings in marks of their own."""
         quote = self._calls.quote
         types = types_of(schema)
         if depth > MAX_DEPTH or len(types) != 1:
+            self._check(schema)
             self._cannot("type", "every value must have one type")
             return self._any_bare()
         match types.pop():
@@ -182,20 +193,31 @@ class CallArguments:
         self._rules.define(name, f'"{{" ({inside} | {quoted} | {name})* "}}" | "[" ({inside} | {quoted} | {name})* "]"')
         return name
 
+    def _any_keywords(self) -> str:
+        """Any text in which strings and brackets are closed."""
+        inside, name = r"""/[^"'()\[\]{}]+/ | /"(?s:[^"\\]|\\.)*"/ | /'(?s:[^'\\]|\\.)*'/""", self._rules.reserve()
+        nested = " | ".join(f'"{begin}" {name} "{end}"' for begin, end in ("()", "[]", "{}"))
+        self._rules.define(name, f"({inside} | {nested})*")
+        return name
+
     def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[Any], str]) -> str:
-        """The properties of an object, the required ones first, and of the others any in their order."""
+        """The properties of an object."""
         required: list[str] = []
         optional: list[str] = []
         for key, inner, is_required in self._properties(schema):
             member = f"{self._terms.text(key + equals)} {value(inner)}"
             (required if is_required else optional).append(self._rules.rule(member))
-        between = f" {text_term(comma)} "
-        # from the last to the first: what may follow a property, and what may stand where none has been
-        follow, begin = '""', '""'
-        for member in reversed(optional):
-            begin = self._rules.rule(f"{member} {follow} | {begin}")
-            follow = self._rules.rule(f"{between}{member} {follow} | {follow}")
-        return f"{between.join(required)} {follow}" if required else begin
+        return self._interleaved(required, optional, text_term(comma))
+
+    def _interleaved(self, required: list[str], optional: list[str], comma: str = "") -> str:
+        """The required ones in their order, and anywhere between them any of the others."""
+        if not optional:
+            return f" {comma} ".join(required)
+        other = self._rules.rule(" | ".join(optional))
+        further = f"({comma} {other})*"
+        if not required:
+            return f"({other} {further})?"
+        return f"({other} {comma})* {f' {further} {comma} '.join(required)} {further}"
 
     def _properties(self, schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
         """Name, schema and whether it is required."""
@@ -207,3 +229,13 @@ class CallArguments:
         if isinstance(schema, dict):
             for keyword in sorted((schema.keys() & ASSERTIONS) - HANDLED):
                 self._cannot(keyword, f"'{keyword[:40]}' is not supported")
+
+
+def names_all_properties(schema: dict[str, Any]) -> bool:
+    """Whether an object's schema is no more than a list of the properties that it may have."""
+    is_list = not (schema.keys() & ASSERTIONS) - {"type", "properties", "required", "additionalProperties"}
+    return is_list and schema.get("additionalProperties", "properties" not in schema) is False
+
+
+def says_more_than_object(schema: dict[str, Any]) -> bool:
+    return any(schema[keyword] is not True for keyword in (schema.keys() & ASSERTIONS) - {"type"})

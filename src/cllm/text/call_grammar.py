@@ -151,18 +151,26 @@ class CallGrammar:
 
     def _write_arguments(self, tool: Tool, place: str) -> str | None:
         """A rule for the arguments of a function; None if they end with what follows them."""
-        message, calls = self._message, self._form_calls
+        message = self._message
+        strict = self._is_strict(tool)
         try:
-            if tool.strict or not message.names_only:
-                unenforced = None if tool.strict else self._unenforced
-                return self._rules.rule(CallArguments(calls, self._terms, tool.schema, unenforced).term(place))
+            if strict or not message.names_only:
+                return self._term(tool.schema, None if strict else self._unenforced, place)
         except BadRequest:
-            if tool.strict or not message.is_loose:
+            if strict or not message.is_loose:
                 raise
         self._unenforced.add("parameters")
-        if not calls.writes_json:
-            return None
-        return self._rules.rule(CallArguments(calls, self._terms, {"type": "object"}, None).term(place))
+        return self._term({"type": "object"}, set(), place)
+
+    def _is_strict(self, tool: Tool) -> bool:
+        """Clients set strict by default, with schemas that forms without JSON cannot follow: there it is only enforced
+        where a call is forced.
+        """
+        return tool.strict and (self._form_calls.writes_json or not self._message.is_loose)
+
+    def _term(self, schema: dict[str, Any], unenforced: set[str] | None, place: str) -> str | None:
+        term = CallArguments(self._form_calls, self._terms, schema, unenforced).term(place)
+        return None if term is None else self._rules.rule(term)
 
 
 class LooseGrammar(CallGrammar):
