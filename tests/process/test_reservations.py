@@ -35,7 +35,7 @@ def ask(account="a", priority=NORMAL):
     return Request("r", [1, 2], SamplingParams(), account, priority)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (1.4, 1), (10.5, 10), (1000.0, 952)])
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (1.4, 1), (10.5, 10), (600.0, 571)])
 def test_clients_that_wait_up_to_a_tenth_longer_come_in_time_on_average(seconds, told):
     ticket, said = Desk().reservations.add([ask()], NO_CLAIM, seconds)
     assert (bool(ticket), said) == (True, told)
@@ -112,6 +112,44 @@ def test_client_that_comes_too_early_keeps_its_time():
     assert desk.reservations.counts["issued"] == 1
 
 
+@pytest.mark.parametrize("account", ["a", ""])
+def test_early_retries_without_ticket_make_no_reservations(account):
+    """They are told the rest of the time. A request that comes at the same time is of another client."""
+    desk = Desk()
+    ticket = desk.reject(account, body=1, seconds=105.0)
+    assert desk.find(account, body=1) is None
+    for i in range(1, 100):
+        desk.now += 1.0
+        reservation = desk.reservations.find(ask(account), Claim(body=1))
+        assert desk.reservations.postpone(reservation, 0.0) == (ticket, 100 - i)
+        assert desk.find("b", body=1) is desk.find(account, body=2) is None
+    assert len(desk.reservations) == 1
+
+
+def test_early_retry_does_not_shorten_the_time_of_a_reservation():
+    """It may be of another client with the same body."""
+    desk = Desk()
+    ticket = desk.reject(body=1, seconds=105.0)
+    desk.now += 99.0
+    desk.reservations.postpone(desk.reservations.find(ask(), Claim(body=1)), 0.0)
+    desk.now += 12.9
+    assert desk.find(ticket=ticket) == ticket
+    desk.now += 0.2
+    assert desk.find(ticket=ticket) is None
+
+
+def test_early_retries_of_several_clients_with_one_body_keep_all_reservations():
+    desk = Desk()
+    tickets = [desk.reject(body=1), desk.reject(body=1)]
+    desk.now += 1.0
+    found = []
+    for _ in tickets:
+        reservation = desk.reservations.find(ask(), Claim(body=1))
+        found.append(desk.reservations.postpone(reservation, 0.0)[0])
+    assert found == tickets
+    assert desk.find(body=1) is None, "a third client"
+
+
 def test_returning_clients_are_counted_by_account_and_time():
     """For each class separately."""
     desk = Desk()
@@ -140,6 +178,27 @@ def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
     served = sum(min(count, num_turns * weights.get(account, 1.0)) for account, count in counts.items())
     share = desk.reservations.share_in_turns(NORMAL, num_turns, weights)
     assert share == pytest.approx(served / 12)
+
+
+def test_retry_after_is_bounded_and_longer_waits_have_no_reservation():
+    desk = Desk()
+    assert desk.reservations.add([ask()], NO_CLAIM, 1e9) == ("", module.LONGEST_WAIT)
+    ticket = desk.reject()
+    reservation = desk.reservations.find(ask(), Claim(ticket))
+    assert desk.reservations.postpone(reservation, 1e9) == (ticket, module.LONGEST_WAIT)
+    assert len(desk.reservations) == 1
+
+
+def test_an_account_does_not_take_the_reservations_of_others(monkeypatch):
+    """Its further clients get a Retry-After, but no place; the limit is of each class."""
+    monkeypatch.setattr(module, "MAX_PER_ACCOUNT", 2)
+    desk = Desk()
+    assert [bool(desk.reject(body=i)) for i in range(3)] == [True, True, False]
+    assert desk.reject("b")
+    assert desk.reject(priority=BATCH)
+    desk.now += 13.0
+    assert desk.find() is None
+    assert desk.reject()
 
 
 def test_number_of_reservations_is_bounded(monkeypatch):

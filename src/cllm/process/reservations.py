@@ -15,7 +15,10 @@ from cllm.core.request import Priority, Request
 
 MEAN_DELAY = 1.05  # clients wait for Retry-After and up to a tenth longer, so that they do not return together
 LONGEST_DELAY, LATENESS = 1.1, 2.0  # a client returns within this multiple of Retry-After, and this many seconds
+LONGEST_WAIT = 600.0  # seconds; clients that would have to wait longer are told this, and get no reservation
+EARLIEST_RETRY = 0.3  # seconds; SDKs that do not wait for Retry-After retry later than that
 MAX_RESERVATIONS = 10_000
+MAX_PER_ACCOUNT = 1_000  # of each class
 
 
 class Claim(NamedTuple):
@@ -49,7 +52,9 @@ def load_of(*requests: Request) -> Load:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The place of one client. due, expires: the client is expected between these seconds of the clock."""
+    """The place of one client. due, expires: the client is expected between these seconds of the clock. told: when the
+    client was rejected last.
+    """
 
     priority: Priority
     account: str
@@ -57,6 +62,7 @@ class Reservation:
     load: Load
     due: float = 0.0
     expires: float = 0.0
+    told: float = 0.0
     ticket: str = field(default_factory=lambda: secrets.token_urlsafe(16))
 
 
@@ -85,8 +91,9 @@ class Reservations:
         """The reservation of the client that sends ``request``, if it has one.
 
         A client that sends no ticket gets a reservation that is due: one of its account for the same body; or the only
-        one of its account, if the account has a name. Where clients do send their tickets, a request without a ticket
-        is a new one and gets none.
+        one of its account, if the account has a name. If none is due, the client has retried too early if its account
+        has a reservation for the same body that is older than EARLIEST_RETRY. Where clients do send their tickets, a
+        request without a ticket is a new one and gets none.
         """
         self._expire()
         found = self._by_ticket.get(claim.ticket)
@@ -97,7 +104,9 @@ class Reservations:
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
             for group in ((request.priority, request.key, body) for body in (claim.body, None))
         )
-        return next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
+        due = next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
+        early = (one for one in same if one.told <= self._clock() - EARLIEST_RETRY)
+        return due or min(early, key=told_of, default=None)  # of the client that has not been seen for longest
 
     def is_due(self, reservation: Reservation) -> bool:
         return reservation.due <= self._clock()
@@ -128,12 +137,15 @@ class Reservations:
     def add(self, requests: list[Request], claim: Claim, seconds: float) -> tuple[str, float]:
         """Reserve a place for ``requests``, which one client sent, that is free in ``seconds``.
 
-        Returns the ticket, or "" if there are too many reservations; and Retry-After in whole seconds.
+        Returns the ticket, or "" if there are too many reservations or the wait is too long; and Retry-After in whole
+        seconds.
         """
-        retry_after = max(1.0, round(seconds / MEAN_DELAY))
-        if len(self) >= MAX_RESERVATIONS:
+        retry_after = max(1.0, round(min(seconds / MEAN_DELAY, LONGEST_WAIT)))
+        priority, account = requests[0].priority, requests[0].key
+        is_full = len(self) >= MAX_RESERVATIONS or self.count(priority, account) >= MAX_PER_ACCOUNT
+        if is_full or retry_after >= LONGEST_WAIT:
             return "", retry_after
-        reservation = Reservation(requests[0].priority, requests[0].key, claim.body, load_of(*requests))
+        reservation = Reservation(priority, account, claim.body, load_of(*requests))
         self._loads[reservation.priority].add(reservation.load)
         self._by_ticket[reservation.ticket] = reservation
         for group in groups_of(reservation):
@@ -145,7 +157,7 @@ class Reservations:
 
     def postpone(self, reservation: Reservation, seconds: float) -> tuple[str, float]:
         """As ``add``, for a client that returns too early, or for which there is no room before ``seconds``."""
-        due = max(reservation.due, self._clock() + seconds)
+        due = max(reservation.due, self._clock() + min(seconds, LONGEST_WAIT))
         retry_after = max(1.0, math.ceil(due - self._clock()))
         self._by_due[reservation.priority].remove(reservation)
         self._schedule(reservation, due, retry_after)
@@ -158,7 +170,9 @@ class Reservations:
 
     def _schedule(self, reservation: Reservation, due: float, retry_after: float) -> None:
         reservation.due = due
-        reservation.expires = self._clock() + LONGEST_DELAY * retry_after + LATENESS
+        reservation.told = self._clock()
+        # an early retry may be of another client, and that of the reservation may still wait as it was told first
+        reservation.expires = max(reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS)
         insort(self._by_due[reservation.priority], reservation, key=due_of)
 
     def _expire(self) -> None:
@@ -183,6 +197,10 @@ class Reservations:
 
 def due_of(reservation: Reservation) -> float:
     return reservation.due
+
+
+def told_of(reservation: Reservation) -> float:
+    return reservation.told
 
 
 Group = tuple[Priority, str, int | None]
