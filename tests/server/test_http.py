@@ -159,3 +159,42 @@ def test_a_body_is_no_head(fake_server):
     for size in (60_000, 200_000, 900_000):
         answer = fake_server.client.post("/encode", json={"text": "a" * size})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
+    """Java's client asks for HTTP/2 with each request; also the requests behind it are answered, in any pieces."""
+    log = fake_server.log
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    fields = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAA\r\n" % protocol
+    framings = [
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body),
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+    ]
+    data = b"".join(HEAD + fields + framing for framing in framings)
+    data += b"GET /health HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n"
+    data += b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(fake_server) as connection:
+        for i in range(0, len(data), size):
+            connection.sendall(data[i : i + size])
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 ") == 4
+    assert answers.count(b'"finish_reason":"length"') == 2
+    assert fake_server.log == log
+
+
+def test_limits_hold_for_a_head_with_an_upgrade(fake_server):
+    upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    for data in (upgrade + b"a: b\r\n" * 200 + b"\r\n", upgrade + b"x-large: " + b"y" * 66_000 + b"\r\n\r\n"):
+        with connect(fake_server) as connection:
+            connection.sendall(data)
+            assert read_all(connection).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("target", [b"example.com:443", b"/"])
+def test_connect_is_501(fake_server, target):
+    with connect(fake_server) as connection:
+        connection.sendall(b"CONNECT %s HTTP/1.1\r\nHost: x\r\n\r\n" % target)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 501 ")

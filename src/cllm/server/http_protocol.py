@@ -7,6 +7,7 @@ import re
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import httptools
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -31,7 +32,7 @@ HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9
 class Protocol(HttpToolsProtocol):
     """Refuses what is not HTTP or has too large a head, ends connections whose clients do not send a head or do not
     read their answer, and lets a client that is still sending read an early answer. ``parts_of`` in body.py decides
-    how slowly a body may come.
+    how slowly a body may come. An Upgrade field is ignored, which RFC 9110, 7.8 allows.
 
     A client may shut down its sending side after its request (half-close) and gets the answer. One that closes the
     connection looks the same at first, so a half-closed connection is probed: what is written to a closed connection
@@ -44,7 +45,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._num_unparsed_bytes = 0  # since the last end of a head, part of a body or end of a body
         self._num_head_bytes = self._num_fields = 0
-        self._refusal: tuple[HTTPStatus, str] | None = None  # why the parser was stopped
+        self._refusal: tuple[HTTPStatus, str] | None = None  # why nothing more is parsed
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._is_half_closed = False
         self._is_discarding = False  # whatever still comes
@@ -88,17 +89,44 @@ class Protocol(HttpToolsProtocol):
     # --- what it sends ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_discarding:
+        if self._is_discarding or self._refusal is not None:
             self._num_discarded_bytes += len(data)
             if self._num_discarded_bytes > LINGER_BYTES:
                 self.transport.close()
             return
         self._num_unparsed_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._num_unparsed_bytes > MAX_HEAD:
             self._refuse(*too_large_head())
         elif self._num_unparsed_bytes and not self._is_busy():
             self._time_head()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. It stops behind a head that asks for an upgrade and skips its body; a new parser then reads
+        the same head without the Upgrade field, and what follows.
+        """
+        head, rest = b"", memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(head)
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                head, rest = self._head_without_upgrade(), rest[stop.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += (b"%s: %s" % field for field in self.headers if field[0] != b"upgrade")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _is_busy(self) -> bool:
         """Return whether a request is being read or answered."""
@@ -129,6 +157,10 @@ class Protocol(HttpToolsProtocol):
             self._stop_parser(*too_large_head())
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._stop_parser(HTTPStatus.NOT_IMPLEMENTED, "This server is not a proxy: CONNECT is not supported.")
+        if self.parser.should_upgrade():  # the head comes again, without the Upgrade field
+            return
         self._num_unparsed_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -155,6 +187,8 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._num_unparsed_bytes = 0
         super().on_message_complete()
 
