@@ -121,7 +121,7 @@ def test_a_refusal_is_an_answer(run):
 def test_a_fault_of_ours_is_not_taken_for_too_much_time_or_memory(run, capfd):
     async def use(made):
         before = await pid_of(made)
-        with pytest.raises(BadRequest, match="KeyError"):
+        with pytest.raises(EngineError, match="KeyError"):
             await ask(made, "crash")
         assert await pid_of(made) == before
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from cllm.errors import BadRequest
+from cllm.errors import BadRequest, EngineError
 
 HEAD = 4  # bytes of a frame's length
 READY = b'"+"'
@@ -29,15 +29,18 @@ Work = Callable[[Any], str]  # it may raise BadRequest
 
 
 class Reply(NamedTuple):
-    """A text; or, if there is an ``error``, what a BadRequest says."""
+    """A text; or, if there is an ``error``, what a BadRequest says, or an EngineError if it ``is_ours``."""
 
     text: str
     error: str = ""
     param: str | None = None
     code: str | None = None
+    is_ours: bool = False
 
     def get(self) -> str:
-        """The text. Raises the BadRequest."""
+        """The text. Raises the error."""
+        if self.is_ours:
+            raise EngineError(self.error)
         if self.error:
             raise BadRequest(self.error, param=self.param, code=self.code)
         return self.text
@@ -89,7 +92,8 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
             raise
         except Exception as error:  # noqa: BLE001  # a fault of ours: the parent must not think it took too much
             traceback.print_exc()
-            reply = Reply("", f"The server could not work on this ({type(error).__name__}); its log says more.")
+            why = f"The server could not work on this ({type(error).__name__}); its log says more."
+            reply = Reply("", why, is_ours=True)
         answer = to_json(reply)
         limit_time(0)
 
