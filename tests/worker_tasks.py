@@ -29,6 +29,10 @@ def note_limit(begin):
     return lambda asked: str(seconds)
 
 
+def break_down(begin):
+    return lambda asked: crash()
+
+
 def fail(begin):
     raise RuntimeError(f"no work for {begin}")
 

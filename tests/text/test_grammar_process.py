@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+import worker_tasks
 from conftest import PATIENCE
 
 from cllm.errors import BadRequest, EngineError
-from cllm.text import grammar_process, workers
+from cllm.text import grammar, grammar_process, workers
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.form import forms
-from cllm.text.grammar import Constraint, Special
+from cllm.text.grammar import Checked, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 
 NUMBER = Constraint("json_schema", {"type": "integer"})
@@ -133,6 +135,71 @@ def test_calls_that_may_be_made_are_constrained_as_far_as_possible(case):
     Checks().run(use)
 
 
+INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+def loose(tools: dict[str, Tool], form: str = "hermes") -> BoundMessage:
+    return BoundMessage(forms()[form], tools, calls=True, is_loose=True)
+
+
+def test_a_strict_function_is_enforced_beside_functions_that_are_too_large():
+    """Only the names of the others are constrained then. A strict one that is too large is refused."""
+
+    async def use(process):
+        large = {"properties": {"y": LARGE}}
+        bound = await process.bind(loose({"f": Tool(INTEGER, True), "g": Tool(large)}))
+        assert '"x' in bound.grammar
+        assert bound.unenforced == ("parameters",)
+        with pytest.raises(BadRequest):
+            await process.bind(loose({"f": Tool(INTEGER), "g": Tool(large, True)}))
+        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != Checked("", ("tools",))
+
+    Checks().run(use)
+
+
+def test_calls_that_may_be_made_do_not_wait_long_for_grammars_of_others(monkeypatch):
+    """They go unconstrained instead; with a strict function they wait, as what is promised is enforced."""
+    monkeypatch.setattr(grammar_process, "PATIENCE", 0.01)
+
+    async def use(process):
+        async with process._turn:
+            strict = asyncio.create_task(process.bind(loose({"f": Tool(INTEGER, True)})))
+            assert await process.bind(loose({"f": Tool(INTEGER)})) == Checked("", ("tools",))
+            assert not strict.done()
+        assert (await strict).grammar
+        assert (await process.bind(loose({"f": Tool(INTEGER)}))).grammar
+
+    Checks().run(use)
+
+
+def test_refusals_of_large_grammars_leave_the_results_of_others(monkeypatch):
+    monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 10_000)
+    checks = Checks()
+
+    async def use(process):
+        await process.check(NUMBER, "field")
+        for i in range(9):
+            await refusal(process, Constraint("json_schema", {"not": {"const": f"{i}" * 5000}}))
+        await process.check(NUMBER, "field")
+
+    checks.run(use)
+    assert checks.seconds[-1] is None
+
+
+def test_a_fault_of_ours_is_not_remembered(monkeypatch):
+    """It is no refusal, and the next one who asks may have more luck."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(worker_tasks.__file__).parent))
+    monkeypatch.setattr(grammar, "prepare", worker_tasks.break_down)
+
+    async def use(process):
+        with pytest.raises(EngineError, match="KeyError"):
+            await process.check(NUMBER, "field")
+        assert await process.bind(loose({"f": Tool(INTEGER)})) == Checked("", ("tools",))
+        assert not process._known
+
+    Checks().run(use)
+
+
 def test_legal_ones_that_look_bad():
     """Regular expressions that make others backtrack, or that count far."""
 
@@ -233,7 +300,7 @@ def test_the_same_asked_by_many_is_checked_once():
 def test_memory_is_bounded(monkeypatch):
     """The grammars that were not asked for longest are forgotten, by number and by size."""
     monkeypatch.setattr(grammar_process, "MAX_KNOWN", 10)
-    monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 20_000)
+    monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 10_000)
 
     async def use(process):
         for i in range(30):

@@ -50,6 +50,15 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     begun: bool = False
     names_only: bool = False
 
+    def enforces(self, tool: Tool) -> bool:
+        """Whether the message is refused if the schema of ``tool`` cannot be enforced.
+
+        Clients set strict by default, with schemas that forms without JSON cannot follow: there it is only enforced
+        where a call is forced.
+        """
+        assert self.form.calls
+        return tool.strict and (self.form.calls.writes_json or not self.is_loose)
+
 
 def message_grammar(
     message: BoundMessage, special: Collection[int] = (), unenforced: set[str] | None = None, *, careful: bool = False
@@ -152,7 +161,7 @@ class CallGrammar:
     def _write_arguments(self, tool: Tool, place: str) -> str | None:
         """A rule for the arguments of a function; None if they end with what follows them."""
         message = self._message
-        strict = self._is_strict(tool)
+        strict = message.enforces(tool)
         try:
             if strict or not message.names_only:
                 return self._term(tool.schema, None if strict else self._unenforced, place)
@@ -161,12 +170,6 @@ class CallGrammar:
                 raise
         self._unenforced.add("parameters")
         return self._term({"type": "object"}, set(), place)
-
-    def _is_strict(self, tool: Tool) -> bool:
-        """Clients set strict by default, with schemas that forms without JSON cannot follow: there it is only enforced
-        where a call is forced.
-        """
-        return tool.strict and (self._form_calls.writes_json or not self._message.is_loose)
 
     def _term(self, schema: dict[str, Any], unenforced: set[str] | None, place: str) -> str | None:
         term = CallArguments(self._form_calls, self._terms, schema, unenforced).term(place)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pydantic_core
@@ -22,6 +24,7 @@ from cllm.text.workers import Workers
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once
+PATIENCE = 2.0  # seconds that a message waits for its turn which can do without a grammar
 MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
 
 
@@ -41,12 +44,13 @@ class GrammarProcess(Workers):
         self._observe = observe
         self._turn = asyncio.Lock()
         self._num_waiting = 0
+        # by the hashes of the questions: a refusal of a large one must not take the room of many results
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
         self._known_size = 0
 
-    async def check(self, constraint: Constraint, param: str) -> Checked:
-        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask, or if
-        the process is stopped or killed.
+    async def check(self, constraint: Constraint, param: str, patience: float | None = None) -> Checked:
+        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask, if it
+        waits longer than ``patience`` seconds for its turn, or if the process is stopped or killed.
         """
         try:
             question = pydantic_core.to_json((constraint, param))
@@ -54,20 +58,16 @@ class GrammarProcess(Workers):
             raise invalid(param, "it is nested too deeply, or has a lone surrogate") from None
         if len(question) > MAX_SIZE:
             raise invalid(param, f"it is larger than {MAX_SIZE} bytes")
-        reply = self._known.get(question)
+        key = hashlib.sha256(question).digest()
+        reply = self._known.get(key)
         if reply is not None:
-            self._known.move_to_end(question)
+            self._known.move_to_end(key)
             self._observe(None)
         else:
-            if self._num_waiting >= MAX_WAITING:
-                raise EngineError("Too many grammars are being checked; please retry.", 1.0)
-            self._num_waiting += 1
-            try:
-                async with self._turn:
-                    reply = self._known.get(question) or await self._checked(question, param)
-            finally:
-                self._num_waiting -= 1
-            self._remember(question, reply)
+            async with self._in_turn(patience):
+                reply = self._known.get(key) or await self._checked(question, param)
+            if not reply.is_ours:
+                self._remember(key, reply)
         grammar, unenforced = json.loads(reply.get())
         return Checked(grammar, tuple(unenforced))
 
@@ -78,28 +78,52 @@ class GrammarProcess(Workers):
         their schemas cannot be enforced within the limits, only the names are, or nothing.
         """
         attempts = [message]
+        enforced = {name: tool for name, tool in message.tools.items() if message.enforces(tool)}
         if message.is_loose:
-            tools = {name: tool if tool.strict else Tool({}) for name, tool in message.tools.items()}
+            tools = dict.fromkeys(message.tools, Tool({})) | enforced
             attempts.append(msgspec.structs.replace(message, tools=tools, names_only=True))
+        is_needed = bool(enforced) or not message.is_loose
+        deadline = time.monotonic() + PATIENCE
         for attempt in attempts:
+            patience = None if is_needed else deadline - time.monotonic()
             try:
-                return await self.check(Constraint("message", msgspec.to_builtins(attempt)), "tools")
+                return await self.check(Constraint("message", msgspec.to_builtins(attempt)), "tools", patience)
             except (BadRequest, EngineError):
-                if not message.is_loose or any(tool.strict for tool in message.tools.values()):
+                if is_needed and attempt is attempts[-1]:
                     raise
         return Checked("", ("tools",))
 
-    def _remember(self, question: bytes, reply: Reply) -> None:
-        self._forget(question)
-        self._known[question] = reply
-        self._known_size += size_of(question, reply)
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, patience: float | None) -> AsyncIterator[None]:
+        """Raises EngineError if too many wait, or if the turn does not come within ``patience`` seconds."""
+        too_many = EngineError("Too many grammars are being checked; please retry.", 1.0)
+        if self._num_waiting >= MAX_WAITING:
+            raise too_many
+        self._num_waiting += 1
+        try:
+            try:
+                async with asyncio.timeout(patience):
+                    await self._turn.acquire()
+            except TimeoutError:
+                raise too_many from None
+            try:
+                yield
+            finally:
+                self._turn.release()
+        finally:
+            self._num_waiting -= 1
+
+    def _remember(self, key: bytes, reply: Reply) -> None:
+        self._forget(key)
+        self._known[key] = reply
+        self._known_size += size_of(key, reply)
         while len(self._known) > MAX_KNOWN or self._known_size > MAX_KNOWN_SIZE:
             self._forget(next(iter(self._known)))
 
-    def _forget(self, question: bytes) -> None:
-        reply = self._known.pop(question, None)
+    def _forget(self, key: bytes) -> None:
+        reply = self._known.pop(key, None)
         if reply is not None:
-            self._known_size -= size_of(question, reply)
+            self._known_size -= size_of(key, reply)
 
     async def _checked(self, question: bytes, param: str) -> Reply:
         begun = time.monotonic()
@@ -110,5 +134,5 @@ class GrammarProcess(Workers):
         return reply
 
 
-def size_of(question: bytes, reply: Reply) -> int:
-    return len(question) + len(reply.text) + len(reply.error)
+def size_of(key: bytes, reply: Reply) -> int:
+    return len(key) + len(reply.text) + len(reply.error)
