@@ -5,7 +5,7 @@ import pytest
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.sampling.thinking import forced_token
+from cllm.sampling.thinking import forced_token, is_closed
 
 OPEN, CLOSE = 7, 9
 
@@ -57,3 +57,19 @@ def test_guesses_count_as_far_as_they_stand_before() -> None:
     assert forced([5, 5, 5], guesses=(9, 4), ahead=0) == 9
     assert forced([], guesses=(7, 5, 5, 5), begin=OPEN, ahead=4) == 9
     assert forced([], guesses=(5, 7, 5, 5, 5), begin=OPEN, num_tokens=1, ahead=1) is None
+
+
+@pytest.mark.parametrize("begin", [None, OPEN])
+def test_the_end_is_not_written_twice(begin) -> None:
+    def closed(output, guesses=(), *, once=True) -> bool:
+        seq = Sequence(Request("r", [1, 2], SamplingParams()), 0, 0, 100)
+        for token in [*([OPEN] if begin else []), *output]:
+            seq.append(token)
+        budget = ThinkingBudget(2, begin, CLOSE, (CLOSE, 11), once)
+        return is_closed(seq, budget, seq.num_tokens + len(guesses), guesses)
+
+    assert [closed([5, 5, CLOSE, 11, 5][:n]) for n in range(6)] == [False] * 4 + [True] * 2
+    assert closed([5, 5, CLOSE], guesses=(11, 5))
+    assert not closed([5, 5, CLOSE, 11, 5], once=False)
+    assert not closed([5, CLOSE, 11, 5, 5]), "it has ended by itself"
+    assert not closed([5, 5, 5, CLOSE, 11])

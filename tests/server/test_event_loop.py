@@ -61,7 +61,7 @@ def send(watched, path, body, **headers):
     answer = watched.client.post(path, content=content, headers={"content-type": "application/json", **headers})
     watched.check()
     assert answer.status_code < 500, answer.text
-    assert answer.status_code not in (404, 413)
+    assert answer.status_code != 413
     return answer
 
 
@@ -206,14 +206,14 @@ OF_TOKENS = {*TEXTS, "pieces", "detokenize", "decode", "ids", "prompts"}
 def test_large_requests_leave_the_loop_free(fake, case):
     path, body = CASES[case]
     version = {"anthropic-version": "2023-06-01"} if path == COUNT else {}
-    send(fake, path, body, **version)
+    assert send(fake, path, body, **version).status_code != 404
 
 
 @pytest.mark.llama
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.split()[-1] in OF_TOKENS])
 def test_large_texts_leave_the_loop_free_with_the_vocabulary_of_a_model(builtin, case):
-    send(builtin, *CASES[case])
+    assert send(builtin, *CASES[case]).status_code != 404
 
 
 @pytest.mark.slow

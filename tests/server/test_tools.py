@@ -211,9 +211,10 @@ def test_a_budget_of_reasoning_is_enforced(budget, create) -> None:
     """When it is used up, the reasoning is ended and the answer begins."""
     answer = create(SUM, extra_body={**THINK, "thinking_token_budget": budget}, max_tokens=40)
     details = answer.usage.completion_tokens_details
-    assert details.reasoning_tokens <= budget + 1  # the mark that ends it is read while it goes on
+    assert details.reasoning_tokens <= budget + 2  # the line break and the mark that end it are read while it goes on
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content.strip()
+    assert "</think>" not in answer.choices[0].message.content
     free = create(SUM, extra_body={**THINK, "thinking_token_budget": 500})
     assert free.choices[0].message.content == "72"
 

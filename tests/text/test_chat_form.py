@@ -77,7 +77,7 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> Non
 )
 def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
     _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
-    budget = ThinkingBudget(num_tokens or 0, None if inside else THINK, END_THINK, (END_THINK,))
+    budget = ThinkingBudget(num_tokens or 0, None if inside else THINK, END_THINK, (*b"\n", END_THINK, *b"\n\n"), True)
     assert params.thinking == (None if num_tokens is None else budget)
     if inside is False:
         assert read(THINKING, "<think></think>", chat)[1].thinking is None
@@ -147,6 +147,6 @@ def test_a_mark_may_be_a_token_and_more() -> None:
     template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
     reading, params, bound = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
     assert r"<[300]> \"thought\"" in message_grammar(bound)
-    assert params.thinking == ThinkingBudget(3, 300, 301, (301,))
+    assert params.thinking == ThinkingBudget(3, 300, 301, (301,), True)
     assert reading.pieces[300] == b"<|channel>"
     assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING

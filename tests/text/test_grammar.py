@@ -159,3 +159,23 @@ def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
     with pytest.raises(BadRequest) as caught:
         lark("json_schema", {"type": "object", "properties": properties})
     assert "items" in str(caught.value)
+
+
+def test_multiples_too_large_for_the_lexer_are_left_out() -> None:
+    """They would fail in the middle of a text."""
+    schema = {"type": "integer", "multipleOf": 50_000, "minimum": 1}
+    assert CHECKER.check(Constraint("json_schema", schema, strict=False), "p").unenforced == ("multipleOf",)
+    assert CHECKER.check(Constraint("json_schema", schema | {"multipleOf": 400}), "p").unenforced == ()
+    for faulty in (schema, {"allOf": [{"type": "number", "multipleOf": 0.97}, {"multipleOf": 89}]}):
+        with pytest.raises(BadRequest, match="above 4000"):
+            CHECKER.check(Constraint("json_schema", faulty), "p")
+
+
+def test_a_schema_that_is_too_complex_leaves_its_type_if_it_is_not_strict() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
+    checked = CHECKER.check(Constraint("json_schema", schema, strict=False), "p")
+    assert checked.unenforced == ("schema",)
+    assert accepts(checked.grammar, '{"other": 1}')
+    assert not accepts(checked.grammar, "1")
+    with pytest.raises(BadRequest):
+        CHECKER.check(Constraint("json_schema", schema), "p")

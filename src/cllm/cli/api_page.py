@@ -26,7 +26,7 @@ What a server takes, dialect by dialect, route by route. A parameter is
 * **ignored**: it is taken and changes nothing, for the reason that is given,
 * **refused**: the request is answered with 400 and the reason, unless the value asks for nothing (null, false, empty).
 
-Any other parameter is unknown: it is counted (`cllm:unknown_parameters`) and ignored, or refused with 400 if
+Any other parameter is unknown: it is counted (`cllm:unknown_parameters_total`) and ignored, or refused with 400 if
 `server.strict` is set. Extensions of the dialects, such as `priority` or `top_k`, stand among the rest. With OpenAI's
 client they go into `extra_body`.
 

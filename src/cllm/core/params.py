@@ -23,13 +23,14 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
 
     open: the token, one of the first that are written, that begins it; None if it begins at once. close: the token that
-    ends it.
+    ends it. closes_once: ``close`` is not sampled behind ``force``.
     """
 
     num_tokens: int
     open: int | None
     close: int
     force: tuple[int, ...]
+    closes_once: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

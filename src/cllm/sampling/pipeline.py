@@ -28,7 +28,7 @@ from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import distribution
 from cllm.sampling.penalties import add_bias, penalize
 from cllm.sampling.random import derive_seed, uniform
-from cllm.sampling.thinking import forced_token
+from cllm.sampling.thinking import forced_token, is_closed
 from cllm.sampling.top_k import Ids, Row, top_k
 
 log = logging.getLogger("cllm.sampling")
@@ -119,8 +119,11 @@ class Sampler:
 
     def _choose_from(self, row: Row, seq: Sequence, position: int, draft: tuple[int, ...]) -> int:
         params = seq.request.params
-        if params.thinking is not None and (token := forced_token(seq, params.thinking, position, draft)) is not None:
-            return token
+        if params.thinking is not None:
+            if (token := forced_token(seq, params.thinking, position, draft)) is not None:
+                return token
+            if is_closed(seq, params.thinking, position, draft):
+                row[params.thinking.close] = -np.inf
         if params.penalized:
             penalize(row, seq)
         if params.uses_dry:

@@ -17,6 +17,27 @@ def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: 
     has to be known stands in the tokens, and nearly all of them are looked at only where the budget ends.
     """
     first = seq.num_prompt_tokens
+    end = end_of_budget(seq, budget, position, guesses)
+    if end is None or not 0 <= position - end < len(budget.force):
+        return None
+    at = position - end
+    output = [*seq.tokens[first:], *guesses][: position - first]
+    thoughts, written = output[: end - first], output[end - first :]
+    return None if budget.close in thoughts or tuple(written) != budget.force[:at] else budget.force[at]
+
+
+def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> bool:
+    """Whether ``close`` must not stand at ``position``: a model that was made to end would write it once more."""
+    end = end_of_budget(seq, budget, position, guesses) if budget.closes_once else None
+    if end is None or position < end + len(budget.force):
+        return False
+    tail = [*seq.tokens[end : end + len(budget.force)], *guesses[: max(0, end + len(budget.force) - seq.num_tokens)]]
+    return tuple(tail[: len(budget.force)]) == budget.force
+
+
+def end_of_budget(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]) -> int | None:
+    """The position behind the last token of the budget; None if ``position`` is not there yet, or none is used."""
+    first = seq.num_prompt_tokens
     if position - first < budget.num_tokens:
         return None
     end = first + budget.num_tokens
@@ -25,9 +46,4 @@ def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: 
         if budget.open not in lead:
             return None
         end += lead.index(budget.open) + 1
-    at = position - end
-    if not 0 <= at < len(budget.force):
-        return None
-    output = [*seq.tokens[first:], *guesses][: position - first]
-    thoughts, written = output[: end - first], output[end - first :]
-    return None if budget.close in thoughts or tuple(written) != budget.force[:at] else budget.force[at]
+    return end

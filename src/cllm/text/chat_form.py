@@ -184,7 +184,8 @@ class ChatForm:
         begin = None if inside or self.form.header else self._tokens(opening)[0]
         close = self._tokens(closing)
         if len(close) == 1:
-            return ThinkingBudget(limit, begin, close[0], self._tokens(force)) if force else None
+            closes_once = self.form.header is None
+            return ThinkingBudget(limit, begin, close[0], self._tokens(force), closes_once) if force else None
         if chat.thinking_budget is None:
             return None
         why = f"cannot be enforced: this model has no token for {closing}"
@@ -195,7 +196,8 @@ class ChatForm:
         header, reasoning = self.form.header, self.form.reasoning
         if header is None:
             assert reasoning
-            return reasoning.open, reasoning.close, reasoning.close
+            blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")  # as models write them
+            return reasoning.open, reasoning.close, reasoning.close.join(blanks)
         # without any reasoning there is no message yet that could be ended
         end = header.end[0] + header.open[0] + "assistant" if limit else ""
         return header.open[1], header.end[0], end + ("" if schemas_of(chat) else header.final)

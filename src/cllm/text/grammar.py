@@ -159,6 +159,9 @@ class Checker:
             raise invalid(param, "it allows nothing but an empty text")
         self._try(matcher)
         if matcher.is_error():
+            if constraint.kind == "json_schema" and isinstance(constraint.value, dict) and not constraint.strict:
+                kind = {key: value for key, value in constraint.value.items() if key == "type"}
+                return Checked(to_lark(Constraint("json_schema", kind), param), ("schema",))
             raise invalid(param, reason(matcher.get_error()))
         return Checked(text, tuple(sorted(unenforced)))
 

@@ -33,6 +33,7 @@ from cllm.text.number_terms import Bound, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # that compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
+MAX_MULTIPLE = 4000  # without the decimal point: llguidance has a state for each remainder, and a limit of them
 COMMA, COLON = "/, ?/", "/: ?/"  # at most one blank: a model must not be able to write them for ever
 CHUNK = 1000  # characters of a long string
 CHARACTER = r'/[^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt]|\\u00(?:[01][0-9a-fA-F]|7[fF])/'  # in a string
@@ -228,6 +229,9 @@ class SchemaRules:
             values = [value for value in alternative["in"] if not integer or value == int(value)]
             values = [value for value in values if lies_within(Decimal(str(value)), low, high)]
             return self._literals([value for value in values if is_multiple(value, steps)])
+        if math.prod(without_point(step) for step in steps) > MAX_MULTIPLE:
+            self._cannot("multipleOf", f"it is above {MAX_MULTIPLE}, or together they are")
+            steps = []
         if not steps:
             body = number_terminal(low, high, integer=integer)
             if body is None:
@@ -368,3 +372,11 @@ def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
 
 def is_multiple(value: Any, steps: list[Any]) -> bool:
     return all(Fraction(str(value)) % Fraction(str(step)) == 0 for step in steps)
+
+
+def without_point(step: Any) -> int:
+    """The digits of a number, such as 25 of 0.25."""
+    number = Fraction(str(step))
+    while number.denominator > 1:
+        number *= 10
+    return number.numerator
