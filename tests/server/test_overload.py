@@ -304,11 +304,11 @@ def test_a_deadline_ends_what_runs(narrow_server):
 # ------------------------------------------------------------------------------------------- within this process
 
 
-def with_service(test, clock=time.monotonic, **limits):
+def with_service(test, clock=time.monotonic, context_length=None, **limits):
     """Run ``test(service, client)`` over an engine that computes one at a time."""
 
     async def main():
-        params = EngineParams(backend="fake", max_num_seqs=1)
+        params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
         engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
         app = create_app(service, Settings())
@@ -419,6 +419,22 @@ def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
         assert [await count(event) for event in ("issued", "honoured", "expired")] == [3, 1, 2]
 
     with_service(test, clock=lambda: now, requests=2)
+
+
+def test_tokens_are_counted_while_the_queue_is_full():
+    """Without a reservation, which nobody would claim. A generation for the same long prompt is rejected."""
+    prompt = "a" * 20_000
+
+    async def test(service, client):
+        with service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True))):
+            answer = await client.post("/v1/responses", json={"input": prompt})
+            assert answer.status_code == 429
+            issued = service.engine.reservations["issued"]
+            answer = await client.post("/v1/responses/input_tokens", json={"input": prompt})
+            assert (answer.status_code, answer.json()["input_tokens"] > len(prompt)) == (200, True)
+            assert service.engine.reservations["issued"] == issued == 1
+
+    with_service(test, context_length=32_768, requests=0)
 
 
 def test_a_long_prompt_is_refused_without_being_tokenized():

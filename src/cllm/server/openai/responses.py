@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -45,7 +46,9 @@ async def create(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
-    generation, items, skipped = await generation_of(request, body)
+    chat, items, skipped = await translated(request, body)
+    with own_names():
+        generation = await chat_generation(request, chat, new_id("resp"), param="input")
     head = response_head(request, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
     events = ResponseEvents(generation, head, keeper(request, items), body.toolset().called, logprobs)
@@ -61,8 +64,11 @@ async def create(request: Request) -> Response:
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a response has."""
-    generation, _, skipped = await generation_of(request, await read_body(request, ResponseBody))
-    content = {"object": "response.input_tokens", "input_tokens": len(generation.prompts[0])}
+    service: Service = request.app.state.service
+    body, _, skipped = await translated(request, await read_body(request, ResponseBody))
+    with own_names():
+        prompt = await service.encode_chat(await off_loop(request, body.chat), param="input")
+    content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
 
 
@@ -117,10 +123,17 @@ def kept(request: Request) -> ResponseStore:
     return store
 
 
-async def generation_of(
-    request: Request, body: ResponseBody
-) -> tuple[Generation, list[dict[str, Any]], dict[str, str]]:
-    """Return the generation, the input items, and a header that names the parts of the body that were left out.
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Faults of a chat in the names of this dialect."""
+    try:
+        yield
+    except BadRequest as error:
+        raise renamed(error) from None
+
+
+async def translated(request: Request, body: ResponseBody) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
+    """Return ``body`` as a chat, the input items, and a header that names the parts of the body that were left out.
 
     Raises BadRequest with the field names of this dialect.
     """
@@ -141,12 +154,9 @@ async def generation_of(
         check_num_parts(len(conversation), "input")
         return body.chat(conversation), items, skipped
 
-    try:
+    with own_names():
         chat, items, skipped = await off_loop(request, translate)
-        generation = await chat_generation(request, chat, new_id("resp"), param="input")
-    except BadRequest as error:
-        raise renamed(error) from None
-    return generation, items, note_skipped(request, skipped)
+    return chat, items, note_skipped(request, skipped)
 
 
 def check_turns(request: Request, turns: list[Stored]) -> None:
