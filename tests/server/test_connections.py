@@ -306,6 +306,45 @@ def test_half_closed_connection_gets_all_its_answers():
     asyncio.run(run())
 
 
+def test_half_closed_connection_gets_its_answer_and_the_refusal_behind_it():
+    async def run():
+        async with serving(answering(0.1)) as (address, connections):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET + POST % (b"/", 2) + b"{}" + b"BAD\r\n\r\n")
+            writer.write_eof()
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 200 ") == 2
+            assert b"okHTTP/1.1 400 " in answer
+            writer.close()
+            while connections.connections:  # noqa: ASYNC110  # the protocol tells nobody
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_refused_body_behind_an_early_answer_ends_the_connection():
+    """There is no place for a second answer inside the first one."""
+
+    async def begin(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def run():
+        async with serving(begin) as (address, connections):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"zz\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+            while connections.connections:  # noqa: ASYNC110  # the protocol tells nobody
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
 def test_half_closed_connection_without_a_whole_request_is_closed():
     async def run():
         async with serving(answering()) as (address, connections):

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import time
 
 import pytest
 
@@ -133,14 +132,25 @@ def test_endless_head_is_431(fake_server):
         assert read_all(connection).startswith(b"HTTP/1.1 431 ")
 
 
-def test_endless_head_behind_a_running_request_ends_the_connection(fake_server):
-    """There is no place for a second answer inside the first one."""
-    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
-    with connect(fake_server) as connection, pytest.raises(OSError):  # noqa: PT012  # sooner or later
-        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body) + HEAD)
-        for _ in range(1000):
-            connection.sendall(b"x-more: " + b"y" * 10_000 + b"\r\n")
-            time.sleep(0.001)
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+@pytest.mark.parametrize(
+    ("garbage", "status"),
+    [
+        (b"BAD\r\n\r\n", 400),
+        (HEAD + b"a: b\r\n" * 300 + b"\r\n", 431),
+        (HEAD + b"x-large: " + b"y" * 10_000_000, 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    ],
+)
+def test_garbage_behind_complete_requests_is_refused_after_their_answers(fake_server, stream, garbage, status):
+    body = b'{"prompt": "a", "max_tokens": 100, "ignore_eos": true, "stream": %s}' % stream
+    with connect(fake_server) as connection:
+        request = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        connection.sendall(request + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + garbage)
+        answers = read_all(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answers) == [b"200", b"200", b"%d" % status]
+    assert answers.count(b'"finish_reason":"length"') == 1
+    assert answers.count(b'"code":"invalid_http"') == 1
 
 
 def test_requests_may_come_in_any_pieces_and_before_they_are_asked_for(fake_server):

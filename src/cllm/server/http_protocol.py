@@ -201,11 +201,17 @@ class Protocol(HttpToolsProtocol):
         self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer what is not a request, and close the connection."""
+        """Answer what is not a request, once the complete requests before it are answered, and close the connection."""
         if self._is_discarding or self.transport.is_closing():
             return
         if self._is_busy():
-            if self.cycle is not self._running or self.cycle.response_started:  # there is no place for another answer
+            if self.cycle is not self._running or not self.cycle.more_body:
+                self._refusal = status, message
+                if self.cycle.more_body:  # its body was refused
+                    self.pipeline.popleft()
+                    self.cycle = self.pipeline[0][0] if self.pipeline else self._running  # type: ignore[assignment]
+                return
+            if self.cycle.response_started:  # there is no place for another answer
                 self.transport.abort()
                 return
             self._disconnect(self.cycle)  # what was refused is its body
@@ -239,6 +245,9 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_discarding or self.transport.is_closing() or self._is_busy():
             return
+        if self._refusal is not None:
+            self._refuse(*self._refusal)
+            return
         if self._is_half_closed:
             self.transport.close()
             return
@@ -251,6 +260,9 @@ class Protocol(HttpToolsProtocol):
         reset it, and the answer would be lost. What the client sends is discarded, within limits.
         """
         if self._is_discarding or self.transport.is_closing():
+            return
+        if self._is_half_closed:
+            self.transport.close()
             return
         self._is_discarding = True
         self.server_state.mark_idle(self)
