@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cllm.core.params import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from cllm.core.params import INTEGERS, MAX_LOGIT_BIAS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from cllm.errors import BadRequest
 
 BOUNDS = [
@@ -73,6 +73,22 @@ def test_numbers_that_are_none(field, value):
     with pytest.raises(BadRequest) as refused:
         SamplingParams(**{field: value})
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+def test_numbers_that_count_are_integers(field):
+    """A float or a bool would fail in the engine, in a step that is not its own."""
+    for value in (5.0, True, "5", [5]):
+        with pytest.raises(BadRequest) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("params", [{"logit_bias": [1]}, {"logit_bias": {"a": 1}}, {"stop_token_ids": 5}])
+def test_token_ids_are_integers(params):
+    with pytest.raises(BadRequest) as caught:
+        SamplingParams(**params)
+    assert caught.value.param in params
 
 
 @pytest.mark.parametrize(

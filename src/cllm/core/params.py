@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_DRY_BREAKERS = 1 << 16
+INTEGERS = (
+    *("n", "max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("mirostat", "dry_allowed_length", "dry_penalty_last_n"),
+)
 MAX_LEXER_STATES = 50_000  # of a grammar; one or two kB each
 
 
@@ -93,6 +97,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_breakers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in INTEGERS:
+            value = getattr(self, field)
+            if value.__class__ is not int and value is not None:
+                raise BadRequest(f"Invalid '{field}': it must be an integer, not {repr(value)[:40]}.", param=field)
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadRequest("Invalid 'logit_bias': it must map token ids to biases.", param="logit_bias")
+        for field, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if not isinstance(tokens, Collection) or any(token.__class__ is not int for token in tokens):
+                raise BadRequest(f"Invalid '{field}': token ids are integers.", param=field)
         within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             within("max_tokens", self.max_tokens, 0, LARGEST)
