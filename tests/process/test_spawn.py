@@ -1,15 +1,21 @@
 """What the engine process says, as it comes out of a pipe."""
 
+import asyncio
 import itertools
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.engine.commands import Add
 from cllm.process import messages
 from cllm.process.messages import Failed, Loading, frame
-from cllm.process.spawn import EngineProcess
+from cllm.process.spawn import EngineProcess, spawn
 
 
 class Process:
@@ -50,6 +56,25 @@ def test_after_what_is_not_understood_nothing_is(rest):
     child.data_received(frame(Loading(0.1)) + frame(Loading(0.2)) + rest)
     child.data_received(frame(Loading(0.4)))
     assert (taken, process.kills) == ([0.1, 0.2], 1)
+
+
+def test_end_of_an_engine_is_noticed_while_all_threads_of_asyncio_are_busy():
+    free = threading.Event()
+    program = [sys.executable, "-c", "raise SystemExit(3)"]
+    launched = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        loop.run_in_executor(None, free.wait, PATIENCE)
+        child = await spawn(print, launched)
+        try:
+            await asyncio.wait_for(child.ended.wait(), PATIENCE / 2)
+        finally:
+            free.set()
+        assert child.describe_end() == "exit code 3"
+
+    asyncio.run(run())
 
 
 def test_the_border_names_the_module_of_its_commands():

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -76,7 +77,9 @@ class EngineProcess(asyncio.Protocol):
         self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        await asyncio.to_thread(self._process.wait)
+        thread = ThreadPoolExecutor(1, "cllm-reaper")  # asyncio's own threads may all be busy for seconds
+        await asyncio.get_running_loop().run_in_executor(thread, self._process.wait)
+        thread.shutdown(wait=False)
         if self._stdin is not None:
             self._stdin.close()
         self.ended.set()
