@@ -14,10 +14,12 @@ import sys
 
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.workload import Words, word_tasks
+from cllm.cli.main import end_in_order
 from cllm.observe.cpu_time import cpu_seconds
 
 
 def main() -> None:
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)

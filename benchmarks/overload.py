@@ -25,6 +25,7 @@ from pathlib import Path
 
 from cllm.bench.connection import Connections, Response
 from cllm.bench.servers import MODEL, cllm
+from cllm.cli.main import end_in_order
 
 TIMES = 10  # clients, divided by those that can run and wait
 FRESH = 2.0  # requests that arrive meanwhile, divided by those that can be served
@@ -63,7 +64,9 @@ class Crowd:
         """Send its request, and retry it once as told."""
         response = await self._send(client, {})
         if response.status == 429:
-            ticket = {} if self.options.no_tickets else {TICKET.decode(): response.headers[TICKET].decode()}
+            ticket = {}
+            if TICKET in response.headers and not self.options.no_tickets:
+                ticket = {TICKET.decode(): response.headers[TICKET].decode()}
             await asyncio.sleep(int(response.headers[b"retry-after"]) * self.random.uniform(1.0, 1.1))
             response = await self._send(client, ticket)
         assert response.status in (200, 429), response.body
@@ -128,6 +131,7 @@ async def one_round(url: str, options: argparse.Namespace, seed: int) -> dict[st
 
 
 def main() -> None:
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file; the built-in model by default")
     parser.add_argument("--mock", action="store_true", help="no model: steps take as long as the fake backend says")

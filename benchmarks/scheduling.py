@@ -29,6 +29,7 @@ from cllm.backends.base import Backend
 from cllm.bench.load import Outcome, Target
 from cllm.bench.servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
 from cllm.bench.workload import Task, Words, word_tasks
+from cllm.cli.main import end_in_order
 from cllm.core.batch import Batch, Copy, Load, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -457,6 +458,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
 
 
 def main() -> None:
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*BENCHMARKS, []])
     parser.add_argument("--model", type=Path, default=Path("models/qwen3-0.6b.gguf"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE
 
-from cllm.bench.servers import memory_mb, running
+from cllm.bench.servers import answers, memory_mb, running
 from cllm.errors import StartupError
 from cllm.observe.cpu_time import cpu_seconds
 
@@ -19,6 +21,7 @@ SERVER = (
     "import http.server, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     "http.server.HTTPServer(('127.0.0.1', PORT), http.server.SimpleHTTPRequestHandler).serve_forever()"
 )
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overload.py"
 linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
 
 
@@ -26,6 +29,14 @@ def family(pid: int) -> list[str]:
     """States of the processes of the group of ``pid``; an ended one may wait for its parent."""
     stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
     return [fields[0] for fields in stats if fields[2] == str(pid) and fields[0] != "Z"]
+
+
+def wait_until_gone(pid: int) -> None:
+    """What was killed needs a moment to go."""
+    deadline = time.monotonic() + PATIENCE
+    while family(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert family(pid) == []
 
 
 @linux
@@ -43,11 +54,28 @@ def test_nothing_is_left(error: type[BaseException] | None) -> None:
                 raise error
     except (ValueError, KeyboardInterrupt) as raised:
         assert type(raised) is error
-    deadline = time.monotonic() + PATIENCE  # what was killed needs a moment to go
-    while family(pids[0]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert family(pids[0]) == []
+    wait_until_gone(pids[0])
     assert cpu_seconds(pids[0]) == 0
+
+
+@linux
+def test_benchmark_that_is_terminated_ends_its_server() -> None:
+    benchmark = subprocess.Popen([sys.executable, BENCHMARK, "--mock"], stdout=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{benchmark.pid}/task/{benchmark.pid}/children")
+        command: list[str] = []
+        while "--port" not in command:
+            time.sleep(0.05)
+            pids = children.read_text().split()
+            command = Path(f"/proc/{pids[0]}/cmdline").read_text().split("\0") if pids else []
+        while not answers(f"http://127.0.0.1:{command[command.index('--port') + 1]}/ready"):
+            assert benchmark.poll() is None
+            time.sleep(0.05)
+        benchmark.terminate()
+        assert benchmark.wait(PATIENCE) == 128 + signal.SIGTERM
+        wait_until_gone(int(pids[0]))
+    finally:
+        benchmark.kill()
 
 
 def test_what_does_not_start_is_one_line() -> None:
