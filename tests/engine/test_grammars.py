@@ -12,6 +12,7 @@ import pytest
 from cllm.backends.fake import END, FakeBackend, Faults
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
+from cllm.engine import grammars
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add
 from cllm.engine.engine import Engine
@@ -219,6 +220,22 @@ def test_grammars_are_forgotten():
     assert len(answers.engine._grammars._known) == MAX_GRAMMARS
     assert answers.engine._grammars.find('start: "x0"') is None
     assert answers.engine._grammars.find(f'start: "x{MAX_GRAMMARS}"') is not None
+
+
+def test_large_grammars_leave_dozens_of_others(monkeypatch):
+    """Grammars are forgotten by their size too."""
+    monkeypatch.setattr(grammars, "MAX_SIZE", 5000)
+    answers = Answers()
+    for i in range(40):
+        answers.ask(f"r{i}", grammar=f'start: "x{i}"')
+    answers.run()
+    assert len(answers.engine._grammars._known) == 40
+    for i in range(3):
+        answers.ask(f"s{i}", grammar=f'start: "{i}{"y" * 2000}"', max_tokens=1)
+        answers.run()
+    known = [*answers.engine._grammars._known]
+    assert [len(text) > 2000 for text in known] == [True, True]
+    assert sum(map(len, known)) <= 5000
 
 
 SCHEMA = {

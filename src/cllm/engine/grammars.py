@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.engine")
 
-MAX_GRAMMARS = 16  # to compile one again takes milliseconds; what a hostile one has learnt, some ten MB
+# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit. Compiled, one takes
+# some 70 bytes for each character; what a hostile one learns takes 20 MB before it reaches MAX_LEXER_STATES.
+MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000  # grammars that are kept, and their characters
 
 
 class Grammars:
-    """Compiles each text once; the least recently used one is forgotten as soon as there are more than MAX_GRAMMARS."""
+    """Compiles each text once; the least recently used ones are forgotten where they are too many or too large."""
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         """``make_tokenizer`` is called by the thread, for the first grammar: it may take a second."""
@@ -57,8 +59,10 @@ class Grammars:
                 self._known[text] = compiled[text] = grammar
         except queue.Empty:
             pass
-        while len(self._known) > MAX_GRAMMARS:
-            self._known.popitem(last=False)
+        size = sum(map(len, self._known)) if compiled else 0
+        while len(self._known) > MAX_GRAMMARS or size > MAX_SIZE:
+            text, _ = self._known.popitem(last=False)
+            size -= len(text)
         return compiled
 
     def _work(self) -> None:
