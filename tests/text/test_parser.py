@@ -18,7 +18,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}, "any": {}},
 }
-TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA}
+TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA, "x": {}}
 CALLING = sorted(name for name, form in forms().items() if form.calls)
 THINK = forms()["think"].reasoning
 
@@ -346,3 +346,28 @@ def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
         return time.process_time() - begun
 
     assert any(seconds(16_000) < 9 * seconds(4_000) + 0.01 for _ in range(5))
+
+
+UNDECLARED = {
+    "hermes": ['<tool_call>{"arguments": {}, "name": "y"}</tool_call>', '<tool_call>{"name": "y"}</tool_call>'],
+    "qwen3_coder": ["<function=y>\n<parameter=a>\n1\n</parameter>\n</function>", "<function=y></function>"],
+    "mistral": ["[TOOL_CALLS]y[ARGS]{}"],
+    "kimi": ["<|tool_call_begin|>functions.y:0<|tool_call_argument_begin|>{}"],
+    "lfm2": ["<|tool_call_start|>[y(a=1)]"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in UNDECLARED for text in UNDECLARED[name]])
+@pytest.mark.parametrize("said", ["", "I call. "])
+def test_a_call_of_a_function_that_is_not_declared_is_text(name: str, text: str, said: str) -> None:
+    """In whatever order and form it is written, and the calls behind it are read."""
+    form = forms()[name]
+    for chunks in ([said + text], [*(said + text)]):
+        assert read(form, chunks) == [(Channel.TEXT, "", 0, said + text)]
+    call = written(form, [("get_time", {})])
+    assert [part[1] for part in read(form, [said + text + "\n", call]) if part[0] == Channel.CALL] == ["get_time"]
+
+
+def test_a_message_for_a_function_that_is_not_declared_is_text() -> None:
+    parts = read(forms()["harmony"], [written(forms()["harmony"], [("y", {"a": 1})])])
+    assert parts == [(Channel.TEXT, "", 0, '{"a": 1}')]

@@ -32,9 +32,9 @@ NO_CALLS = Calls(write="")
 class Parser:
     """One text. White space around reasoning and calls is dropped; all else comes out.
 
-    What looks like a call and is none is text. A call whose text ends early has the arguments that have come.
-    Reasoning is recognised before any text, or between calls; what is in it is no call, but for a call of a declared
-    function in families that forget to close it.
+    What looks like a call and is none is text, and so is a call of a function that is not declared. A call whose text
+    ends early has the arguments that have come. Reasoning is recognised before any text, or between calls; what is in
+    it is no call, but in families that forget to close it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Parser:
             return (self._is_last or len(self._buffer) >= MAX_HEAD) and self._is_no_call()
         header = self._opener + self._buffer[:at]
         self._buffer = self._buffer[at + len(self._header.close) :]
-        if self._tools and (match := pattern(self._header.call).search(header)):
+        if (match := pattern(self._header.call).search(header)) and match["name"] in self._tools:
             self._begin_call(match["name"])
             self._begin_region(Channel.CALL)
         elif pattern(self._header.reasoning).search(header):
@@ -231,10 +231,6 @@ class Parser:
         self._opener, self._num_seen, self._state = opener, 0, self._in_head
         return True
 
-    def _may_call(self, name: str) -> bool:
-        """Where an object without a mark may be a call, or where there should be none, it must name a tool."""
-        return name in self._tools or not (self._calls.bare or self.channel == Channel.REASONING)
-
     def _is_no_call(self) -> bool:
         """Go on with what was held as text, or as the reasoning that it stands in; True."""
         if self.channel == Channel.REASONING:
@@ -258,7 +254,7 @@ class Parser:
         inner = value.get("function", value) if isinstance(value, dict) else None
         value = inner if isinstance(inner, dict) else {}
         name = value.get("name")
-        if not isinstance(name, str) or not self._may_call(name):
+        if not isinstance(name, str) or name not in self._tools:
             return False
         arguments = value.get("arguments", value.get("parameters")) or {}
         if isinstance(arguments, str):
@@ -278,12 +274,12 @@ class Parser:
         self.num_calls += 1
 
     def _begin_arguments(self, name: str, head: str) -> bool:
-        if not self._may_call(name):
+        if name not in self._tools:
             return self._is_no_call()
         self._begin_call(name)
         self._buffer = self._buffer[len(head) :]
         if self._calls.tags:
-            self._reader = Pairs(self._calls.tags, self._tools.get(name, {}))
+            self._reader = Pairs(self._calls.tags, self._tools[name])
         elif self._buffer[0] == "(":
             self._reader = Keywords()
         else:
