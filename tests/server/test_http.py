@@ -208,3 +208,57 @@ def test_connect_is_501(fake_server, target):
         connection.sendall(b"CONNECT %s HTTP/1.1\r\nHost: x\r\n\r\n" % target)
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 501 ")
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_http_1_0_gets_plain_bytes_until_the_connection_is_closed(fake_server, stream):
+    body = b'{"prompt": "a", "max_tokens": 30, "ignore_eos": true, "stream": %s}' % stream
+    with connect(fake_server) as connection:
+        connection.sendall(HEAD.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        answer = read_all(connection)
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    if stream == b"true":
+        assert content.startswith(b"data: {")
+        assert content.endswith(b"\n\ndata: [DONE]\n\n")
+    else:
+        assert b"\r\ncontent-length: %d\r\n" % len(content) in head
+        assert json.loads(content)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("codings", [b"gzip, chunked", b"gzip"])
+def test_unknown_transfer_coding_is_501_and_named(fake_server, codings):
+    with connect(fake_server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: %s\r\n\r\n2\r\n{}\r\n0\r\n\r\n" % codings)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 501 ")
+    assert b"Transfer-Encoding '%s' is not supported" % codings in answer
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "UTF8", '"utf-8"', "utf_8", "U8; version=1"])
+@pytest.mark.parametrize("coding", [None, "identity", "Identity, identity"])
+def test_any_name_of_utf_8_and_of_no_compression_is_served(fake_server, charset, coding):
+    headers = {"content-type": f"Application/JSON ; Charset={charset}"}
+    if coding is not None:
+        headers["content-encoding"] = coding
+    answer = fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("content-type", f"application/json; charset={charset}")
+            for charset in ("latin1", "utf-16", "utf-8-sig", "")
+        ),
+        ("content-type", "application/json; charset=utf-8; charset=latin1"),
+        ("content-encoding", "gzip"),
+        ("content-encoding", "identity, gzip"),
+    ],
+)
+def test_another_charset_or_compression_is_415(fake_server, name, value):
+    headers = {"content-type": "application/json", name: value}
+    assert fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers).status_code == 415

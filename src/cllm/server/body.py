@@ -7,6 +7,8 @@ import functools
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
+from encodings import normalize_encoding
+from encodings.aliases import aliases
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import pydantic
@@ -32,6 +34,7 @@ CODES = {
 PACE_WINDOW = 30.0  # seconds, in any of which
 PACE_BYTES = 30_000  # of a body must come
 BODY_HASH = "cllm.body_hash"  # in the scope of a request whose body has been read
+UTF8 = {"utf_8", *(alias for alias, codec in aliases.items() if codec == "utf_8")}
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
@@ -192,18 +195,26 @@ def read(data: bytes, model: type[Model], request: Request) -> Model:
 
 
 def check_type(content_type: str) -> None:
-    """Raise BadRequest (415) for what is not announced as JSON."""
-    media_type, _, parameters = content_type.partition(";")
-    charset = parameters.lower().replace(" ", "").replace('"', "")
-    if media_type.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+    """Raise BadRequest (415) for what is not announced as JSON in UTF-8, under any of its names."""
+    media_type, *parameters = content_type.lower().split(";")
+    pairs = [parameter.partition("=") for parameter in parameters]
+    charsets = {normalize_encoding(value.strip(' \t"')) for name, _, value in pairs if name.strip() == "charset"}
+    if media_type.strip() != "application/json" or not charsets <= UTF8:
         message = f"The Content-Type must be application/json in UTF-8, not {content_type[:80]!r}."
         raise BadRequest(message, code="unsupported_media_type", status=415)
 
 
+def check_encoding(request: Request) -> None:
+    """Raise BadRequest (415) for a body that is compressed."""
+    for coding in ",".join(request.headers.getlist("content-encoding")).split(","):
+        if coding.strip().lower() not in ("", "identity"):
+            message = f"The Content-Encoding {coding.strip()[:80]!r} is not supported."
+            raise BadRequest(message, code="unsupported_media_type", status=415)
+
+
 async def read_bytes(request: Request) -> bytes:
     """The body; one over the server's limit is refused as soon as that is known, and not read to its end."""
-    if "content-encoding" in request.headers:
-        raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
+    check_encoding(request)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
     data = b"".join([part async for part in parts_of(request, limit, too_large)])

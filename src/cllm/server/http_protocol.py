@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
 import httptools
 from pydantic_core import to_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cllm.server.connections import Connections
@@ -165,14 +167,14 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-        self._check_host()
+        self._check_fields()
         super().on_headers_complete()
         self.server_state.mark_busy(self)
         cycle = self.cycle
         cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # as much as it uses
         cycle.scope["state"][IS_INCOMPLETE] = lambda: cycle.more_body
 
-    def _check_host(self) -> None:
+    def _check_fields(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop_parser(HTTPStatus.BAD_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1.")
@@ -181,6 +183,10 @@ class Protocol(HttpToolsProtocol):
             self._stop_parser(HTTPStatus.BAD_REQUEST, f"The request has {len(hosts)} Host header fields, not one.")
         if hosts and not HOST.fullmatch(hosts[0]):
             self._stop_parser(HTTPStatus.BAD_REQUEST, "The Host header field is not a host name with an optional port.")
+        codings = b", ".join(value.strip() for name, value in self.headers if name == b"transfer-encoding")
+        if codings.lower() not in (b"", b"chunked"):
+            message = f"The Transfer-Encoding {codings[:80].decode('latin-1')!r} is not supported; only 'chunked' is."
+            self._stop_parser(HTTPStatus.NOT_IMPLEMENTED, message)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed_bytes = 0
@@ -237,7 +243,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] == "1.1" else without_chunks(cycle, app))
 
     def on_response_complete(self) -> None:
         if self._running is not None:
@@ -315,6 +321,22 @@ class AnswerTransport:
             self._protocol.linger()
         else:
             self._close()
+
+
+def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
+    """``app``, whose answer in ``cycle`` ends with the connection if it has no length: clients of HTTP/1.0 do not read
+    chunks (RFC 9112, 6.1).
+    """
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        def send_plain(message: Message) -> Awaitable[None]:
+            cycle.expected_content_length = len(message.get("body", b""))
+            return send(message)
+
+        cycle.chunked_encoding = False
+        await app(scope, receive, send_plain)
+
+    return called
 
 
 def too_large_head() -> tuple[HTTPStatus, str]:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, check_parameters, documented, example, explain, parts_of
+from cllm.server.body import Body, check_encoding, check_parameters, documented, example, explain, parts_of
 from cllm.server.openai.batch_runner import Batches
 from cllm.server.openai.file_store import StoredFile, new_file
 from cllm.server.openai.paging import page
@@ -165,8 +165,7 @@ async def read_form(request: Request) -> FormData:
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
         message = f"The Content-Type must be multipart/form-data, not {content_type[:80]!r}."
         raise BadRequest(message, code="unsupported_media_type", status=415)
-    if "content-encoding" in request.headers:
-        raise BadRequest("Content-Encoding is not supported.", code="unsupported_media_type", status=415)
+    check_encoding(request)
     limit = request.app.state.settings.storage.max_file_mb * 1_000_000
     too_large = BadRequest(
         f"The file is larger than {limit} bytes (storage.max_file_mb).", param="file", code="file_too_large", status=413
