@@ -222,6 +222,11 @@ def test_a_long_string_is_not_built(tmp_path: Path) -> None:
     assert "claims" in refusal(file)
 
 
+def test_a_long_name_is_shortened(tmp_path: Path) -> None:
+    file = crafted(tmp_path / "f.gguf", num_keys=1, body=text("k" * 5000) + struct.pack("<I", 99))
+    assert len(refusal(file)) < 400 + len(str(file))
+
+
 def test_kv_types(tmp_path: Path) -> None:
     """A head must divide into the blocks of its type."""
     lengths = {"attention__key_length": 64, "attention__value_length": 48}

@@ -71,6 +71,7 @@ def test_tools_in_namespaces_and_custom_tools_are_served(server):
         CUSTOM,
         {**NAMESPACE, "tools": [{"strict": None, **NAMESPACE["tools"][0]}, NAMESPACE["tools"][1]]},
     ]
+    assert "Warning" not in server.log, "it would quote what the client has sent"
     alone = prompt_length(server, tools=[FUNCTION])
     assert prompt_length(server, tools=[FUNCTION, CUSTOM]) > alone + len("apply_patch") + len(GRAMMAR["definition"])
     assert prompt_length(server, tools=[FUNCTION, NAMESPACE]) > alone + len("mcp__docs__find") + len("mcp__docs__write")

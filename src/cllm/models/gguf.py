@@ -418,7 +418,7 @@ class _Reader:
         )
 
     def _damaged(self, reason: str) -> NoReturn:
-        raise StartupError(f"{self.path} is damaged: {reason}")
+        raise StartupError(f"{self.path} is damaged: {reason if len(reason) <= 300 else f'{reason[:300]}...'}")
 
 
 def _looks_like(start: bytes) -> str:

@@ -91,7 +91,7 @@ class NamespaceTool(Body):
 
     def resource(self) -> dict[str, Any]:
         tools = [tool.resource() for tool in self.tools if not isinstance(tool, OtherTool)]
-        return {**self.model_dump(exclude_unset=True), "tools": tools}
+        return {**self.model_dump(exclude_unset=True, exclude={"tools"}), "tools": tools}
 
 
 Tool = Annotated[OneTool | Annotated[NamespaceTool, Tag("tool:namespace")], DISCRIMINATOR]
