@@ -237,6 +237,21 @@ def test_a_list_of_names(file, text: str) -> None:
     assert load_settings(None, {}, {"model.aliases": "gpt-4o,claude-*,7"}).settings.model.aliases == aliases
 
 
+def test_a_list_of_names_is_json_if_it_begins_so() -> None:
+    text = ' ["gpt-4o", "claude-*", "a,b"]'
+    aliases = ["gpt-4o", "claude-*", "a,b"]
+    assert load_settings(None, {}, {"model.aliases": text}).settings.model.aliases == aliases
+    assert from_environment("CLLM_MODEL_ALIASES", text) == aliases
+    assert from_environment("CLLM_MODEL_ALIASES", "[]") == []
+
+
+@pytest.mark.parametrize("text", ["[gpt-4o, x]", '["a"', "[7]", '[["a"]]', '[""]', '["a"], b', "[" * 100_000])
+def test_list_of_names_that_is_not_json_is_refused(text: str) -> None:
+    for environ, flags in (({"CLLM_MODEL_ALIASES": text}, {}), ({}, {"model.aliases": text})):
+        with pytest.raises(StartupError, match="must be names with commas between them, or a JSON list"):
+            load_settings(None, environ, flags)
+
+
 @pytest.mark.parametrize("text", ["model:\n  aliases:\n", "model: {aliases: []}", "model: {aliases: ''}"])
 def test_a_list_of_nothing(file, text: str) -> None:
     assert load_settings(file(text), {}, {}).settings == Settings()
@@ -258,8 +273,14 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ("server:\n  port:", PORT + "null"),
         ("server:\n  port: [1]", PORT + "a list"),
         ("server:\n  port: {a: 1}", PORT + "a mapping"),
-        ("model: {aliases: 7}", "c.yaml:1: model.aliases must be names, not 7"),
-        ("model: {aliases: {a: b}}", "c.yaml:1: model.aliases must be names, not a mapping"),
+        (
+            "model: {aliases: 7}",
+            "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of names, not 7",
+        ),
+        (
+            "model: {aliases: {a: b}}",
+            "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of names, not a mapping",
+        ),
         ("model:\n  aliases: [[a]]", "c.yaml:2: a name must be a word, not a list"),
         ("server:\n  port: 0x" + "f" * 9000, PORT + "a huge number"),
         ("server:\n  port: " + "9" * 9000, 'c.yaml:2: "' + "9" * 76 + "... cannot be read as int"),

@@ -20,6 +20,7 @@ ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
 Name = Annotated[str, Field(min_length=1, max_length=300, pattern=ONE_LINE)]
 Names = Annotated[list[Name], BeforeValidator(split_names)]
+NAMES = "names with commas between them, or a JSON list of names"
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 PriorityName = Literal["interactive", "normal", "batch"]
 
@@ -328,7 +329,7 @@ def option_of(key: str, field: FieldInfo) -> Option:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is list:
-        return Option(key, str, nullable, field.get_default(), field.description or "", "names", is_list=True)
+        return Option(key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True)
     if get_origin(kind) is dict:
         entry = get_args(kind)[1]
         number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)

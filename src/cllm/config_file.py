@@ -16,6 +16,7 @@ from types import NoneType
 from typing import Any
 
 import yaml
+from pydantic_core import from_json
 
 from cllm.errors import StartupError
 
@@ -90,8 +91,15 @@ def unknown(name: str, known: Collection[str]) -> str:
 
 
 def split_names(value: object) -> object:
-    """Split a text at its commas; return any other value unchanged."""
-    return list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+    """Split a text at its commas, or read it as JSON if it begins like a list; return any other value unchanged.
+
+    Raises ValueError for invalid JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return from_json(value)
+    return list(filter(None, map(str.strip, value.split(","))))
 
 
 class Loader(yaml.SafeLoader):
