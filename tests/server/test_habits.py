@@ -215,6 +215,12 @@ def test_aliases_are_served_and_listed(start_server):
     assert get("/v1/models/gpt-4").status_code == 404
 
 
+@pytest.mark.parametrize("headers", [{}, {"anthropic-version": "2023-06-01"}])
+@pytest.mark.parametrize("path", ["/v1/models/", "/models/"])
+def test_models_path_with_a_slash_is_the_list(fake, path, headers):
+    assert fake.get(path, headers=headers).json() == fake.get("/v1/models", headers=headers).json()
+
+
 def test_an_alias_of_a_star_is_any_name(start_server):
     server = start_server("--backend.name", "fake", CLLM_MODEL_ALIASES="*")
     assert server.client.post(CHAT, json={**TURN, "model": "whatever/it:is"}).status_code == 200

@@ -125,9 +125,10 @@ def test_decode(fake_server):
     assert fake_server.client.post("/decode", json={"tokens": []}).status_code == 400
 
 
-def test_many_prompts(fake_server):
+@pytest.mark.parametrize("name", ["prompt", "prompts"])
+def test_many_prompts(fake_server, name):
     """One answer with the texts in their order, and the numbers of all."""
-    body = {"prompts": ["a", "c", "0"], "max_tokens": 3, "temperature": 0}
+    body = {name: ["a", "c", "0"], "max_tokens": 3, "temperature": 0}
     answer = fake_server.client.post("/generate", json=body).json()
     assert [result["text"] for result in answer["results"]] == ["bcd", "def", "123"]
     assert [result["generated_tokens"] for result in answer["results"]] == [3, 3, 3]
@@ -135,12 +136,29 @@ def test_many_prompts(fake_server):
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"prompt": "a", "prompts": ["a"]}, {"prompts": []}, {"prompts": ["a", ""]}, {"prompts": ["a"] * 129}]
+    ("body", "param", "words"),
+    [
+        ({}, "prompt", "'prompt' or 'prompts'"),
+        ({"prompt": "a", "prompts": ["a"]}, "prompts", "Only one of 'prompt' and 'prompts'"),
+        ({"prompts": []}, "prompts", "at least 1 item"),
+        ({"prompts": ["a", ""]}, "prompts[1]", "at least 1 character"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "at least 1 character"),
+        ({"prompts": ["a"] * 129}, "prompts", "at most 128 items"),
+        ({"prompts": ["a"], "stream": True}, "stream", "cannot be streamed"),
+        ({"prompt": ["a"], "stream": True}, "stream", "cannot be streamed"),
+    ],
 )
-def test_one_prompt_or_many(fake_server, body):
-    """Neither none nor both."""
-    assert fake_server.client.post("/generate", json=body).status_code == 400
-    assert fake_server.client.post("/generate_stream", json={"prompts": ["a"]}).status_code == 400
+def test_one_prompt_or_many(fake_server, body, param, words):
+    """Neither none nor both; the error names the parameter."""
+    answer = fake_server.client.post("/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["prompt", "prompts"])
+def test_list_of_prompts_is_not_streamed(fake_server, name):
+    answer = fake_server.client.post("/generate_stream", json={name: ["a"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 def test_benchmark_is_off(fake_server):

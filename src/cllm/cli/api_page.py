@@ -42,8 +42,11 @@ The server speaks HTTP/1.0 and HTTP/1.1. Every answer has the header `x-request-
 | A request's head must be complete {HEAD_TIMEOUT:g} seconds after its first byte | 408 |
 | It has at most {MAX_HEAD:,} bytes and {MAX_FIELDS} header fields | 431 |
 | HTTP/1.1 needs exactly one `Host` header field, a host name with an optional port | 400 |
+| `chunked` is the only transfer coding, and `identity` the only content coding | 501, 415 |
 | {PACE_BYTES:,} bytes of a body must come in any {PACE_WINDOW:g} seconds; there is no limit in total | 408 |
 | A client must read its answer, or a good part of it, every {READ_TIMEOUT:g} seconds | the connection is closed |
+
+An `Upgrade` field is ignored. Complete requests that came before something that is not HTTP are answered first.
 
 A client may shut down its sending side after its request (half-close) and still gets the answer. The server cannot tell
 such a client from one that has gone, so it sends `100 Continue`, or a comment in a stream of events, from time to time.

@@ -96,6 +96,8 @@ async def models(
 
 @router.get("/models/{name:path}", include_in_schema=False)
 async def model(request: Request, name: str) -> dict[str, Any]:
+    if not name:  # the list's path with a slash behind it
+        return await models(request)
     check_version(request)
     check_model(name, request.app.state.service)
     return model_object(request.app.state.service)

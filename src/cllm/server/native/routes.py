@@ -45,15 +45,17 @@ DEFAULT_MAX_TOKENS = 100
 MAX_PROMPTS = 128
 
 
+Prompt = Annotated[str, Field(min_length=1)]
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
 class GenerateBody(TermsBody):
     """A plain prompt, or some; what is left out is the operator's default."""
 
     model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
 
-    prompt: Annotated[str, Field(min_length=1)] | None = None
-    prompts: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)] | None
-    ) = None
+    prompt: Prompt | Prompts | None = None
+    prompts: Prompts | None = None
     max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
     temperature: float | None = None
     top_p: float | None = None
@@ -66,12 +68,22 @@ class GenerateBody(TermsBody):
 
     def texts(self) -> dict[str, str]:
         """The prompts by what they are called in errors. Raises BadRequest."""
-        if (self.prompt is None) == (self.prompts is None):
-            message = "Missing required parameter: 'prompt', or prompts instead of it."
+        if self.prompt is not None and self.prompts is not None:
+            message = "Only one of 'prompt' and 'prompts' can be given."
+            raise BadRequest(message, param="prompts", code="invalid_value")
+        given = self.prompts if self.prompt is None else self.prompt
+        if given is None:
+            message = "Missing required parameter: 'prompt' or 'prompts'."
             raise BadRequest(message, param="prompt", code="missing_required_parameter")
-        if self.prompt is not None:
-            return {"prompt": self.prompt}
-        return {f"prompts[{i}]": prompt for i, prompt in enumerate(self.prompts or [])}
+        if isinstance(given, str):
+            return {"prompt": given}
+        name = "prompts" if self.prompt is None else "prompt"
+        return {f"{name}[{i}]": prompt for i, prompt in enumerate(given)}
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the prompts came in a list, even of one."""
+        return self.prompts is not None or isinstance(self.prompt, list)
 
 
 class EncodeBody(Body):
@@ -181,7 +193,7 @@ async def decode(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Continue a prompt, or many at once; with ``stream`` the same as /generate_stream."""
     body = await read_body(request, GenerateBody)
-    if body.prompts is not None and body.stream:
+    if body.is_list and body.stream:
         raise BadRequest("Several prompts cannot be streamed.", param="stream", code="invalid_value")
     answer = await submit(request, body)
     if body.stream:
@@ -195,8 +207,9 @@ async def generate(request: Request) -> Response:
 async def generate_stream(request: Request) -> Response:
     """Continue a prompt; events ``{"id", "token", "done"}``, the last with ``done`` true."""
     body = await read_body(request, GenerateBody)
-    if body.prompts is not None:
-        raise BadRequest("Several prompts cannot be streamed.", param="prompts", code="invalid_value")
+    if body.is_list:
+        param = "prompts" if body.prompt is None else "prompt"
+        raise BadRequest("Several prompts cannot be streamed.", param=param, code="invalid_value")
     return event_stream(await submit(request, body))
 
 

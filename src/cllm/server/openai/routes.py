@@ -62,6 +62,8 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
     """The served model, by its name or an alias."""
+    if not name:  # the list's path with a slash behind it
+        return await models(request)
     service: Service = request.app.state.service
     check_model(name, service)
     is_own = name.removesuffix(":latest") == service.model_name.removesuffix(":latest")
