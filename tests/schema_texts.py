@@ -11,6 +11,7 @@ import numpy as np
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.sampling.grammar import Grammar
 from cllm.text.grammar import Checker, Constraint, Special, bytes_tokenizer
+from cllm.text.schema_faults import BY_NAME
 
 BYTES = bytes_tokenizer({}, 257)
 CHECKER = Checker(Special(257, {}), MAX_LEXER_STATES)
@@ -71,7 +72,13 @@ def without(schema, keywords: set[str]):
         return schema
     names = {"oneOf": "anyOf"} if "oneOf" in keywords else {}
     gone = keywords - {"oneOf"} | ({"then", "else"} if "if" in keywords else set())
-    return {names.get(key, key): without(value, keywords) for key, value in schema.items() if key not in gone}
+    return {
+        names.get(key, key): {name: without(part, keywords) for name, part in value.items()}
+        if key in BY_NAME and isinstance(value, dict)
+        else without(value, keywords)
+        for key, value in schema.items()
+        if key not in gone
+    }
 
 
 def allows(schema, text: str) -> bool:

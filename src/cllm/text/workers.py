@@ -11,7 +11,7 @@ import logging
 import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cllm.environment import child_environment
@@ -87,7 +87,8 @@ class Workers:
             self._free.release()
         while self._idle:
             self._end(self._idle.pop())
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        while self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -106,8 +107,8 @@ class Workers:
 
     async def _launch(self) -> Process:
         begin = await asyncio.to_thread(self._begin)
-        try:
-            process = await asyncio.create_subprocess_exec(
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # not what lies in the current folder
                 *self._command,
@@ -116,8 +117,14 @@ class Workers:
                 env=child_environment(),
                 start_new_session=True,
             )
+        )
+        try:
+            process = await asyncio.shield(starting)
         except OSError as error:
             raise EngineError(f"The process of {self._name} does not start: {error.strerror}.") from None
+        except asyncio.CancelledError:  # uvloop would forget a process whose start is cancelled
+            self._keep(self._end_once_started(starting))
+            raise
         if await self._exchange(process, begin, START_LIMIT) is None:
             self._check_open()
             raise EngineError(f"The process of {self._name} does not start.")
@@ -148,7 +155,14 @@ class Workers:
     def _end(self, process: Process) -> None:
         if is_alive(process):  # to kill one that has ended would take the news of it from the event loop
             process.kill()
-        task = asyncio.create_task(process.communicate())  # reads what is left, and waits
+        self._keep(process.communicate())  # reads what is left, and waits
+
+    async def _end_once_started(self, starting: asyncio.Future[Process]) -> None:
+        with contextlib.suppress(OSError):
+            self._end(await starting)
+
+    def _keep(self, ending: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(ending)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
