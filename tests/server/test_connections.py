@@ -269,6 +269,23 @@ def test_discarding_is_limited(monkeypatch, pause, timeout, size):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_application_that_fails_before_it_answers_is_500(version):
+    async def fail(scope, receive, send):
+        raise RuntimeError
+
+    async def run():
+        async with serving(fail) as (address, _):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET.replace(b"1.1", version))
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 500 ")
+            assert answer.endswith(b"\r\n\r\nInternal Server Error")
+            writer.close()
+
+    asyncio.run(run())
+
+
 # --- half-closed connections ------------------------------------------------------------------------------------------
 
 

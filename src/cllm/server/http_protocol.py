@@ -330,10 +330,10 @@ def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         def send_plain(message: Message) -> Awaitable[None]:
+            cycle.chunked_encoding = False
             cycle.expected_content_length = len(message.get("body", b""))
             return send(message)
 
-        cycle.chunked_encoding = False
         await app(scope, receive, send_plain)
 
     return called
