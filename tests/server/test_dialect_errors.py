@@ -319,20 +319,21 @@ def crowd(server, count, key="x"):
         yield
 
 
-def test_a_full_queue_is_overloaded(narrow_server):
+@pytest.mark.slow
+def test_a_full_queue_is_overloaded(new_narrow_server):
     """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account as a token is."""
-    with anthropic.Anthropic(base_url=narrow_server.url, api_key="x", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=new_narrow_server.url, api_key="x", max_retries=0) as client:
         client.messages.create(**ANTHROPIC)  # what it imports late takes longer than the crowd stays
-        with crowd(narrow_server, 12):
+        with crowd(new_narrow_server, 12):
             with pytest.raises(anthropic.APIStatusError) as raised:
                 client.messages.create(**ANTHROPIC)
             headers = {"x-api-key": "x"}
-            answers = [narrow_server.client.post(path, json=body, headers=headers) for path, body in ROUTES]
+            answers = [new_narrow_server.client.post(path, json=body, headers=headers) for path, body in ROUTES]
     check_anthropic(answers[0], 529, "overloaded_error")
     assert raised.value.type == "overloaded_error"
     check_ollama(answers[1], 503)
     assert min(int(answer.headers["retry-after"]) for answer in answers) >= 1
-    narrow_server.wait_until_idle()
+    new_narrow_server.wait_until_idle()
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
