@@ -31,9 +31,9 @@ from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
-MANY_MESSAGES = 100  # of a chat, from which the queue is looked at before they are rendered
-MANY_TURNS = 1000  # messages and calls of a chat, from which work on them leaves the event loop
-MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request, unless one prompt alone may have more
+MANY_MESSAGES = 100  # messages of a chat from which the queue is checked before rendering
+MANY_TURNS = 1000  # messages and calls of a chat from which they are processed in another thread
+MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request together; a longer context raises this limit
 MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
 
@@ -155,7 +155,7 @@ class Service:
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
             self._check_room(terms, length)
         text = await self.render_chat(chat)
-        num_fenced = text.count(OPEN)  # each is a token at least
+        num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(max(len(text) - 2 * num_fenced, num_fenced * self.longest_piece), param)
         tokenize = self.chat_template.tokenize
         return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)

@@ -6,7 +6,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.process import reservations as module
 from cllm.process.backlog import NO_CLAIM
-from cllm.process.reservations import Claim, Load, Reservations
+from cllm.process.reservations import Claim, QueueLoad, Reservations
 
 NORMAL, BATCH = Priority.NORMAL, Priority.BATCH
 
@@ -157,11 +157,11 @@ def test_returning_clients_are_counted_by_account_and_time():
         desk.reject(account, seconds=seconds)
     desk.reject("c", priority=BATCH)
     load = desk.reservations.load_within
-    assert load(NORMAL, 9.9) == Load(0, 0, 0)
-    assert load(NORMAL, 20.0) == Load(2, 2, 4)
+    assert load(NORMAL, 9.9) == QueueLoad(0, 0, 0)
+    assert load(NORMAL, 20.0) == QueueLoad(2, 2, 4)
     desk.now += 10.0
-    assert load(NORMAL, 20.0) == Load(3, 3, 6)
-    assert load(BATCH, 0.0) == Load(1, 1, 2)
+    assert load(NORMAL, 20.0) == QueueLoad(3, 3, 6)
+    assert load(BATCH, 0.0) == QueueLoad(1, 1, 2)
 
 
 @pytest.mark.parametrize("weights", [{}, {"2": 3.0, "4": 0.5}])

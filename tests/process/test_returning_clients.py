@@ -20,7 +20,7 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueFull, QueueLimits
 from cllm.process.flights import Flights
-from cllm.process.reservations import Claim, Load, Reservations
+from cllm.process.reservations import Claim, QueueLoad, Reservations
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 
@@ -188,7 +188,7 @@ def test_newcomers_with_the_same_body_do_not_take_places_of_clients_with_tickets
 
 def test_clients_are_rejected_again_if_the_server_ignores_reservations(monkeypatch):
     """So the tests above measure the reservations."""
-    monkeypatch.setattr(Reservations, "load_within", lambda *_: Load())
+    monkeypatch.setattr(Reservations, "load_within", lambda *_: QueueLoad())
     monkeypatch.setattr(Reservations, "find", lambda *_: None)
     assert measure(0)[1] < 0.1
     assert measure(0, fresh=2.0)[1] < 0.5

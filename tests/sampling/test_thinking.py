@@ -60,7 +60,7 @@ def test_guesses_count_as_far_as_they_stand_before() -> None:
 
 
 @pytest.mark.parametrize("begin", [None, OPEN])
-def test_the_end_is_not_written_twice(begin) -> None:
+def test_end_of_reasoning_is_not_sampled_again(begin) -> None:
     def closed(output, guesses=(), *, once=True) -> bool:
         seq = Sequence(Request("r", [1, 2], SamplingParams()), 0, 0, 100)
         for token in [*([OPEN] if begin else []), *output]:
@@ -70,6 +70,8 @@ def test_the_end_is_not_written_twice(begin) -> None:
 
     assert [closed([5, 5, CLOSE, 11, 5][:n]) for n in range(6)] == [False] * 4 + [True] * 2
     assert closed([5, 5, CLOSE], guesses=(11, 5))
+    assert closed([5], guesses=(5, CLOSE, 11, 5))
+    assert not closed([5], guesses=(CLOSE, 11, 5, 5))
     assert not closed([5, 5, CLOSE, 11, 5], once=False)
     assert not closed([5, CLOSE, 11, 5, 5]), "it has ended by itself"
     assert not closed([5, 5, 5, CLOSE, 11])

@@ -75,8 +75,8 @@ def test_infill_streams_what_it_answers_at_once(filling):
 
 
 @pytest.mark.llama
-def test_infill_is_bound_by_a_schema(filling):
-    """What of it cannot be enforced is said."""
+def test_infill_follows_json_schema(filling):
+    """The header names the keywords that cannot be enforced."""
     body = {**VIM, "json_schema": {"type": "integer", "not": {"const": 4}}, "n_predict": 3}
     answer = filling.client.post("/infill", json=body)
     assert answer.json()["content"].strip().lstrip("-").isdigit()

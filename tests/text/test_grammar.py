@@ -171,7 +171,7 @@ def test_multiples_too_large_for_the_lexer_are_left_out() -> None:
             CHECKER.check(Constraint("json_schema", faulty), "p")
 
 
-def test_a_schema_that_is_too_complex_leaves_its_type_if_it_is_not_strict() -> None:
+def test_too_complex_schema_keeps_only_its_type_unless_strict() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
     checked = CHECKER.check(Constraint("json_schema", schema, strict=False), "p")
     assert checked.unenforced == ("schema",)

@@ -186,7 +186,7 @@ def test_refusals_of_large_grammars_leave_the_results_of_others(monkeypatch):
     assert checks.seconds[-1] is None
 
 
-def test_a_fault_of_ours_is_not_remembered(monkeypatch):
+def test_unexpected_errors_are_not_cached(monkeypatch):
     """It is no refusal, and the next one who asks may have more luck."""
     monkeypatch.setenv("PYTHONPATH", str(Path(worker_tasks.__file__).parent))
     monkeypatch.setattr(grammar, "prepare", worker_tasks.break_down)

@@ -118,7 +118,7 @@ def test_a_refusal_is_an_answer(run):
     run(use)
 
 
-def test_a_fault_of_ours_is_not_taken_for_too_much_time_or_memory(run, capfd):
+def test_unexpected_exception_in_a_worker_is_an_engine_error(run, capfd):
     async def use(made):
         before = await pid_of(made)
         with pytest.raises(EngineError, match="KeyError"):

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 NO_TOKEN = -1
-FAILED = -2  # in place of each token of a sequence that cannot be sampled
+FAILED = -2  # stands for each token of a sequence that cannot be sampled
 
 
 class FinishReason(enum.StrEnum):

@@ -27,7 +27,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
 
     open: the token, one of the first that are written, that begins it; None if it begins at once. close: the token that
-    ends it. closes_once: ``close`` is not sampled behind ``force``.
+    ends it. closes_once: ``close`` is not sampled again after ``force``.
     """
 
     num_tokens: int

@@ -35,11 +35,11 @@ class Matcher(Protocol):
         ...
 
     def take_back(self, count: int) -> None:
-        """The last ``count`` tokens are not tokens of the sequence."""
+        """Undo the last ``count`` calls of ``consume``."""
         ...
 
     def accepts(self, token: int) -> bool:
-        """Whether ``token`` may be the next one; this is a matter of microseconds."""
+        """Return whether ``token`` may come next. This takes microseconds."""
         ...
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:

@@ -222,7 +222,7 @@ class Engine:
             try:
                 self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
             except Exception as error:
-                log.exception("what the disk gave could not be taken in")
+                log.exception("results of the disk cache could not be processed")
                 outputs += self._recover(error)
         if self._chooser is not None and not is_idle:
             self._num_steps_since += 1

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.engine")
 
-# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit. Compiled, one takes
-# some 70 bytes for each character; what a hostile one learns takes 20 MB before it reaches MAX_LEXER_STATES.
+# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit. A compiled grammar
+# takes about 70 bytes for each character. The lexer of a hostile one grows to 20 MB before it reaches MAX_LEXER_STATES.
 MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000  # grammars that are kept, and their characters
 
 
 class Grammars:
-    """Compiles each text once; the least recently used ones are forgotten where they are too many or too large."""
+    """Compiles each text once. Forgets the least recently used grammars when they are too many or too large."""
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         """``make_tokenizer`` is called by the thread, for the first grammar: it may take a second."""

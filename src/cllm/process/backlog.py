@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cllm.core.output import Stats
 from cllm.core.request import Priority, Request
 from cllm.errors import CLLMError
-from cllm.process.reservations import Claim, Load, Reservations, load_of
+from cllm.process.reservations import Claim, QueueLoad, Reservations, load_of
 from cllm.scheduler.policy import Policy
 
 SHARE = 0.2  # of a new observation in a mean
@@ -61,7 +61,7 @@ class Excess(NamedTuple):
     seconds: float
 
 
-NOTHING, NO_CLAIM = Load(), Claim()
+NOTHING, NO_CLAIM = QueueLoad(), Claim()
 
 
 class ServiceRate:
@@ -142,14 +142,14 @@ class Backlog:
 
     def clear(self) -> None:
         """The engine holds nothing any longer."""
-        self._pending: dict[Priority, dict[str, Load]] = {priority: {} for priority in Priority}  # by key
+        self._pending: dict[Priority, dict[str, QueueLoad]] = {priority: {} for priority in Priority}  # by key
         self._num_seqs = dict.fromkeys(Priority, 0)
         self._count_seqs()
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
     def submitted(self, request: Request) -> None:
-        self._pending[request.priority].setdefault(request.key, Load()).add(load_of(request))
+        self._pending[request.priority].setdefault(request.key, QueueLoad()).add(load_of(request))
         self._num_seqs[request.priority] += request.params.n
         self._count_seqs()
 
@@ -220,14 +220,14 @@ class Backlog:
             ticket, seconds = self.reservations.postpone(reservation, exceeded.seconds if is_expected else 0.0)
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
-    def _excess_of_expected(self, requests: list[Request], ahead: Load) -> Excess | None:
+    def _excess_of_expected(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
         """Clients that return on time may use the whole queue, and exceed it by what is served in one second (at least
         one sequence), because Retry-After has whole seconds, so that several return together.
         """
         num_served = 1 / min(1.0, self._seconds_each or FIRST_GUESS)
         return self._excess(requests, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs))))
 
-    def _excess_of_newcomer(self, requests: list[Request], ahead: Load) -> Excess | None:
+    def _excess_of_newcomer(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
         """Newcomers may use what is left of the queue by clients that will return before their turn, but at least
         OPEN_SHARE, so that no capacity is lost if those do not return.
         """
@@ -237,7 +237,7 @@ class Backlog:
             exceeded = self._excess(requests, self._with_returning(requests[0], ahead, seconds))
         return exceeded
 
-    def _with_returning(self, request: Request, ahead: Load, seconds: float = math.inf) -> Load:
+    def _with_returning(self, request: Request, ahead: QueueLoad, seconds: float = math.inf) -> QueueLoad:
         """``ahead``, and the load of clients due within ``seconds`` that will be served before ``request``."""
         total = ahead.times(1.0)
         for priority in self._classes(request):
@@ -250,7 +250,7 @@ class Backlog:
             total.add(self.reservations.load_within(priority, seconds), share)
         return total
 
-    def _excess(self, requests: list[Request], ahead: Load, share: float = 1.0) -> Excess | None:
+    def _excess(self, requests: list[Request], ahead: QueueLoad, share: float = 1.0) -> Excess | None:
         """The first bound of the queue that ``requests`` behind ``ahead`` exceed, if only ``share`` of it may be used.
 
         None if there is no such bound.
@@ -277,7 +277,7 @@ class Backlog:
     def _num_not_yielding(self, request: Request) -> int:
         return sum(self._num_seqs[priority] for priority in self._classes(request))
 
-    def _ahead(self, request: Request, excess: int) -> Load:
+    def _ahead(self, request: Request, excess: int) -> QueueLoad:
         """Who waits and will probably be served before ``request``; ``excess``: sequences that find no place now."""
         classes = [(priority, self._pending[priority]) for priority in self._classes(request)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
@@ -296,9 +296,9 @@ class Backlog:
                 ahead_seqs += load.num_seqs * count / load.num_requests
                 num_tokens += load.num_tokens * count / load.num_requests
         # a sum of shares is a little off where it should be whole, and a bound is to be met exactly
-        return Load(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
+        return QueueLoad(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
 
-    def _place_behind(self, ahead: Load, request: Request) -> Place:
+    def _place_behind(self, ahead: QueueLoad, request: Request) -> Place:
         seconds = (ahead.num_seqs + 1) * self._seconds_each + self._seconds_to_compute(request)
         return Place(math.ceil(ahead.num_requests) + 1, seconds)
 

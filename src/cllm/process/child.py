@@ -43,7 +43,7 @@ class PipeInbox:
             while (body := read_frame(self._stdin)) is not None:
                 self._queue.put(self._decoder.decode(body))
         except msgspec.DecodeError:
-            logging.getLogger("cllm.engine").exception("the parent says what nobody understands")
+            logging.getLogger("cllm.engine").exception("a command of the API process could not be decoded")
             os._exit(1)
         os._exit(0)  # the parent is gone
 

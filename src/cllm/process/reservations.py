@@ -29,40 +29,40 @@ class Claim(NamedTuple):
 
 
 @dataclass(slots=True)
-class Load:
+class QueueLoad:
     """Some requests, or the part of them that counts."""
 
     num_requests: float = 0
     num_seqs: float = 0
     num_tokens: float = 0
 
-    def add(self, other: Load, times: float = 1) -> None:
+    def add(self, other: QueueLoad, times: float = 1) -> None:
         self.num_requests += times * other.num_requests
         self.num_seqs += times * other.num_seqs
         self.num_tokens += times * other.num_tokens
 
-    def times(self, times: float) -> Load:
-        return Load(times * self.num_requests, times * self.num_seqs, times * self.num_tokens)
+    def times(self, times: float) -> QueueLoad:
+        return QueueLoad(times * self.num_requests, times * self.num_seqs, times * self.num_tokens)
 
 
-def load_of(*requests: Request) -> Load:
+def load_of(*requests: Request) -> QueueLoad:
     num_seqs = sum(request.params.n for request in requests)
-    return Load(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
+    return QueueLoad(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The place of one client. due, expires: the client is expected between these seconds of the clock. told: when the
-    client was rejected last.
+    """The place of one client. due, expires: the client is expected between these seconds of the clock. rejected_at:
+    when the client was rejected last.
     """
 
     priority: Priority
     account: str
     body: int
-    load: Load
+    load: QueueLoad
     due: float = 0.0
     expires: float = 0.0
-    told: float = 0.0
+    rejected_at: float = 0.0
     ticket: str = field(default_factory=lambda: secrets.token_urlsafe(16))
 
 
@@ -80,7 +80,7 @@ class Reservations:
         self._by_ticket: dict[str, Reservation] = {}
         self._groups: dict[Group, dict[Reservation, None]] = {}
         self._groups_with_tickets: set[Group] = set()  # groups in which a client has sent its ticket
-        self._loads: dict[Priority, Load] = {priority: Load() for priority in Priority}
+        self._loads: dict[Priority, QueueLoad] = {priority: QueueLoad() for priority in Priority}
         # for each class: number of reservations -> number of accounts that have at least as many
         self._num_accounts: dict[Priority, Counter[int]] = {priority: Counter() for priority in Priority}
 
@@ -105,8 +105,8 @@ class Reservations:
             for group in ((request.priority, request.key, body) for body in (claim.body, None))
         )
         due = next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
-        early = (one for one in same if one.told <= self._clock() - EARLIEST_RETRY)
-        return due or min(early, key=told_of, default=None)  # of the client that has not been seen for longest
+        early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
+        return due or min(early, key=rejected_at_of, default=None)  # of the client that was seen least recently
 
     def is_due(self, reservation: Reservation) -> bool:
         return reservation.due <= self._clock()
@@ -114,7 +114,7 @@ class Reservations:
     def count(self, priority: Priority, account: str) -> int:
         return len(self._groups.get((priority, account, None), ()))
 
-    def load_within(self, priority: Priority, seconds: float) -> Load:
+    def load_within(self, priority: Priority, seconds: float) -> QueueLoad:
         """The load from clients of a class that are due within ``seconds`` or overdue."""
         reservations = self._by_due[priority]
         num_due = bisect_right(reservations, self._clock() + seconds, key=due_of)
@@ -170,8 +170,8 @@ class Reservations:
 
     def _schedule(self, reservation: Reservation, due: float, retry_after: float) -> None:
         reservation.due = due
-        reservation.told = self._clock()
-        # an early retry may be of another client, and that of the reservation may still wait as it was told first
+        reservation.rejected_at = self._clock()
+        # an early retry may come from another client, and the first client may still return when it was told to
         reservation.expires = max(reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS)
         insort(self._by_due[reservation.priority], reservation, key=due_of)
 
@@ -199,8 +199,8 @@ def due_of(reservation: Reservation) -> float:
     return reservation.due
 
 
-def told_of(reservation: Reservation) -> float:
-    return reservation.told
+def rejected_at_of(reservation: Reservation) -> float:
+    return reservation.rejected_at
 
 
 Group = tuple[Priority, str, int | None]

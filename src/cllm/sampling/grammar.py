@@ -65,7 +65,7 @@ class Matcher:
 
     def accepts(self, token: int) -> bool:
         matcher = self._at()
-        return bool(matcher.is_error() or matcher.validate_tokens([token]))  # one that has failed binds nothing
+        return bool(matcher.is_error() or matcher.validate_tokens([token]))  # a failed matcher constrains nothing
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         begun = time.perf_counter()

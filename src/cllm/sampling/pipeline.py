@@ -85,7 +85,7 @@ class Sampler:
             position += 1
 
     def _follow(self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int) -> list[int]:
-        """The tokens of a sequence with a grammar: its own next one, and then one behind each guess that is right."""
+        """Return the tokens of a sequence with a grammar: the next one, and one more after each correct guess."""
         tokens: list[int] = []
         for position, guess in enumerate([*row.draft, NO_TOKEN], row.seq.num_tokens):
             here = at + len(tokens)
@@ -139,12 +139,12 @@ class Sampler:
         token = self._select(row, seq, position, seq.seed)
         if seq.matcher is None or seq.matcher.accepts(token):
             return token
-        # with another random number: this one lies where tokens are that the grammar refuses
+        # Draw with another random number: the first one belongs to tokens that the grammar refuses.
         again = self._select_allowed(row, seq, seq.matcher, position, derive_seed(seq.seed, AGAIN_STREAM))
         return token if again == NO_TOKEN else again
 
     def _select_allowed(self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int) -> int:
-        """A token that the grammar allows; NO_TOKEN if it allows none, or only such as min_tokens keeps away."""
+        """Return a token that the grammar allows, or NO_TOKEN if ``min_tokens`` or the grammar itself forbids all."""
         mask = matcher.allowed()
         if mask is None:
             return NO_TOKEN

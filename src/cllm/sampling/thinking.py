@@ -27,16 +27,17 @@ def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: 
 
 
 def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> bool:
-    """Whether ``close`` must not stand at ``position``: a model that was made to end would write it once more."""
+    """Return whether ``close`` must not be sampled at ``position``: after a forced end, models tend to repeat it."""
     end = end_of_budget(seq, budget, position, guesses) if budget.closes_once else None
     if end is None or position < end + len(budget.force):
         return False
-    tail = [*seq.tokens[end : end + len(budget.force)], *guesses[: max(0, end + len(budget.force) - seq.num_tokens)]]
-    return tuple(tail[: len(budget.force)]) == budget.force
+    behind = end + len(budget.force)
+    guessed = guesses[max(0, end - seq.num_tokens) : max(0, behind - seq.num_tokens)]
+    return (*seq.tokens[end:behind], *guessed) == budget.force
 
 
 def end_of_budget(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]) -> int | None:
-    """The position behind the last token of the budget; None if ``position`` is not there yet, or none is used."""
+    """Return the position after the last token of the budget; None before that, or if there is no reasoning."""
     first = seq.num_prompt_tokens
     if position - first < budget.num_tokens:
         return None

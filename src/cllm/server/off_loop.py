@@ -1,6 +1,6 @@
-"""Work that takes long because a request or its answer is large: done away from the event loop, which serves others.
+"""Long work on large requests and answers runs in another thread, so that the event loop can serve other clients.
 
-It is done in one thread, because each thread that computes competes with the event loop for the GIL.
+There is one such thread, because each thread that computes competes with the event loop for the GIL.
 """
 
 from __future__ import annotations
@@ -54,18 +54,17 @@ async def off_loop(request: Request, work: Callable[[], T]) -> T:
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in the thread."""
-    pending = [
-        work
-    ]  # emptied on cancellation, because the thread's queue would keep ``work`` and all that it refers to
+    # On cancellation this list is emptied: the thread's queue would keep ``work`` and everything that it refers to.
+    pending = [work]
     try:
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: without_collecting(pending.pop()))
+        return await asyncio.get_running_loop().run_in_executor(thread, lambda: without_gc(pending.pop()))
     finally:
         pending.clear()
 
 
-def without_collecting(work: Callable[[], T]) -> T:
-    """Return the result of ``work``. Its many new objects are not garbage: looking through them all, again and again,
-    would take twice as long as ``work`` itself.
+def without_gc(work: Callable[[], T]) -> T:
+    """Return the result of ``work``, without garbage collection: scanning its many new objects again and again would
+    take twice as long as ``work`` itself.
     """
     gc.disable()
     try:

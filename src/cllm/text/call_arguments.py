@@ -18,8 +18,8 @@ SPACE = r"[ \t\n]{0,8}"  # where a model may leave some out, or write more
 HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # where there is no JSON
 
 
-class Terms:
-    """Terms for texts in which there may be control tokens."""
+class LarkTerms:
+    """LarkTerms for texts in which there may be control tokens."""
 
     def __init__(self, rules: Rules, control: Mapping[str, int]) -> None:
         """``control``: the ids of control tokens that texts may have, by their texts."""
@@ -89,7 +89,7 @@ def loose_regex(text: str) -> str:
 class CallArguments:
     """Writes the arguments of one function's calls."""
 
-    def __init__(self, calls: Calls, terms: Terms, schema: dict[str, Any], unenforced: set[str] | None) -> None:
+    def __init__(self, calls: Calls, terms: LarkTerms, schema: dict[str, Any], unenforced: set[str] | None) -> None:
         """``unenforced``: gets the keywords that are left out; None: they are refused."""
         self._calls = calls
         self._terms = terms

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.errors import BadRequest
-from cllm.text.call_arguments import SPACE, CallArguments, Terms, loose_regex
+from cllm.text.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
 from cllm.text.form import Calls, Form, Header
 from cllm.text.lark import Rules
 
@@ -80,7 +80,7 @@ class CallGrammar:
         self._special = frozenset(special)
         self._unenforced = unenforced
         self._rules = rules
-        self._terms = Terms(rules, message.control)
+        self._terms = LarkTerms(rules, message.control)
         self._arguments: dict[tuple[str, str], str | None] = {}
 
     def write(self) -> str:
@@ -212,7 +212,7 @@ class LooseGrammar(CallGrammar):
         return f"{self._text} <[{control}]> {self._lazy(SPACE + loose_regex(rest)) if rest.strip() else ''}"
 
     def _parts_without(self, *marks: str) -> list[str]:
-        """Terms for text up to a special token that completes none of ``marks``.
+        """LarkTerms for text up to a special token that completes none of ``marks``.
 
         A token that only begins a mark is written by itself: llguidance cannot tell two sets apart that share a token.
         """

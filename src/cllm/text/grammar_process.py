@@ -24,7 +24,7 @@ from cllm.text.workers import Workers
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
 MAX_WAITING = 64  # grammars to be checked at once
-PATIENCE = 2.0  # seconds that a message waits for its turn which can do without a grammar
+PATIENCE = 2.0  # seconds that a message waits for its turn if it can do without a grammar
 MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
 
 
@@ -74,8 +74,8 @@ class GrammarProcess(Workers):
     async def bind(self, message: BoundMessage) -> Checked:
         """The grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
-        A message that is free but for its calls is never refused for the sake of functions that are not strict: if
-        their schemas cannot be enforced within the limits, only the names are, or nothing.
+        Functions that are not strict never cause a free message to be refused. If their schemas cannot be enforced
+        within the limits, only their names are enforced, or nothing.
         """
         attempts = [message]
         enforced = {name: tool for name, tool in message.tools.items() if message.enforces(tool)}

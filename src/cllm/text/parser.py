@@ -30,11 +30,11 @@ NO_CALLS = Calls(write="")
 
 
 class Parser:
-    """One text. White space around reasoning and calls is dropped; all else comes out.
+    """Parses one text. White space around reasoning and calls is dropped; everything else is returned.
 
-    What looks like a call and is none is text, and so is a call of a function that is not declared. A call whose text
-    ends early has the arguments that have come. Reasoning is recognised before any text, or between calls; what is in
-    it is no call, but in families that forget to close it.
+    Text that merely resembles a call is returned as text, and so is a call of a function that is not declared. A call
+    whose text ends early has the arguments received so far. Reasoning is recognised before any text, or between calls.
+    Calls within it are ignored, except in families that forget to close their reasoning.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def spoken(
 
 def without_calls(messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
-    added: list[list[str]] = []  # results that are added to each of them
+    added: list[list[str]] = []  # tool results to append to each message
     for message in messages:
         text = message.get("content") or ""
         if message["role"] == "tool" and not knows_results:

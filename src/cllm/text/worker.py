@@ -29,7 +29,7 @@ Work = Callable[[Any], str]  # it may raise BadRequest
 
 
 class Reply(NamedTuple):
-    """A text; or, if there is an ``error``, what a BadRequest says, or an EngineError if it ``is_ours``."""
+    """A text, or the message of an ``error``: of a BadRequest, or of an EngineError if ``is_ours``."""
 
     text: str
     error: str = ""
@@ -90,9 +90,9 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
             reply = refusal(error)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # a fault of ours: the parent must not think it took too much
+        except Exception as error:  # noqa: BLE001  # a bug, which must not look like a limit
             traceback.print_exc()
-            why = f"The server could not work on this ({type(error).__name__}); its log says more."
+            why = f"Internal error ({type(error).__name__}); the log of the server says more."
             reply = Reply("", why, is_ours=True)
         answer = to_json(reply)
         limit_time(0)

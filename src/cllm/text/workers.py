@@ -122,7 +122,7 @@ class Workers:
             process = await asyncio.shield(starting)
         except OSError as error:
             raise EngineError(f"The process of {self._name} does not start: {error.strerror}.") from None
-        except asyncio.CancelledError:  # uvloop would forget a process whose start is cancelled
+        except asyncio.CancelledError:  # uvloop leaks the process if its start is cancelled
             self._keep(self._end_once_started(starting))
             raise
         if await self._exchange(process, begin, START_LIMIT) is None:

@@ -209,8 +209,8 @@ def test_text_in_parts_begins_and_ends_as_the_whole(tiny_model, module, monkeypa
 
 
 def test_special_tokens_are_counted_no_further_than_needed(module):
-    assert module.has_more("<a><b>" * 3, ["<a", "<b"], 5)
-    assert not module.has_more("<a><b>" * 3, ["<a", "<b"], 6)
+    assert module.has_more_than(5, ["<a", "<b"], "<a><b>" * 3)
+    assert not module.has_more_than(6, ["<a", "<b"], "<a><b>" * 3)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_special_tokens_are_counted_no_further_than_needed(module):
 )
 def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(monkeypatch, module, text, specials, expected):
     monkeypatch.setattr(module, "PART", 1)
-    assert list(module.parts(text, specials)) == expected
+    assert list(module.split_before_specials(text, specials)) == expected
 
 
 def test_many_special_tokens_take_no_more_time_than_other_text(vocabulary):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from llama_cpp import llama_cpp as lib
 
@@ -17,9 +18,20 @@ if TYPE_CHECKING:
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_LSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 7
 EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
-MAX_SPECIAL = 4000  # special tokens in a text that goes to llama.cpp in one call
-PART = 4096  # characters of one of several calls, at least
+MAX_SPECIAL = 4000  # a text with more special tokens is tokenized in parts
+PART = 4096  # least number of characters of a part
 MARK = b"\xff"  # before the text of a special token, for llguidance
+
+
+class Specials(NamedTuple):
+    """The texts at which llama.cpp splits a text before it tokenizes the rest.
+
+    drop_blanks: by text, the longest first: whether llama.cpp drops blanks before it. beginnings: of the texts, at most
+    two characters each.
+    """
+
+    drop_blanks: dict[str, bool]
+    beginnings: frozenset[str]
 
 
 class LlamaVocabulary:
@@ -134,41 +146,37 @@ class LlamaVocabulary:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if len(text) > PART:
-            specials = self._split if parse_special else self._split_always
-            if has_more(text, {special[:2] for special in specials}, MAX_SPECIAL):
+            specials = self._specials if parse_special else self._specials_always_split
+            if has_more_than(MAX_SPECIAL, specials.beginnings, text):
                 begin, end = self._added if add_special else ([], [])
-                tokens = [
-                    token
-                    for part in parts(text, specials)
-                    for token in self._tokenize(part, add_special=False, parse_special=parse_special)
-                ]
-                return [*begin, *tokens, *end]
+                parts = split_before_specials(text, specials.drop_blanks)
+                tokens = (self._tokenize(part, add_special=False, parse_special=parse_special) for part in parts)
+                return [*begin, *chain.from_iterable(tokens), *end]
         return self._tokenize(text, add_special=add_special, parse_special=parse_special)
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """What ``add_special`` puts before a text and behind it."""
+        """The tokens that ``add_special`` adds before and after a text."""
         bare = self._tokenize("a", add_special=False, parse_special=False)
         whole = self._tokenize("a", add_special=True, parse_special=False)
         at = next(at for at in range(len(whole) + 1) if whole[at : at + len(bare)] == bare)
         return whole[:at], whole[at + len(bare) :]
 
     @cached_property
-    def _split(self) -> dict[str, bool]:
-        """The texts at which llama.cpp splits a text first, and whether it drops blanks before them."""
-        return self._split_at(ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED)
+    def _specials(self) -> Specials:
+        return self._specials_with(ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED)
 
     @cached_property
-    def _split_always(self) -> dict[str, bool]:
-        """Those of ``_split`` that are not left alone without ``parse_special``."""
-        return {text: self._split[text] for text in self._split_at(ATTR_USER_DEFINED)}
+    def _specials_always_split(self) -> Specials:
+        """Those that llama.cpp recognises even without ``parse_special``."""
+        return self._specials_with(ATTR_USER_DEFINED)
 
-    def _split_at(self, attributes: int) -> dict[str, bool]:
+    def _specials_with(self, attributes: int) -> Specials:
         read = partial(lib.llama_vocab_get_text, self._vocab)
-        texts = {read(token).decode("utf-8", "replace"): token for token in self._with(attributes)}
-        return {
-            text: bool(self._attributes[texts[text]] & ATTR_LSTRIP) for text in sorted(texts, key=len)[::-1] if text
-        }
+        tokens = {read(token).decode("utf-8", "replace"): token for token in self._with(attributes)}
+        texts = sorted(filter(None, tokens), key=len, reverse=True)
+        drop_blanks = {text: bool(self._attributes[tokens[text]] & ATTR_LSTRIP) for text in texts}
+        return Specials(drop_blanks, frozenset(text[:2] for text in texts))
 
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         encoded = text.encode()
@@ -197,11 +205,11 @@ class LlamaVocabulary:
         lib.llama_model_free(self._model)
 
 
-def parts(text: str, specials: dict[str, bool]) -> Iterator[str]:
-    """``text`` in parts with the tokens of the whole: all but the first begin with a special token.
+def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]:
+    """Split ``text`` so that the tokens of its parts are those of the whole.
 
-    llama.cpp's time grows with the square of the special tokens in a text. ``specials``: their texts, the longest
-    first, and whether blanks before them are dropped.
+    All parts but the first begin with a special token. llama.cpp's time grows with the square of the number of special
+    tokens in a text. ``specials``: see Specials.drop_blanks.
     """
     begin, at = 0, PART
     while at < len(text):
@@ -219,8 +227,11 @@ def parts(text: str, specials: dict[str, bool]) -> Iterator[str]:
     yield text[begin:]
 
 
-def has_more(text: str, beginnings: Iterable[str], limit: int) -> bool:
-    """Whether more than ``limit`` of ``beginnings`` are in ``text``. Other threads get their turn meanwhile."""
+def has_more_than(limit: int, beginnings: Iterable[str], text: str) -> bool:
+    """Return whether ``beginnings`` occur more than ``limit`` times in ``text``.
+
+    The loop lets other threads run: one call of ``sum`` would hold the GIL for seconds with large vocabularies.
+    """
     count = 0
     for beginning in beginnings:
         count += text.count(beginning)
@@ -230,5 +241,5 @@ def has_more(text: str, beginnings: Iterable[str], limit: int) -> bool:
 
 
 def is_inside(text: str, cut: int, specials: Iterable[str]) -> bool:
-    """Whether a special token may begin before ``cut`` and end behind it."""
+    """Return whether a special token may begin before ``cut`` and end after it."""
     return any(text.find(special, max(0, cut - len(special) + 1), cut + len(special) - 1) >= 0 for special in specials)

@@ -27,7 +27,7 @@ from cllm.text.alignment import ToldToken
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 MAX_ECHOED = 1_000_000  # logprobs of the prompts of one request
-MAX_STREAMED = 50_000  # the same of a request that is streamed
+MAX_STREAMED = 50_000  # the same for a streamed request
 
 
 @router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
@@ -118,8 +118,8 @@ class Words:
 
 
 @dataclass
-class Text:
-    """A continuation. ``index``: of the choice, prompts times n."""
+class Continuation:
+    """The text of one choice so far. ``index`` counts over all prompts, ``n`` for each."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -131,10 +131,10 @@ class Text:
         return sum(one.logprobs.logprob for one in self.told) / max(1, len(self.told))
 
 
-async def collect(answer: Answer, words: Words) -> list[Text]:
+async def collect(answer: Answer, words: Words) -> list[Continuation]:
     """All choices of a generation; of those that only compete for the best, the best ones, the best first."""
     n = answer.generation.params.n
-    choices = [Text(i) for i in range(len(answer.generation.prompts) * n)]
+    choices = [Continuation(i) for i in range(len(answer.generation.prompts) * n)]
     async for deltas in answer:
         for delta in deltas:
             choice = choices[delta.index]

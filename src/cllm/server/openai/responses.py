@@ -46,8 +46,8 @@ async def create(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
-    chat, items, skipped = await translated(request, body)
-    with own_names():
+    chat, items, skipped = await translate(request, body)
+    with renaming_fields():
         generation = await chat_generation(request, chat, new_id("resp"), param="input")
     head = response_head(request, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
@@ -65,8 +65,8 @@ async def create(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a response has."""
     service: Service = request.app.state.service
-    body, _, skipped = await translated(request, await read_body(request, ResponseBody))
-    with own_names():
+    body, _, skipped = await translate(request, await read_body(request, ResponseBody))
+    with renaming_fields():
         prompt = await service.encode_chat(await off_loop(request, body.chat), param="input")
     content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
@@ -124,15 +124,15 @@ def kept(request: Request) -> ResponseStore:
 
 
 @contextmanager
-def own_names() -> Iterator[None]:
-    """Faults of a chat in the names of this dialect."""
+def renaming_fields() -> Iterator[None]:
+    """Name the fields of this dialect in the errors of a chat."""
     try:
         yield
     except BadRequest as error:
         raise renamed(error) from None
 
 
-async def translated(request: Request, body: ResponseBody) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
+async def translate(request: Request, body: ResponseBody) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
     """Return ``body`` as a chat, the input items, and a header that names the parts of the body that were left out.
 
     Raises BadRequest with the field names of this dialect.
@@ -145,7 +145,7 @@ async def translated(request: Request, body: ResponseBody) -> tuple[ChatBody, li
     referred, turns = store.with_items(references, owner), store.turns(body.previous_response_id, owner)
     check_turns(request, [*referred, *turns])
 
-    def translate() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
+    def build() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
         found = {item["id"]: item for stored in referred for item in stored.output() if item["id"] in references}
         whole = [found.pop(item["id"], item) if item["type"] == "item_reference" else item for item in sent]
         items = [item for item in whole if item["type"] in PLACES]
@@ -154,8 +154,8 @@ async def translated(request: Request, body: ResponseBody) -> tuple[ChatBody, li
         check_num_parts(len(conversation), "input")
         return body.chat(conversation), items, skipped
 
-    with own_names():
-        chat, items, skipped = await off_loop(request, translate)
+    with renaming_fields():
+        chat, items, skipped = await off_loop(request, build)
     return chat, items, note_skipped(request, skipped)
 
 

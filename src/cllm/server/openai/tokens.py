@@ -97,12 +97,12 @@ async def tokenize(request: Request) -> Response:
         add_special = asked if asked is not None else body.prompt is not None
         tokenize = partial(service.vocabulary.tokenize, text, add_special=add_special, parse_special=body.parse_special)
     tokens = tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
-    content = await off_loop(request, lambda: tokenized(service, body, tokens))
+    content = await off_loop(request, lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
 
 
-def tokenized(service: Service, body: TokenizeBody, tokens: list[int]) -> bytes:
-    """The answer. Raises BadRequest if there are too many tokens."""
+def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> bytes:
+    """Return the answer as JSON. Raises BadRequest if there are too many tokens."""
     has_pieces = body.with_pieces or body.return_token_strs
     limit = MAX_PIECES if has_pieces else MAX_TOKENS
     if len(tokens) > limit:
