@@ -146,7 +146,7 @@ class LLM:
         reach the model's chat template.
         """
         with self._shared.in_use():
-            return self._chat_template.encode(for_template(messages), tools or [], **variables)
+            return self._chat_template.encode(for_template(messages), checked_tools(tools), **variables)
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Complete each prompt (text or token ids)."""
@@ -162,7 +162,7 @@ class LLM:
         schema cannot be enforced.
         """
         prompt, params = self.encode_chat(messages, tools, **variables), params or self._default
-        if tools and not params.grammar and all("function" in tool for tool in tools):
+        if tools and not params.grammar:
             params = self._with_calls(prompt, tools, params)
         return self._collect([prompt], params)[0]
 
@@ -323,6 +323,22 @@ def for_template(messages: Any) -> Messages:
         form = '[{"role": "user", "content": "..."}]'
         raise BadRequest(f"messages must be a list with one message or more, such as {form}.", param="messages")
     return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def checked_tools(tools: Any) -> Messages:
+    """Functions as OpenAI has them; none for None. Raises BadRequest for anything else, naming it."""
+    tools = [] if tools is None else tools
+    if not isinstance(tools, list):
+        form = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
+        raise BadRequest(f"tools must be a list such as {form}.", param="tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        param = f"tools[{i}].function"
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"{param} must be a dictionary with a name.", param=param)
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise BadRequest(f"{param}.parameters must be a dictionary.", param=f"{param}.parameters")
+    return tools
 
 
 def message_for_template(message: Any, param: str) -> dict[str, Any]:

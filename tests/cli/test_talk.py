@@ -11,6 +11,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.backends.fake import Costs, FakeBackend
+from cllm.cli.chat import HELP
 
 FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")
@@ -59,6 +60,15 @@ def test_chat_without_a_server(cllm):
     done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="hi\n\n/new\nho\n/exit\nnot read\n")
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) >= 2
+
+
+def test_chat_answers_words_behind_a_slash_itself(cllm):
+    """They are commands, which the model is not asked about; a path is no command."""
+    done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/help\n/clear\n/exit\n")
+    assert (done.code, done.out) == (0, f"{HELP}\n{HELP}\n")
+    asked = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/etc/hosts\n")
+    assert asked.code == 0
+    assert HELP not in asked.out
 
 
 @pytest.mark.llama

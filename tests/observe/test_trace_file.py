@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cllm.core.params import SamplingParams
@@ -97,6 +98,17 @@ def test_what_is_recorded(tmp_path: Path) -> None:
         (40, "a", "batch", 1500.0)
     }
     assert others[0].arrived - earlier.arrived == pytest.approx(2.0, abs=0.5)
+
+
+def test_answer_that_did_not_begin_is_recorded_with_the_usual_length(tmp_path: Path) -> None:
+    """A simulation of an overload must not take the rejected requests for short ones."""
+    file = tmp_path / "trace.jsonl"
+    rejected = msgspec.structs.replace(request([5] * 40), params=SamplingParams())
+    with closing(Recorder(file)) as recorder:
+        recorder.record(rejected, 30.0, [0])
+        recorder.record(request([5] * 40), 20.0, [10, 30, 0])
+        recorder.record(rejected, 10.0, [0, 0])
+    assert [entry.output_length for entry in read_trace(file)] == [1, 10, 30, 50, 20, 20]
 
 
 def test_what_prompts_share_is_recorded_and_nothing_else(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
-from cllm.process.reservations import Claim
+from cllm.process.reservations import LONGEST_WAIT, Claim
 from cllm.scheduler.policy import Fair, FirstComeFirstServed, Priorities, make_policy
 
 CAPACITY = 4
@@ -45,6 +45,11 @@ def refusal(backlog, *requests, body=0):
 def told(seconds):
     """Retry-After with which clients that add up to a tenth return after ``seconds`` on average."""
     return max(1, round(seconds / 1.05))
+
+
+def test_no_client_is_sent_away_for_longer_than_ten_minutes():
+    """Neither for a text nor for embeddings, which have no reservations."""
+    assert QueueFull("an hour of work waits", "seconds", 3600.0).retry_after == LONGEST_WAIT
 
 
 def test_the_place_is_the_number_of_those_that_find_none():

@@ -1,5 +1,6 @@
 """Tools and reasoning, by the real ``openai`` client against a real server with the built-in model."""
 
+import functools
 import json
 
 import openai
@@ -105,6 +106,36 @@ def test_strict_arguments_follow_their_schema_where_a_call_is_not_forced(create)
     with pytest.raises(openai.BadRequestError) as caught:
         create(ASK, tools=tools)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "OBJECT", "properties": {"city": {"type": "STRING"}}},
+        {"type": ["array"]},
+        {"type": 7},
+        {"properties": None, "required": True},
+        {"properties": {"city": None}},
+        {"properties": {"city": {"type": "any"}}},
+        {"properties": {"city": {"type": {}}}},
+        {"properties": {"city": {"type": "string", "required": True}}},
+        functools.reduce(lambda schema, _: {"properties": {"city": schema}}, range(50), {}),
+    ],
+)
+def test_malformed_schema_leaves_the_arguments_free_unless_strict(schema, create, client) -> None:
+    """Generated schemas of real clients have such faults, and most servers do not look at them."""
+    function = {"name": "get_weather", "description": "Get the weather of a city", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    answer = client.chat.completions.with_raw_response.create(
+        model="cllm-builtin", messages=ASK, tools=tools, temperature=0
+    )
+    (call,) = answer.parse().choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    assert "parameters" in answer.headers["x-cllm-unenforced-keywords"]
+    function["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="Function 'get_weather'") as caught:
+        create(ASK, tools=tools)
+    assert (caught.value.param, caught.value.code) == ("tools", "invalid_json_schema")
 
 
 @pytest.mark.parametrize("name", ["multiply", "get_time"])

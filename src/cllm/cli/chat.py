@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
 from cllm.cli.talk import DEFAULTS, Messages, Sampling, Talker, UrlFlag, make_talker, print_stream
 from cllm.errors import CLLMError
 
-HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer."
+HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends, /help says this; Ctrl-C stops an answer."
 
 
 def chat(
@@ -36,6 +37,8 @@ def chat(
             return
         if text == "/new":
             messages = list(opening)
+        elif re.fullmatch("/[a-z]+", text):
+            print(HELP)
         elif text:
             turn(talker, messages, text)
 

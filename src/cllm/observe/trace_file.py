@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -129,15 +129,19 @@ class Recorder:
         self._secret = secrets.token_bytes(32)
         self._pending: queue.Queue[tuple[float, Request, list[int]] | None] = queue.Queue(MAX_PENDING)
         self._failed = False
+        self._num_tokens = self._num_answers = 0
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
-    def record(self, request: Request, seconds_ago: float, output_lengths: Iterable[int]) -> None:
+    def record(self, request: Request, seconds_ago: float, output_lengths: Sequence[int]) -> None:
         """``request`` came so long ago and got answers of these lengths, in tokens.
 
-        Of an answer that did not begin the length is recorded that was asked for, or 1.
+        Of an answer that did not begin the length is recorded that was asked for, else the mean of the answers so far.
         """
-        lengths = [length or request.params.max_tokens or 1 for length in output_lengths]
+        begun = [*filter(None, output_lengths)]
+        self._num_tokens, self._num_answers = self._num_tokens + sum(begun), self._num_answers + len(begun)
+        usual = round(self._num_tokens / (self._num_answers or 1)) or 1
+        lengths = [length or request.params.max_tokens or usual for length in output_lengths]
         with contextlib.suppress(queue.Full):
             self._pending.put_nowait((time.time() - seconds_ago, request, lengths))
 

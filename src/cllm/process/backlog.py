@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cllm.core.output import Stats
 from cllm.core.request import Priority, Request
 from cllm.errors import CLLMError
-from cllm.process.reservations import Claim, QueueLoad, Reservations, load_of
+from cllm.process.reservations import LONGEST_WAIT, Claim, QueueLoad, Reservations, load_of
 from cllm.scheduler.policy import Policy
 
 SHARE = 0.2  # of a new observation in a mean
@@ -32,7 +32,7 @@ class QueueFull(CLLMError):
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
         super().__init__(f"The queue is full: {what}; please retry later.")
         self.bound = bound
-        self.retry_after = retry_after
+        self.retry_after = min(retry_after, LONGEST_WAIT)
         self.ticket = ticket
 
 

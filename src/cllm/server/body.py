@@ -19,7 +19,6 @@ from starlette.requests import Request
 from cllm.errors import BadRequest
 from cllm.server.body_limits import check_parts, check_structure
 from cllm.server.off_loop import admit, off_loop
-from cllm.text.schema_faults import fault_of
 
 Model = TypeVar("Model", bound="Body")
 
@@ -285,18 +284,6 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return value
-
-
-def declares(schema: dict[str, Any]) -> dict[str, Any]:
-    if fault := fault_of(schema):
-        raise ValueError(fault)
-    if schema.get("type", "object") not in ("object", None, ["object"]):
-        raise ValueError("the type of a function's arguments must be 'object'")
-    return schema
-
-
-# The schema of a function's arguments. Whether it can be enforced is asked where it has to be.
-ArgumentSchema = Annotated[dict[str, Any], pydantic.AfterValidator(declares)]
 
 
 @contextmanager

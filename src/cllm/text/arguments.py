@@ -334,13 +334,13 @@ def escaped(text: str) -> str:
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows, {} if it does not say."""
+    """The JSON types that a schema allows, {} if it does not say, or is none."""
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type", [])
     if not kind and isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
         return {"string"}
-    return {kind} if isinstance(kind, str) else {item for item in kind if isinstance(item, str)}
+    return {item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)}
 
 
 def value_of(text: str, types: set[str]) -> str:

@@ -13,7 +13,9 @@ import msgspec
 from cllm.errors import BadRequest
 from cllm.text.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
 from cllm.text.form import Calls, Form, Header
+from cllm.text.json_schema import invalid_schema
 from cllm.text.lark import Rules
+from cllm.text.schema_faults import fault_of_arguments
 
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
 TEXT = "/(?s:.*)/"
@@ -151,23 +153,25 @@ class CallGrammar:
     def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
         """A term for the arguments, and what it leaves of the ``tail`` behind them."""
         if (name, place) not in self._arguments:
-            self._arguments[name, place] = self._write_arguments(self._message.tools[name], place)
+            self._arguments[name, place] = self._write_arguments(name, place)
         term = self._arguments[name, place]
         if term is not None:
             return term, tail
         end, rest = self._terms.first_part(tail)
         return self._terms.until(end), rest
 
-    def _write_arguments(self, tool: Tool, place: str) -> str | None:
+    def _write_arguments(self, name: str, place: str) -> str | None:
         """A rule for the arguments of a function; None if they end with what follows them."""
-        message = self._message
+        message, tool = self._message, self._message.tools[name]
         strict = message.enforces(tool)
         try:
             if strict or not message.names_only:
-                return self._term(tool.schema, None if strict else self._unenforced, place)
-        except BadRequest:
+                if fault := fault_of_arguments(tool.schema):
+                    raise invalid_schema("tools", "", fault)
+                return self._term(tool.schema | {"type": "object"}, None if strict else self._unenforced, place)
+        except BadRequest as error:
             if strict or not message.is_loose:
-                raise
+                raise BadRequest(f"Function '{name[:64]}': {error}", param=error.param, code=error.code) from None
         self._unenforced.add("parameters")
         return self._term({"type": "object"}, set(), place)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a schema that only a model reads."""
+"""What is wrong with the schema of a function's arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 SINGLE = {"items", "additionalProperties", "additionalItems", "not", "contains", "propertyNames", "if", "then", "else"}
 
 
+def fault_of_arguments(schema: dict[str, Any]) -> str:
+    """Why this is no schema of a function's arguments, or ""."""
+    kind = schema.get("type")
+    if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
+        return "the type of a function's arguments must be 'object'"
+    return fault_of(schema)
+
+
 def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
-    """Why this is no schema, or "". For those that nothing has to enforce: which keywords there are is not asked."""
+    """Why this is no schema, or "". Which keywords there are is not asked."""
     at = f" at {where[:100]}" if where else ""
     if isinstance(schema, bool):
         return ""

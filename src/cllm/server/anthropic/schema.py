@@ -11,7 +11,7 @@ from starlette.requests import Request
 from cllm.answer import Terms
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import ArgumentSchema, Body, example, named
+from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.text.chat import Chat, Effort
@@ -114,7 +114,7 @@ class Tool(Body):
     type: str | None = None
     name: str
     description: str | None = None
-    input_schema: ArgumentSchema | None = None
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
     @pydantic.model_validator(mode="after")

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from cllm.core.params import MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import ArgumentSchema, Body, example, named
+from cllm.server.body import Body, example, named
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.text.chat import Chat, Effort
@@ -206,7 +206,7 @@ class Message(Body):
 class Function(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
-    parameters: ArgumentSchema | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(Body):

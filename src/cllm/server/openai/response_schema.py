@@ -230,8 +230,9 @@ def renamed(error: BadRequest) -> BadRequest:
     param, message = error.param or "", str(error)
     for name, here in NAMES.items():
         if param == name or param.startswith((f"{name}[", f"{name}.")):
-            message = message.replace(f"'{param}", f"'{here}{param[len(name) :]}").replace(f"'{name}", f"'{here}")
-            return BadRequest(message, param=here + param[len(name) :], code=error.code, status=error.status)
+            rest = "" if name == "messages" else param[len(name) :]  # one message is made of several items
+            message = message.replace(f"'{param}", f"'{here}{rest}").replace(f"'{name}", f"'{here}")
+            return BadRequest(message, param=here + rest, code=error.code, status=error.status)
     return error
 
 

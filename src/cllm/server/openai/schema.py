@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import ArgumentSchema, Body, at_most, example
+from cllm.server.body import Body, at_most, example
 from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
 from cllm.server.structured import ConstrainedBody
@@ -251,7 +251,7 @@ class Function(Body):
     model_config = pydantic.ConfigDict(extra="allow")
     name: ToolName
     description: str | None = None
-    parameters: ArgumentSchema | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
