@@ -35,33 +35,33 @@ class Server(Section):
     host: Text = Field(
         default="127.0.0.1", description="Address to listen on; 0.0.0.0 is reachable from other machines."
     )
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
     allow_pull: bool = Field(
         default=False, description="Let clients of Ollama's API download models from the hub (POST /api/pull)."
     )
     max_body_mb: int = Field(
-        default=4, ge=1, le=1024, description="Largest request body in MB; a larger one is refused (413)."
+        default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413."
     )
     strict: bool = Field(
         default=False,
-        description="Refuse requests with parameters that are not known (400); else these are counted and ignored.",
+        description="Reject requests with unknown parameters (400) instead of counting and ignoring the parameters.",
     )
     benchmark: bool = Field(
         default=False, description="Let clients run POST /benchmark, which keeps the engine busy for up to a minute."
     )
     drain_timeout: float = Field(
-        default=30.0, ge=0, le=86400, description="Seconds that running streams get to end after SIGTERM."
+        default=30.0, ge=0, le=86400, description="Seconds that running streams may take to finish after SIGTERM."
     )
 
 
 class Model(Section):
-    """The model that is served."""
+    """The model."""
 
     path: Text | None = Field(
         default=None,
-        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null is the built-in model.",
+        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null selects the built-in model.",
     )
-    name: Text | None = Field(default=None, description="Name shown in /v1/models; null takes it from the model.")
+    name: Text | None = Field(default=None, description="Name in /v1/models; null derives it from the model.")
     aliases: Names = Field(
         default=[],
         description='Other names that requests may use for the model, or patterns such as claude-*; "*" accepts any.',
@@ -70,76 +70,76 @@ class Model(Section):
         default=None,
         ge=2,
         le=10_000_000,
-        description="Tokens per sequence; null chooses from the model and the memory.",
+        description="Tokens per sequence; null chooses by the model and the memory.",
     )
     draft_path: Text | None = Field(
         default=None,
-        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that guesses tokens.",
+        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that drafts tokens.",
     )
     quantization: Text | None = Field(
-        default=None, description="Which file of a hub repository to take when the path does not say, e.g. q4_k_m."
+        default=None, description="Quantization to download if the path does not name one, e.g. q4_k_m."
     )
 
 
 class Scheduler(Section):
-    """What is computed in one step."""
+    """How requests are scheduled."""
 
     max_num_seqs: int = Field(
-        default=32, ge=1, le=256, description="Sequences computed at the same time; the others wait."
+        default=32, ge=1, le=256, description="Largest number of sequences in a batch; other sequences wait."
     )
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=8192, description="Tokens computed in one step, at most.")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=8192, description="Largest number of tokens in one step.")
     target_itl_ms: float | None = Field(
         default=1000.0,
         ge=1,
         le=600_000,
-        description="Milliseconds from token to token that the prompts of others may cause; null is without limit.",
+        description="Longest time in ms between two tokens of a stream that prefill may cause; null means no limit.",
     )
     policy: Text = Field(
         default="fair",
-        description="Who is served next: fair (classes, then the key served least), priority (classes, then arrival), "
-        "fcfs, or package.module:Class.",
+        description="Order of service: fair (by class, then the account with the least service), priority (by class, "
+        "then by arrival), fcfs, or package.module:Class.",
     )
     weights: dict[Name, Weight] = Field(
         default={},
-        description="Shares of keys against the others, whose share is 1, e.g. {user-alice: 2}; a key is user- and the "
-        "user of the body, or key- and the first 16 hex digits of the token's SHA-256. JSON in a variable or a flag.",
+        description="Shares of accounts, e.g. {user-alice: 2}; the default is 1. An account is user- and the body's "
+        "user, or key- and the first 16 hex digits of the API key's SHA-256. Use JSON in a variable or a flag.",
     )
     priorities: dict[Name, PriorityName] = Field(
         default={},
-        description="Classes of keys, e.g. {user-nightly: batch}: their requests are of that class, or of a lower one "
-        "that they name. JSON in a variable or a flag.",
+        description="Highest classes of accounts, e.g. {user-nightly: batch}; a request may name a lower one. Use JSON "
+        "in a variable or a flag.",
     )
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         default="prompt_lookup",
-        description="Guess tokens and verify them in one step, while that pays: from the text so far, or with "
-        "model.draft_path.",
+        description="Draft tokens and verify them in one step while that saves time: prompt_lookup takes them from the "
+        "text so far, draft_model from model.draft_path.",
     )
-    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Guesses for one sequence in one step, at most.")
+    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most draft tokens for one sequence in one step.")
     max_queue_requests: int | None = Field(
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Requests that may wait ahead of one; further requests get 429. Null is without limit.",
+        description="Requests that may wait ahead of a request; further requests get 429. Null means no limit.",
     )
     max_queue_tokens: int | None = Field(
-        default=None, ge=0, le=10**12, description="Prompt tokens that may wait, likewise; null is without limit."
+        default=None, ge=0, le=10**12, description="The same for prompt tokens; null means no limit."
     )
     max_queue_seconds: float | None = Field(
         default=300.0,
         ge=0,
         le=604800,
-        description="Estimated seconds to the first token that a request may face; null is without limit.",
+        description="Longest estimated time to first token, in seconds; further requests get 429. Null means no limit.",
     )
     request_timeout: float | None = Field(
         default=600.0,
         gt=0,
         le=604800,
-        description="Seconds a request may take, waiting included; null is without limit.",
+        description="Seconds that a request may take, including its time in the queue; null means no limit.",
     )
     trace_file: Text | None = Field(
         default=None,
-        description="File to which every request is added when it has ended or was refused, for cllm simulate: times, "
-        "lengths, keys and what prompts share, without a word of them; null records nothing.",
+        description="File to record requests for cllm simulate: times, lengths, accounts and shared prefixes, but no "
+        "text; null records nothing.",
     )
 
 
@@ -148,123 +148,123 @@ class KV(Section):
 
     layout: Literal["auto", "partitioned", "unified"] = Field(
         default="auto",
-        description="partitioned gives each sequence its own cells, the fastest for unrelated requests; unified is one "
-        "pool for all, the better one for long shared prefixes; auto follows the load.",
+        description="partitioned gives each sequence its own cells and is fastest for unrelated requests; unified is "
+        "one pool and is better for long shared prefixes; auto follows the load.",
     )
     type: Literal["f16", "q8_0", "q4_0"] = Field(
         default="f16",
-        description="How keys and values are stored: q8_0 takes half of f16's memory, q4_0 a quarter; both change the "
-        "answers a little and may be slower.",
+        description="Type of keys and values: q8_0 needs half of f16's memory, q4_0 a quarter; both change the answers "
+        "slightly and may be slower.",
     )
     max_memory_mb: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses from what is free."
+        default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses by free memory."
     )
     ram_cache_mb: int | None = Field(
         default=None,
         ge=0,
         le=100_000_000,
-        description="RAM for prefixes that left the KV cache, in MB; null chooses from what is free, 0 is none.",
+        description="RAM for prefixes evicted from the KV cache, in MB; null chooses by free memory, 0 is none.",
     )
     disk_cache: Text | None = Field(
-        default=None, description="Folder for prefixes that outlive RAM and restarts; null keeps none."
+        default=None, description="Folder to store prefixes on disk, so that they survive a restart; null stores none."
     )
-    disk_cache_mb: int = Field(default=10_000, ge=1, le=10**9, description="Size of that folder in MB, at most.")
+    disk_cache_mb: int = Field(default=10_000, ge=1, le=10**9, description="Largest size of that folder in MB.")
 
 
 class Cache(Section):
-    """Results of finished requests, given again where computing them again would give the same."""
+    """The cache of finished results, for requests whose result would be the same again."""
 
     max_results: int = Field(
         default=0,
         ge=0,
         le=10_000_000,
-        description="Answers kept of requests without chance (temperature 0 or a seed); 0 is off.",
+        description="Number of answers to keep, of requests with temperature 0 or a seed; 0 is off.",
     )
-    max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
+    max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Largest memory for them in MB.")
 
 
 class Storage(Section):
-    """What clients leave with the server."""
+    """Data that clients store on the server."""
 
     max_responses: int = Field(
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Answers of /v1/responses kept in memory, for previous_response_id; 0 keeps none.",
+        description="Answers of /v1/responses to keep in memory for previous_response_id; 0 keeps none.",
     )
-    max_responses_mb: int = Field(default=64, ge=1, le=1_000_000, description="Memory for them in MB, at most.")
+    max_responses_mb: int = Field(default=64, ge=1, le=1_000_000, description="Largest memory for them in MB.")
     folder: Text | None = Field(
         default="~/.local/state/cllm",
-        description="Folder for the files and batches of /v1/files and /v1/batches; null turns both off.",
+        description="Folder for /v1/files and /v1/batches; null disables both.",
     )
-    max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Files kept in it, at most.")
-    max_files_mb: int = Field(default=2000, ge=1, le=10**9, description="Size of all files in MB, at most.")
-    max_file_mb: int = Field(default=100, ge=1, le=1_000_000, description="Size of an uploaded file in MB, at most.")
+    max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Largest number of files.")
+    max_files_mb: int = Field(default=2000, ge=1, le=10**9, description="Largest size of all files in MB.")
+    max_file_mb: int = Field(default=100, ge=1, le=1_000_000, description="Largest size of an uploaded file in MB.")
 
 
 class LlamaCpp(Section):
-    """What llama.cpp is told when it loads the model."""
+    """Options of llama.cpp."""
 
     n_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that compute; null takes all cores."
+        default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."
     )
     n_threads_batch: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads for steps of more than one token: prompts, several sequences; null takes n_threads.",
+        description="Threads for steps with more than one token (prompts, several sequences); null uses n_threads.",
     )
     n_ubatch: int = Field(
-        default=512, ge=1, le=8192, description="Tokens computed in one pass over the weights, at most."
+        default=512, ge=1, le=8192, description="Largest number of tokens in one pass over the weights."
     )
     n_gpu_layers: int = Field(
-        default=99, ge=-1, le=10_000, description="Layers kept on the GPU, where there is one; 0 is none, -1 is all."
+        default=99, ge=-1, le=10_000, description="Layers on the GPU, if there is one; 0 is none, -1 is all."
     )
     use_mmap: bool = Field(default=True, description="Map the model file into memory instead of reading it.")
     use_mlock: bool = Field(default=False, description="Lock the model in RAM, so that it is never swapped out.")
 
 
 class Backend(Section):
-    """What computes."""
+    """The backend, which computes."""
 
     name: Literal["llama_cpp", "fake"] = Field(
         default="llama_cpp",
-        description="llama_cpp computes; fake only keeps time like a model, for tests and load studies.",
+        description="llama_cpp runs models; fake only takes time like a model, for tests and load studies.",
     )
     llama_cpp: LlamaCpp = LlamaCpp()
 
 
 class Sampling(Section):
-    """How tokens are chosen where a request does not say."""
+    """Defaults of sampling parameters, for requests that do not set them."""
 
     temperature: float = Field(
-        default=0.8, ge=0, le=100, description="0 takes the most probable token; more is more varied."
+        default=0.8, ge=0, le=100, description="0 takes the most probable token; higher values vary more."
     )
     top_k: int = Field(
         default=40, ge=0, le=10_000_000, description="Keep this many of the most probable tokens; 0 is off."
     )
     top_p: float = Field(
-        default=0.95, ge=0, le=1, description="Keep the best tokens up to this probability mass; 1 is off."
+        default=0.95, ge=0, le=1, description="Keep the most probable tokens up to this total probability; 1 is off."
     )
     min_p: float = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="Leave out tokens less probable than this share of the best one; 0 is off.",
+        description="Drop tokens with less than this share of the best token's probability; 0 is off.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10_000_000,
-        description="Tokens to generate at most; null goes on to the end of the context.",
+        description="Largest number of tokens to generate; null means up to the end of the context.",
     )
 
 
 class Log(Section):
-    """What the server writes to stderr."""
+    """The log on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least that is worth a line."
+        default="info", description="Lowest level to write."
     )
 
 
@@ -282,16 +282,16 @@ class Settings(Section):
     log: Log = Log()
 
 
-# CLLM_ variables that are no settings: the file to read, and what the client commands use to reach a server.
+# CLLM_ variables that are not settings: the config file, and how client commands reach a server.
 OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf of the settings tree; ``type`` is without None, ``expects`` completes "must be ...".
+    """One leaf of the settings tree. ``type`` excludes None. ``expects`` completes "must be ...".
 
-    ``expects_of_entries`` does so for each entry of a mapping; the type of a mapping is str, for it is given as JSON.
-    The type of a list is str too, because a variable or a flag separates its entries by commas.
+    ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str, because variables
+    and flags have it as JSON. The type of a list is str too, because variables and flags separate entries by commas.
     """
 
     key: str

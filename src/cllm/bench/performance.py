@@ -1,4 +1,4 @@
-"""What ``cllm bench compare`` has measured, the targets it is held against, and the page and pictures that tell it."""
+"""The results of ``cllm bench compare``, their targets, and the page and pictures that show them."""
 
 from __future__ import annotations
 
@@ -235,26 +235,30 @@ NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTA
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
 
 HOW = """\
-Every run starts its server anew and ends it before the next one begins, so that nothing else is loaded; the order of
-a round is that of the one before turned. All get the same work: two prompts for each client, four at least, of
-{prompt_words} random words (about {prompt_tokens} tokens with the template), none of which is sent twice, and answers
-of exactly {max_tokens} tokens at temperature 0.8, top-k 40, top-p 0.95, whatever their end. {threads} threads,
+Each run starts a server, measures it and stops it before the next run begins, so that no other model is loaded. Every
+second round runs in reverse order. All systems get the same work: two prompts for each client, at least four, of
+{prompt_words} random words (about {prompt_tokens} tokens with the template). No prompt is sent twice. Answers have
+exactly {max_tokens} tokens, at temperature 0.8, top-k 40 and top-p 0.95. Each system uses {threads} threads and
 {context} tokens of context for each sequence. Each client sends its next request when the one before has ended.
 
-cLLM runs with its defaults, but without speculation and without prefixes in RAM, which no prompt here would need again;
-llama-server with `--cache-ram 0`, a connection for each request, and at each concurrency with the fastest of the
-settings that were tried before the rounds. It is measured twice: built with the compiler switches that cLLM's own
-llama.cpp has (pyproject.toml), which shows what the servers add to the same kernels, and as its own build instructions
-produce it (default build), which is what a user has otherwise. The engine in process does the
-same work without a server; both have big pages of memory, for which cLLM asks the system itself. llama-batched-bench
-computes prompts of that length and decodes, all at once and once; it neither samples nor schedules, so it is a bound
-and no peer. Numbers are medians (least to most) of {rounds} rounds;
-ratios and differences are taken within a round."""
+* cLLM runs with its defaults, but without speculation and without the prefix cache in RAM, which these prompts would
+  never use.
+* llama-server runs with `--cache-ram 0`, a new connection for each request, and at each concurrency the fastest of
+  the settings that were tried before the rounds. It is measured twice: built with the compiler switches of cLLM's own
+  llama.cpp (pyproject.toml), which shows what the servers add to the same kernels, and as llama.cpp's own
+  instructions build it (default build), which is what users have otherwise.
+* The engine in process does the same work without a server. Both cLLM and this engine use big pages of memory, for
+  which cLLM asks the system itself.
+* llama-batched-bench computes prompts of that length, and then decodes them all at once. It neither samples nor
+  schedules, so it is an upper bound and not a peer.
+
+Numbers are medians (least to most) of {rounds} rounds. Ratios and differences are taken within a round."""
 
 
 SHARED = """\
-{shared_requests} requests of {shared_seqs} clients, whose prompts begin with the same {shared_words} random words and
-go on with {own_words} of their own. Answers have {shared_tokens} tokens. A sequence has room for {shared_context}."""
+{shared_requests} requests from {shared_seqs} clients. All prompts begin with the same {shared_words} random words and
+continue with {own_words} words of their own. Answers have {shared_tokens} tokens. Each sequence has a context of
+{shared_context} tokens."""
 
 
 def write_page(results: Results, path: Path) -> list[Path]:
@@ -280,9 +284,9 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     setup = results.setup
     parts = [
         "# Performance",
-        f"Written by `cllm bench compare` on {results.date}; only the notes below the curves are by hand.",
+        f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the curves are written by hand.",
         "## Figures and targets",
-        "The number at the end is that of requests at a time.",
+        "The number at the end of a name is the number of concurrent requests.",
         figure_table(figures(results)),
         "## How this was measured",
         HOW.format(**setup),
@@ -291,21 +295,21 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     if results.llama_bench:
         builds = {"cLLM's switches": results.llama_bench, "default build": results.default_bench}
         rows = [(name, *map(spread, tests.values())) for name, tests in builds.items() if tests]
-        parts += ["llama-bench, tokens/s, a repetition of each build in turn:"]
+        parts += ["llama-bench, tokens/s, with both builds in turn:"]
         parts += [table(("", *results.llama_bench), rows, "l" + "r" * len(results.llama_bench))]
     if results.skipped:
         lines = (f"* {name}: {reason}" for name, reason in results.skipped.items())
         parts += ["Not measured:", "\n".join(lines)]
     parts.append("## All systems")
     for size in sorted({run.num_seqs for run in results.runs}):
-        title = "1 request at a time" if size == 1 else f"{size} requests at a time"
+        title = "1 request at a time" if size == 1 else f"{size} concurrent requests"
         parts += [f"### {title}", systems([run for run in results.runs if run.num_seqs == size])]
     if results.shared:
         parts += ["## Shared prefix", SHARED.format(**setup), systems(results.shared)]
     if results.kept:
         rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in results.kept]
         parts += [
-            "## Connections that are kept",
+            "## Kept-alive connections",
             f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for all its requests.",
             table(("", "succeeded", "failures"), rows, "lrl"),
         ]

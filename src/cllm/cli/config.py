@@ -60,9 +60,9 @@ def as_lines(loaded: Loaded) -> str:
 INTRODUCTION = """\
 # Configuration
 
-This page is made from `src/cllm/config.py` by `cllm config docs`.
+`cllm config docs` generates this page from `src/cllm/config.py`.
 
-Every option can be given in a YAML file, in the environment and as a flag; later ones win:
+You can set every option in a YAML file, in the environment or as a flag. Later sources override earlier ones:
 
 1. the default below,
 2. the YAML file named by `--config` or `CLLM_CONFIG`,
@@ -76,17 +76,17 @@ server:
   port: 9000
 ```
 
-`cllm config show` prints what is in effect and who set it. An unknown key, a value of the wrong type or one out of
-range stops the start with one line that names the place. An environment variable that begins with `CLLM_` and is no
-setting is ignored with a warning; those that Kubernetes sets for a service named `cllm` or `cllm-...`
-(`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored without one.
+`cllm config show` prints the effective values and where each one came from. An unknown key, a value of the wrong type
+or a value out of range stops the start with one line that names its source. An unknown environment variable that
+begins with `CLLM_` is ignored with a warning. The variables that Kubernetes sets for a service named `cllm` or
+`cllm-...` (`CLLM_SERVICE_HOST`, `CLLM_PORT=tcp://...`, also `CLLM_SERVER_PORT=tcp://...`) are ignored without a warning.
 """
 
 OTHER_NAMES = """\
 ## Other names
 
-Keys of other servers and earlier designs that a YAML file may hold. Of several names for one option the smallest value
-holds; the option's own name wins over all of them.
+A YAML file may use these keys of other servers and earlier designs. If it has several names for one option, the
+smallest value applies; the option's own name overrides all others.
 
 | Key | Read as |
 |---|---|
@@ -95,7 +95,7 @@ holds; the option's own name wins over all of them.
 WITHOUT_EFFECT = """\
 ## Keys without effect
 
-Accepted in a YAML file, with a note at the start.
+These keys are accepted in a YAML file, with a note at startup.
 
 | Key | Why it is not needed |
 |---|---|
