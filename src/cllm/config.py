@@ -39,9 +39,7 @@ class Server(Section):
     allow_pull: bool = Field(
         default=False, description="Let clients of Ollama's API download models from the hub (POST /api/pull)."
     )
-    max_body_mb: int = Field(
-        default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413."
-    )
+    max_body_mb: int = Field(default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413.")
     strict: bool = Field(
         default=False,
         description="Reject requests with unknown parameters (400) instead of counting and ignoring the parameters.",
@@ -205,9 +203,7 @@ class Storage(Section):
 class LlamaCpp(Section):
     """Options of llama.cpp."""
 
-    n_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."
-    )
+    n_threads: int | None = Field(default=None, ge=1, le=1024, description="Threads that compute; null uses all cores.")
     n_threads_batch: int | None = Field(
         default=None,
         ge=1,
@@ -263,9 +259,7 @@ class Sampling(Section):
 class Log(Section):
     """The log on stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level to write."
-    )
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level to write.")
 
 
 class Settings(Section):

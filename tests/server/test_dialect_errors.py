@@ -145,7 +145,11 @@ def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_serv
         ("chat", {"tools": "x"}, "tools"),
         ("chat", {"tools": [5]}, "tools[0]"),
         ("chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ("chat", {"tools": [{"type": "function", "function": {"name": "f", "parameters": "a"}}]}, "tools[0].function.parameters"),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "a"}}]},
+            "tools[0].function.parameters",
+        ),
         ("chat", {"format": "xml"}, "format"),
         ("chat", {"format": 5}, "format"),
         ("chat", {"think": True}, "thinking"),

@@ -57,7 +57,7 @@ else:
     Workload = Literal[(*WORKLOADS, "questions")]
     Preset = Literal[tuple(PRESETS)]
 
-app = App(name="bench", help="Measure servers, peers and the stages between them; make stand-in models.")
+app = App(name="bench", help="Measure servers and compare them; make stand-in models.")
 
 REQUESTS = {"overload": 500}  # 100 in the other workloads; many systems give a process 1024 open files
 MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
@@ -68,8 +68,8 @@ Positive = Number(gte=1)
 AboveZero = Number(gt=0)
 NotNegative = Number(gte=0)
 
-Plot = Annotated[Path | None, Parameter(help="A file for a picture: .png or .svg.", show_default=False)]
-Html = Annotated[Path | None, Parameter(help="A file for a report with pictures, in one page.", show_default=False)]
+Plot = Annotated[Path | None, Parameter(help="File for a picture: .png or .svg.", show_default=False)]
+Html = Annotated[Path | None, Parameter(help="File for an HTML report with pictures.", show_default=False)]
 
 
 @app.command
@@ -77,32 +77,30 @@ def load(
     url: Annotated[str, Parameter(env_var="CLLM_URL", help="The server, such as http://127.0.0.1:8000.")],
     /,
     *,
-    api: Annotated[Api, Parameter(help="What the server speaks: OpenAI's chat completions, or Ollama's /api/chat.")] = (
+    api: Annotated[Api, Parameter(help="The server's API: OpenAI's chat completions, or Ollama's /api/chat.")] = (
         "openai"
     ),
     workload: Annotated[
         Workload,
         Parameter(
             help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
-            + "in all of these each answer must have exactly --max-tokens tokens (Ollama's may end before). "
-            "questions: the built-in model's, at temperature 0; each answer must be exactly right."
+            + "in all of these, each answer must have exactly --max-tokens tokens (Ollama's may be shorter). "
+            "questions: questions for the built-in model at temperature 0; each answer must be correct."
         ),
     ] = "words",
     preset: Annotated[
         Preset | None,
-        Parameter(help="Requests, at a time, tokens of an answer, all at once; flags go before.", show_default=False),
+        Parameter(help="Sets --requests, --concurrency and --max-tokens; these flags override it.", show_default=False),
     ] = None,
     requests: Annotated[
         int | None,
-        Parameter(
-            validator=Positive, help="Requests that are measured. [default: 100, 500 overload]", show_default=False
-        ),
+        Parameter(validator=Positive, help="Requests to measure. [default: 100, 500 overload]", show_default=False),
     ] = None,
     concurrency: Annotated[
         int | None,
         Parameter(
             validator=Positive,
-            help="Requests at a time; each end lets the next one start. [default: 8; overload: all]",
+            help="Concurrent requests; when one ends, the next one starts. [default: 8; overload: all]",
             show_default=False,
         ),
     ] = None,
@@ -110,12 +108,12 @@ def load(
         float | None,
         Parameter(
             validator=AboveZero,
-            help="Requests a second on average, sent whatever has become of the others, in place of --concurrency.",
+            help="Mean requests a second, sent independently of the answers, instead of --concurrency.",
             show_default=False,
         ),
     ] = None,
     arrivals: Annotated[
-        Arrivals, Parameter(help="How they are spread in time: poisson, bursty (gamma distributed gaps) or even.")
+        Arrivals, Parameter(help="Arrivals with --rate: poisson, bursty (gamma distributed gaps) or even.")
     ] = "poisson",
     max_tokens: Annotated[
         int | None,
@@ -126,23 +124,23 @@ def load(
         int | None,
         Parameter(
             validator=NotNegative,
-            help="How many of them are the same in all prompts, at the beginning. [default: 0; shared-prefix: three "
+            help="How many words at the beginning are the same in all prompts. [default: 0; shared-prefix: three "
             "quarters]",
             show_default=False,
         ),
     ] = None,
-    temperature: Annotated[float, Parameter(validator=NotNegative, help="Of all workloads but questions.")] = 0.0,
+    temperature: Annotated[
+        float, Parameter(validator=NotNegative, help="Temperature of all workloads except questions.")
+    ] = 0.0,
     ttft: Annotated[
         float | None,
-        Parameter(
-            validator=AboveZero, help="Milliseconds to the first token that are good enough.", show_default=False
-        ),
+        Parameter(validator=AboveZero, help="Goodput limit: milliseconds to the first token.", show_default=False),
     ] = None,
     tpot: Annotated[
         float | None,
         Parameter(
             validator=AboveZero,
-            help="Milliseconds for each token after it that are good enough.",
+            help="Goodput limit: milliseconds for each token after the first.",
             show_default=False,
         ),
     ] = None,
@@ -155,13 +153,11 @@ def load(
         ),
     ] = None,
     timeout: Annotated[float, Parameter(validator=AboveZero, help="Seconds for each request.")] = 600.0,
-    keep_alive: Annotated[
-        bool, Parameter(help="Send the next request over the same connection; some servers lose it then.")
-    ] = True,
+    keep_alive: Annotated[bool, Parameter(help="Reuse connections; some servers lose requests then.")] = True,
     seed: Annotated[int, Parameter(help="The same seed gives the same prompts; it is sent with them.")] = 0,
     model: Annotated[
         str | None,
-        Parameter(help="The model to ask for. [default: the first that the server names]", show_default=False),
+        Parameter(help="The model to request. [default: the server's first model]", show_default=False),
     ] = None,
     api_key: Annotated[
         str | None, Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False)
@@ -175,8 +171,8 @@ def load(
 ) -> None:
     """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report latencies and rates.
 
-    Answers are streamed. Exit code 1 if any request failed; with --rate those do not count that the server refused
-    because it had too much to do.
+    Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of overload do not
+    count.
     """
     from cllm.bench.load import Target, find_model, run_load
     from cllm.bench.report import print_report, summarize
@@ -207,11 +203,11 @@ def load(
         sizes: dict[str, Any] = {"prompt_words": prompt_words, "shared_words": shared_words, "temperature": temperature}
         words = Words(api=api, model=model, max_tokens=max_tokens, seed=seed, **sizes)
         settings |= sizes
-        # the clients of the warm-up share nothing with the others, and go to the end
+        # the warm-up shares no prefix with the measured requests
         strangers = msgspec.structs.replace(words, seed=seed + 1, shared_words=0)
         tasks = word_tasks(warmup, strangers) + WORKLOADS[workload][0](requests, words)
     total = num_requests(tasks)
-    share = (len(tasks) - warmup) / max(1, total - warmup)  # of requests that begin a talk: the others follow
+    share = (len(tasks) - warmup) / max(1, total - warmup)  # of requests that begin a conversation
     with closing(loading_bar("requests")) as bar:
         outcome = run_load(
             target,
@@ -243,7 +239,7 @@ def load(
 
 
 def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
-    """Raises StartupError for what would else be lost when all is measured."""
+    """Raises StartupError if a file cannot be written, before anything is measured."""
     if plot is not None or html is not None:
         from cllm.bench.plots import checked_picture
 
@@ -292,9 +288,16 @@ def stages(
     *,
     sequences: Annotated[
         tuple[int, ...],
-        Parameter(validator=Positive, negative="", consume_multiple=True, help="How many at a time, such as 1 8 32."),
+        Parameter(
+            validator=Positive,
+            negative="",
+            consume_multiple=True,
+            help="Numbers of concurrent sequences, such as 1 8 32.",
+        ),
     ] = (1, 8, 32),
-    rounds: Annotated[int, Parameter(validator=Positive, help="Runs of each stage, in turn; one more warms up.")] = 5,
+    rounds: Annotated[
+        int, Parameter(validator=Positive, help="Runs of each stage, in turn, after one for warm-up.")
+    ] = 5,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 48,
     temperature: Annotated[float, Parameter(validator=NotNegative, help="0 is greedy.")] = 0.8,
@@ -302,7 +305,7 @@ def stages(
         float | None,
         Parameter(
             validator=Number(gte=0, lt=1),
-            help="Share of the speed that a stage may lose against the one before, as a median; more is exit code 1.",
+            help="Largest median loss of speed of a stage against the one before, as a share; more gives exit code 1.",
             show_default=False,
         ),
     ] = None,
@@ -310,7 +313,7 @@ def stages(
     plot: Plot = None,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the same work at every stage from llama_decode to the socket, and what each stage costs."""
+    """Run the same work at every stage from llama_decode to the socket, and show what each stage costs."""
     begin_like_an_engine()
     from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
 
@@ -333,7 +336,7 @@ def stages(
 
 
 def begin_like_an_engine() -> None:
-    """Begin again with what engine processes have in their environment, so that an engine in this one has it too."""
+    """Restart this process with an engine process's environment, so that an engine in it runs under the same terms."""
     from cllm.process.launch import with_big_pages
 
     environment = with_big_pages(os.environ)
@@ -354,7 +357,7 @@ def compare(
             validator=Number(gte=1, lte=256),
             negative="",
             consume_multiple=True,
-            help="Requests at a time, such as 1 8 32.",
+            help="Numbers of concurrent requests, such as 1 8 32.",
         ),
     ] = (1, 8, 32),
     rounds: Annotated[int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")] = 3,
@@ -362,25 +365,27 @@ def compare(
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 64,
     threads: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Threads that compute, of each system. [default: all]", show_default=False),
+        Parameter(validator=Positive, help="Threads of each system. [default: all cores]", show_default=False),
     ] = None,
     peers: Annotated[
-        Path, Parameter(help="The folder of llama-server, llama-batched-bench, llama-bench; else they are on PATH.")
+        Path, Parameter(help="The folder of llama-server, llama-batched-bench and llama-bench, before PATH.")
     ] = FOLDER,
     build: Annotated[
-        bool, Parameter(negative="", help="First build them, from the source that cLLM runs on, in .tools/peers.")
+        bool, Parameter(negative="", help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses.")
     ] = False,
-    curves: Annotated[bool, Parameter(help="Also measure growth over requests at a time and over context.")] = True,
-    out: Annotated[Path, Parameter(help="The page, or its folder; pictures are put beside it.")] = PAGE,
-    json: Annotated[Path | None, Parameter(help="A file for all that was measured.", show_default=False)] = None,
+    curves: Annotated[
+        bool, Parameter(help="Also measure by number of concurrent requests and by context length.")
+    ] = True,
+    out: Annotated[Path, Parameter(help="The page to write, or its folder; pictures go into the same folder.")] = PAGE,
+    json: Annotated[Path | None, Parameter(help="File for all results.", show_default=False)] = None,
     source: Annotated[
         Path | None,
-        Parameter(name="--from", help="Measure nothing; write the page from what --json wrote.", show_default=False),
+        Parameter(name="--from", help="Write the page from a file of --json, without measuring.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure cLLM and its peers in turn on one model, and write the page that tells it.
+    """Measure cLLM and its peers in turn on one model, and write a page with the results.
 
-    Peers: llama-server, llama-batched-bench; if there llama-bench, Ollama, llama-cpp-python's example server.
+    Peers: llama-server, llama-batched-bench and, if installed, llama-bench, Ollama, llama-cpp-python's example server.
     """
     from cllm.bench.performance import Results, figures, read_results, write_page
 
@@ -421,7 +426,7 @@ def compare(
 
 
 def machine() -> dict[str, str]:
-    """What a reader of figures wants to know of it; no names."""
+    """Return what readers of the results need to know about the machine."""
     return {
         "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -431,7 +436,7 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that runs, if git knows it."""
+    """Return the commit of the checkout, if there is one."""
     git = shutil.which("git")
     if git is None:
         return ""
@@ -451,16 +456,16 @@ def make_model(
     out: Annotated[Path, Parameter(help="The file to write, such as model.gguf.")],
     /,
     *,
-    shape: Annotated[Shape, Parameter(help="The model whose dimensions it has.")],
-    quant: Annotated[Quant, Parameter(help="How the weights are stored.")],
+    shape: Annotated[Shape, Parameter(help="The model whose dimensions to use.")],
+    quant: Annotated[Quant, Parameter(help="The quantization of the weights.")],
     seed: Annotated[int, Parameter(validator=NotNegative, help="The same seed gives the same weights.")] = 0,
     threads: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Threads that quantize. [default: all cores]", show_default=False),
+        Parameter(validator=Positive, help="Threads for quantizing. [default: all cores]", show_default=False),
     ] = None,
     force: Annotated[bool, Parameter(negative="", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Write a model of a real one's shape with random weights: right for measuring speed, useless to talk with."""
+    """Write a model with a real model's shape and random weights, for measuring speed."""
     if out.is_dir():
         raise StartupError(f"{out} is a folder; name the file to write")
     if out.exists() and not force:

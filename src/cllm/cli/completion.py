@@ -13,15 +13,15 @@ Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 
 def install(
-    *, shell: Annotated[Shell | None, Parameter(help="The shell; it is found out if it is not given.")] = None
+    *, shell: Annotated[Shell | None, Parameter(help="The shell. [default: the one that runs this command]")] = None
 ) -> None:
-    """Write the completion script where the shell looks for it."""
+    """Install the completion script for your shell."""
     from cllm.cli.main import app
 
     try:
         path = app.install_completion(shell=shell or detect_shell())
     except ShellDetectionError:
-        raise StartupError("it cannot be told which shell this is: name it with --shell") from None
+        raise StartupError("the shell is unknown: name it with --shell") from None
     except OSError as error:
         raise StartupError(f"the completion cannot be installed: {error}") from None
-    print(f"{path} is installed and read by shells that start from now on")
+    print(f"{path} is installed; new shells will use it")

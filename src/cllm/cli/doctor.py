@@ -18,11 +18,11 @@ from cllm.cli.probe import Probe, probe
 from cllm.models.gguf import size_text
 from cllm.models.memory import available_bytes
 
-# The same as in pyproject.toml, which is not there in an installed package.
+# As in pyproject.toml, which an installed package does not have.
 SWITCHES = "-fno-tree-sra -fno-tree-dse -fno-dse -fschedule-insns -fsched-pressure -frecord-gcc-switches -w"
 FASTER = ("-fschedule-insns", "-fsched-pressure")
 GAIN = "prompts are computed 1.2 to 1.4 times as fast on CPUs with AVX2"  # as benchmarks/build_flags.py measures
-# A vector extension's name in /proc/cpuinfo -> its name in what llama.cpp says of its build.
+# A vector extension: its name in /proc/cpuinfo -> its name in llama.cpp's system info.
 EXTENSIONS = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -39,7 +39,7 @@ BUILD = f'CXXFLAGS="{SWITCHES}" CFLAGS=-w {REBUILD}'
 def doctor(
     *, as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object.", negative="")] = False
 ) -> None:
-    """Check this machine: decode one answer in a child process and say what was found, and the cure if it failed."""
+    """Check this machine: decode one answer in a child process, and say what was found and how to fix a failure."""
     found = probe()
     report = {
         "cllm": __version__,
@@ -79,7 +79,7 @@ def failure(found: Probe) -> str:
 
 
 def cure(found: Probe) -> str:
-    """What to do about a failure, in one line; nothing if there is none."""
+    """Return how to fix a failure, in one line; "" if there is none."""
     if found.passed:
         return ""
     if "No module named" in found.error and "llama_cpp" in found.error:
@@ -92,7 +92,7 @@ def cure(found: Probe) -> str:
 
 
 def better_build(found: Probe, cpu: set[str]) -> str:
-    """What another build of llama.cpp would gain, and how to make it; ``cpu``: the flags that the CPU has."""
+    """Return what another build of llama.cpp would gain, and how to make it. ``cpu``: the CPU's flags."""
     if not found.system:
         return "not known"
     used = set(re.findall(r"(\w+) = 1", found.system))
@@ -107,7 +107,7 @@ def better_build(found: Probe, cpu: set[str]) -> str:
 
 
 def cpu_info() -> dict[str, str]:
-    """What Linux says of the last core, by field; empty elsewhere."""
+    """Return the fields of /proc/cpuinfo for the last core; empty on systems other than Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -120,7 +120,7 @@ def cpu_flags() -> set[str]:
 
 
 def cpu_name() -> str:
-    """The CPU and the widest of its vector extensions, on which the speed depends."""
+    """Return the CPU's name and its widest vector extension, which determines the speed."""
     name = cpu_info().get("model name", platform.processor() or platform.machine())
     flags = cpu_flags()
     widest = next((text for flag, text in WIDEST.items() if flag in flags), "")

@@ -19,11 +19,13 @@ def explain(
     url: Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")] = LOCAL,
     *,
     steps: Annotated[
-        int, Parameter(help="How many of the last steps to show.", validator=validators.Number(gte=1, lte=MAX_STEPS))
+        int, Parameter(help="Number of recent steps to show.", validator=validators.Number(gte=1, lte=MAX_STEPS))
     ] = 20,
-    as_json: Annotated[bool, Parameter(name="--json", help="Print the server's answer as it is.", negative="")] = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", help="Print the server's JSON answer unchanged.", negative="")
+    ] = False,
 ) -> None:
-    """Say how a running server fills its steps, who waits, and why."""
+    """Show what a running server computes in each step, which requests wait, and why."""
     raw = fetch(url, steps)
     if as_json:
         print(raw.decode())
@@ -31,7 +33,7 @@ def explain(
     try:
         explanation = msgspec.json.decode(raw, type=Explanation)
     except msgspec.MsgspecError as error:
-        raise CLLMError(f"{url} answers, but not like cLLM: {error}") from None
+        raise CLLMError(f"the server at {url} is not cLLM: {error}") from None
     print("\n".join(lines(explanation)))
 
 
@@ -52,14 +54,14 @@ def fetch(url: str, steps: int) -> bytes:
 
 
 def lines(explanation: Explanation) -> list[str]:
-    """The explanation for a person."""
+    """Return the explanation as lines of text."""
     found = [table(explanation.steps)] if explanation.steps else ["No step has been computed yet."]
     found.append("")
     if explanation.row_seconds:
         rows = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in explanation.row_seconds.items())
-        found.append(f"A step of so many decoding rows takes {rows}.")
+        found.append(f"Step time by decoding sequences: {rows}.")
     if explanation.token_seconds:
-        found.append(f"A token of a prompt takes {explanation.token_seconds * 1e3:.2f} ms more.")
+        found.append(f"Each prompt token adds {explanation.token_seconds * 1e3:.2f} ms.")
     found += [f"{explanation.cells}", f"Running: {len(explanation.running)}"]
     found += [f"  {seq}" for seq in explanation.running]
     found.append(f"Waiting: {explanation.num_waiting}")
@@ -75,8 +77,18 @@ def lines(explanation: Explanation) -> list[str]:
 
 
 def table(steps: list[Step]) -> str:
-    """One line a step: its time, its rows, its prompt tokens of what was allowed, and who stayed outside."""
-    head = ["step", "ms", "rows", "prompt tokens", "guesses right", "operations", "running", "waiting", "why not more"]
+    """Return a table with one line for each step."""
+    head = [
+        "step",
+        "ms",
+        "rows",
+        "prompt tokens",
+        "drafts accepted",
+        "operations",
+        "running",
+        "waiting",
+        "why not more",
+    ]
     cells: list[list[Any]] = [
         [
             step.number,

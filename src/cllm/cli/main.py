@@ -1,4 +1,4 @@
-"""The command ``cllm``; each subcommand is imported when it is called, so that ``cllm --help`` stays quick."""
+"""The command ``cllm``. Each subcommand is imported when it is called, so that ``cllm --help`` is quick."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from cllm.process.launch import Popen
 
 SERVE = """Serve a model over HTTP.
 
-MODEL is a GGUF file or hf:owner/repo[:quantization]; without one the built-in model is served.
+MODEL is a GGUF file or hf:owner/repo[:quantization]. The default is the built-in model.
 """
 CHAT = """Talk with a model in the terminal.
 
-With --url it is the model of a running server, else one that is loaded here.
+With --url, use a running server. Otherwise load the model here.
 """
 GENERATE = """Complete one prompt and print the text.
 
-With --url it is the model of a running server that completes it, else one that is loaded here. With --chat the model
-answers; without, it continues the text as it stands, by 256 tokens if --max-tokens does not say otherwise.
+With --url, use a running server. Otherwise load the model here. With --chat, the model answers the prompt. Otherwise it
+continues the text, by 256 tokens unless --max-tokens is given.
 """
 COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
     "chat": ("cllm.cli.chat:chat", CHAT),
     "generate": ("cllm.cli.generate:generate", GENERATE),
     "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
-    "doctor": ("cllm.cli.doctor:doctor", "Check this machine and say what cLLM will do on it."),
-    "bench": ("cllm.cli.bench:app", "Measure servers, peers and the stages between them; make stand-in models."),
+    "doctor": ("cllm.cli.doctor:doctor", "Check whether cLLM works on this machine, and how llama.cpp was built."),
+    "bench": ("cllm.cli.bench:app", "Measure servers and compare them; make stand-in models."),
     "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),
-    "explain": ("cllm.cli.explain:explain", "Say how a running server fills its steps, who waits, and why."),
+    "explain": ("cllm.cli.explain:explain", "Show what a running server computes, which requests wait, and why."),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
 
@@ -55,7 +55,7 @@ def version() -> str:
 # Plain text keeps "[default: 1]" from being read as markup, and the Markdown renderer (0.1 s) out of --help.
 app = App(
     name="cllm",
-    help="Serve GGUF language models to many people at once.",
+    help="Serve GGUF language models to many users at once.",
     version=version,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
@@ -66,7 +66,7 @@ app.command("cllm.cli.completion:install", name="--install-completion", help="In
 
 
 def explain(error: Exception) -> str:
-    """The error on one line."""
+    """Return the error as one line."""
     match error:
         # cyclopts would import every command to name the nearest one.
         case UnknownCommandError(unused_tokens=[word, *_], app=within) if within is app:
@@ -91,7 +91,7 @@ def command(error: CycloptsError) -> str:
 
 
 def unknown_option(error: UnknownOptionError) -> str:
-    """Names the nearest option; the dashes that all options begin with make none of them similar."""
+    """Return a message that names the nearest option. Leading dashes do not count as similar."""
     word = (error.token.keyword or error.token.value).partition("=")[0]
     if command(error) in ("cllm chat", "cllm generate") and word in ("--host", "--port"):
         return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
@@ -104,9 +104,9 @@ def unknown_option(error: UnknownOptionError) -> str:
 
 
 def end_in_order() -> None:
-    """Let a signal that ends the process unwind it, so that processes and files that it made go too.
+    """Make signals that end the process raise SystemExit, so that its child processes and temporary files are removed.
 
-    ``cllm serve`` has handlers of its own later.
+    ``cllm serve`` installs its own handlers later.
     """
     for name in ("SIGTERM", "SIGHUP"):
         if number := getattr(signal, name, None):
@@ -114,11 +114,11 @@ def end_in_order() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
-    """Run the command line; an error that was foreseen is one line on stderr.
+    """Run the command line. Expected errors become one line on stderr.
 
-    arguments: None takes those of the process. launched: an engine process for a command that wants one.
+    arguments: None means those of the process. launched: an engine process, for commands that take one.
 
-    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 when the reader of a pipe has gone; 128 + n for
+    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 if the reader of a pipe has exited; 128 + n for
     another signal n.
     """
     if arguments is None:
@@ -138,6 +138,6 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more when it ends; that must not fail again.
+        # The interpreter flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

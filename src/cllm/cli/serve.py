@@ -30,7 +30,7 @@ def serve(
     settings: SettingFlags | None = None,
     launched: Launched = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's API and cLLM's own, until Ctrl-C."""
+    """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic, Ollama and cLLM itself."""
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     print_notes(loaded)

@@ -1,4 +1,4 @@
-"""``cllm simulate``: the real scheduler on a recorded or invented load, in simulated time."""
+"""``cllm simulate``: runs the real scheduler on a recorded or synthetic load, in simulated time."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ def replay(
     /,
     *,
     policy: Annotated[
-        str, Parameter(help="Who is served next: fair, priority, fcfs or package.module:Class.")
+        str, Parameter(help="Order of service: fair, priority, fcfs or package.module:Class.")
     ] = DEFAULTS.scheduler.policy,
     replicas: Annotated[int, Parameter(validator=Positive, help="Engines that share the load.")] = 1,
     routing: Annotated[
         Literal["least-loaded", "prefix", "round-robin"],
         Parameter(
-            help="Who gets a request: the replica with the fewest; the one that has seen the longest prefix of it, "
-            "unless it has more than twice as many as the least loaded; or each in turn."
+            help="Which replica gets a request: the one with the fewest requests; the one that has seen its longest "
+            "prefix, unless it has more than twice as many requests as the least loaded; or each in turn."
         ),
     ] = "least-loaded",
     max_num_seqs: Annotated[
-        int, Parameter(validator=Positive, help="Sequences computed at the same time, in each replica.")
+        int, Parameter(validator=Positive, help="Largest number of sequences in a batch, in each replica.")
     ] = DEFAULTS.scheduler.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, Parameter(validator=Positive, help="Tokens computed in one step, at most.")
+        int, Parameter(validator=Positive, help="Largest number of tokens in one step.")
     ] = DEFAULTS.scheduler.max_num_batched_tokens,
     target_itl_ms: Annotated[
         float,
         Parameter(
-            validator=NotNegative, help="Milliseconds from token to token that prompts may cause; 0 is without limit."
+            validator=NotNegative, help="Longest ms between two tokens that prefill may cause; 0 means no limit."
         ),
     ] = DEFAULTS.scheduler.target_itl_ms or 0,
     context: Annotated[
         int | None,
         Parameter(
             validator=Number(gte=2),
-            help="Tokens of one sequence, at most. [default: what the longest request needs]",
+            help="Largest number of tokens in a sequence. [default: what the longest request needs]",
             show_default=False,
         ),
     ] = None,
     layout: Annotated[
-        Literal["partitioned", "unified"], Parameter(help="Of the KV cache: cells for each sequence, or one pool.")
+        Literal["partitioned", "unified"], Parameter(help="KV cache layout: cells for each sequence, or one pool.")
     ] = "partitioned",
     num_cells: Annotated[
         int | None,
@@ -89,43 +89,41 @@ def replay(
     ram_cache_tokens: Annotated[
         int,
         Parameter(
-            validator=NotNegative, help="Tokens that left the KV cache and are kept in RAM; copies cost no time."
+            validator=NotNegative, help="Size of the RAM tier of the prefix cache, in tokens; copies cost no time."
         ),
     ] = 0,
     speculation: Annotated[
         Literal["off", "prompt_lookup"],
-        Parameter(help="Guesses; the simulated text repeats itself, so they are right far too often."),
+        Parameter(help="Speculation; the simulated text repeats itself, so drafts are accepted far too often."),
     ] = "off",
     costs: Annotated[
         str | None,
         Parameter(
-            help="Seconds of a step: step,row,token (so much, and for each decoding sequence, and for each prompt "
-            "token), or a JSON file with the row_seconds and token_seconds that a server has learned. "
+            help="Seconds of a step: step,row,token (a constant, for each decoding sequence, for each prompt token), "
+            "or a JSON file with the row_seconds and token_seconds that a server has learned. "
             f"[default: {','.join(map(str, msgspec.structs.astuple(SMALL_MODEL)))}, a small model on two cores]",
             show_default=False,
         ),
     ] = None,
     ttft: Annotated[
-        float | None, Parameter(validator=AboveZero, help="Milliseconds to the first token that are good enough.")
+        float | None, Parameter(validator=AboveZero, help="Goodput limit: milliseconds to the first token.")
     ] = None,
     tpot: Annotated[
-        float | None, Parameter(validator=AboveZero, help="Milliseconds for each token after it that are good enough.")
+        float | None, Parameter(validator=AboveZero, help="Goodput limit: milliseconds for each token after the first.")
     ] = None,
     key: Annotated[
         tuple[str, ...],
-        Parameter(
-            negative="", show_default=False, help="A key to be compared with others; once for each. [default: all]"
-        ),
+        Parameter(negative="", show_default=False, help="An account to compare; may be repeated. [default: all]"),
     ] = (),
-    seed: Annotated[int, Parameter(help="Decides between replicas that are equally loaded.")] = 0,
+    seed: Annotated[int, Parameter(help="Seed of the choice between equally loaded replicas.")] = 0,
     check: Annotated[
-        bool, Parameter(negative="", help="Verify the books and every cell after each step; slow.")
+        bool, Parameter(negative="", help="Verify the bookkeeping and every cell after each step; slow.")
     ] = False,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay TRACE through the real scheduler in simulated time, and report latencies, throughput and fairness.
 
-    "cllm simulate synth" makes traces. Exit code 1 if a request failed other than by its deadline.
+    "cllm simulate synth" makes traces. The exit code is 1 if a request failed for another reason than its deadline.
     """
     entries = read_trace(trace)
     setup = Setup(
@@ -182,7 +180,7 @@ def synth(
         Workload,
         Parameter(help=" ".join(f"{name}: {text}." for name, (_, text) in WORKLOADS.items())),
     ],
-    requests: Annotated[int, Parameter(validator=Positive, help="Requests in all.")] = 1000,
+    requests: Annotated[int, Parameter(validator=Positive, help="Total number of requests.")] = 1000,
     rate: Annotated[float, Parameter(validator=AboveZero, help="Requests a second, on average.")] = 1.0,
     seed: Annotated[int, Parameter(validator=NotNegative, help="The same seed gives the same trace.")] = 0,
 ) -> None:

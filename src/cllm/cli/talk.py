@@ -25,19 +25,27 @@ from cllm.errors import CLLMError, StartupError
 Messages = list[dict[str, Any]]
 UrlFlag = Annotated[str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")]
 
-CONTINUATION = 256  # tokens; a text that is continued need not have an end
+CONTINUATION = 256  # tokens, because a continued text may never end by itself
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Sampling:
-    """What is left out is the model's or the server's default."""
+    """Sampling parameters. None means the default of the model or the server."""
 
-    max_tokens: Annotated[int | None, Parameter(help="The most tokens of an answer.")] = None
-    temperature: Annotated[float | None, Parameter(help="0 always takes the most probable token.")] = None
-    top_p: Annotated[float | None, Parameter(help="Share of the probability that is sampled from.")] = None
-    top_k: Annotated[int | None, Parameter(help="Number of tokens that are sampled from; 0 is all.")] = None
-    min_p: Annotated[float | None, Parameter(help="Least probability, as a share of the best token's.")] = None
+    max_tokens: Annotated[int | None, Parameter(help="Largest number of tokens in an answer.")] = None
+    temperature: Annotated[
+        float | None, Parameter(help="0 always takes the most probable token; higher values vary more.")
+    ] = None
+    top_p: Annotated[
+        float | None, Parameter(help="Sample from the most probable tokens up to this total probability.")
+    ] = None
+    top_k: Annotated[int | None, Parameter(help="Sample from this many of the most probable tokens; 0 means all.")] = (
+        None
+    )
+    min_p: Annotated[
+        float | None, Parameter(help="Drop tokens with less than this share of the best token's probability.")
+    ] = None
     seed: Annotated[int | None, Parameter(help="The same seed gives the same text.")] = None
 
     def given(self) -> dict[str, Any]:
@@ -74,9 +82,9 @@ def make_talker(
     settings: Mapping[str, object] | None,
     model: str | None = None,
 ) -> Talker:
-    """The server at ``url``, or at CLLM_URL if no model is named; else a model that is loaded here.
+    """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a model here.
 
-    config, settings, model: what ``settings_from_flags`` takes. Raises StartupError.
+    config, settings, model: as in ``settings_from_flags``. Raises StartupError.
     """
     of_a_model = [OPTIONS[key].flag for key in settings or {}]
     of_a_model += [word for word, given in ((f"the model {model}", model), ("--config", config)) if given]
@@ -91,7 +99,7 @@ class Local:
     """A model in this process."""
 
     def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
-        """Load the model, with a bar on stderr. Raises StartupError."""
+        """Load the model, with a progress bar on stderr. Raises StartupError."""
         from cllm.llm import LLM
 
         print_notes(loaded)
@@ -119,7 +127,7 @@ class Local:
 
 
 class Remote:
-    """A server that speaks OpenAI's dialect."""
+    """A server that speaks OpenAI's API."""
 
     def __init__(self, url: str, sampling: Sampling) -> None:
         """Raises StartupError if no such server answers there."""
@@ -176,13 +184,13 @@ class Remote:
 
 
 def server_url(text: str) -> str:
-    """What a person calls the server's URL, with a scheme and without /v1."""
+    """Return the server's URL with a scheme and without /v1."""
     url = text if "://" in text else f"http://{text}"
     return url.rstrip("/").removesuffix("/v1")
 
 
 def error_message(data: bytes) -> str:
-    """The message of an error answer, whatever sent it."""
+    """Return the message of an error answer, or the beginning of its body."""
     try:
         return str(json.loads(data)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -190,7 +198,7 @@ def error_message(data: bytes) -> str:
 
 
 def print_stream(pieces: Iterator[str]) -> str:
-    """Print the pieces as they come, then end the line; returns the whole text."""
+    """Print the pieces as they arrive and end the line. Return the whole text."""
     parts = []
     try:
         for piece in pieces:
@@ -198,7 +206,7 @@ def print_stream(pieces: Iterator[str]) -> str:
             parts.append(piece)
     except CLLMError:
         if parts:
-            print()  # what is said about the error gets a line of its own
+            print()  # the error message gets its own line
         raise
     print()
     return "".join(parts)

@@ -86,23 +86,23 @@ def tune(
     /,
     *,
     minutes: Annotated[
-        float, Parameter(validator=Number(gt=0), help="How long the settings are measured, about; more is surer.")
+        float, Parameter(validator=Number(gt=0), help="Approximate time to measure; more is more certain.")
     ] = 4.0,
     out: Annotated[
-        Path | None, Parameter(help="The YAML file to write. [default: it is printed]", show_default=False)
+        Path | None, Parameter(help="The YAML file to write. [default: print it]", show_default=False)
     ] = None,
     requantize: Annotated[
         bool,
         Parameter(
             negative="",
-            help="Also try other types for the weights, of the output head and of the body: speed beside the cost in "
-            "quality. Takes as long as it takes to write some ten copies, which are temporary.",
+            help="Also try other quantizations of the output head and the body, and compare speed and quality. This "
+            "writes about ten temporary copies of the model.",
         ),
     ] = False,
     text: Annotated[
         Path | None,
         Parameter(
-            help="A UTF-8 text on which quality is judged, best one like those of your users; 1024 tokens of it are "
+            help="A UTF-8 text for measuring quality, at best like those of your users; up to 1024 tokens of it are "
             "read. [default: a page of English]",
             show_default=False,
         ),
@@ -110,18 +110,18 @@ def tune(
     write: Annotated[
         Path | None,
         Parameter(
-            help="With --requantize: write the fastest copy that costs little quality as this file.",
+            help="With --requantize: write the fastest copy with little loss of quality to this file.",
             show_default=False,
         ),
     ] = None,
     write_as: Annotated[
         str | None,
         Parameter(
-            help="With --write: try this form alone, as BODY+HEAD (such as Q4_0+Q6_K), and write it.",
+            help="With --write: try only this quantization, as BODY+HEAD (such as Q4_0+Q6_K), and write it.",
             show_default=False,
         ),
     ] = None,
-    json: Annotated[bool, Parameter(negative="", help="Print one JSON object in place of the YAML.")] = False,
+    json: Annotated[bool, Parameter(negative="", help="Print one JSON object instead of the YAML.")] = False,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from encodings import normalize_encoding
 from encodings.aliases import aliases
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import pydantic
 import pydantic_core
