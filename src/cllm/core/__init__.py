@@ -1,1 +1,1 @@
-"""The nouns: what is asked, what is computed, what one step does. Imports nothing else of cLLM but errors."""
+"""Data types: requests, sequences, batches, outputs. Imports no other part of cLLM except ``errors``."""

@@ -1,4 +1,4 @@
-"""What one step computes, as plain values: the scheduler says it, the backend does it, tests and traces read it."""
+"""What one step computes, as plain values. The scheduler creates them, the backend executes them, tests read them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cllm.core.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: ``num_tokens`` of it from position ``start``, then ``draft``, guessed tokens.
+    """One sequence's share of a step: ``num_tokens`` of its tokens from position ``start``, then the draft tokens.
 
-    The logits of the last ``num_samples`` positions are wanted: 0 while a prompt goes on, 1 when it is complete or
-    decodes, and 1 + len(draft) if there are guesses to be verified. Before these come ``num_scores`` (counted in
-    num_samples) from which no token is sampled: they say how probable the next token of the prompt is.
+    The backend returns the logits of the last ``num_samples`` positions. These are ``num_scores`` positions for prompt
+    logprobs, from which no token is sampled, and then the positions to sample from: none while part of the prompt is
+    still uncomputed, otherwise 1 + len(draft).
     """
 
     seq: Sequence
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Positions computed, drafts included."""
+        """Number of positions to compute, including draft tokens."""
         return self.num_tokens + len(self.draft)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Trim(NamedTuple):
-    """Keep the first ``keep`` cells of ``seq_id`` and give the rest back."""
+    """Free all cells of ``seq_id`` except the first ``keep``."""
 
     seq_id: int
     keep: int
@@ -51,7 +51,7 @@ class Trim(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``target``, which is empty, gets the first ``num_tokens`` of what ``source`` holds."""
+    """Copy the first ``num_tokens`` cells of ``source`` to ``target``, which is empty."""
 
     source: int
     target: int
@@ -62,7 +62,7 @@ class Copy(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Keep a copy of all that ``seq_id`` holds in RAM, under the number ``snapshot``."""
+    """Copy all cells of ``seq_id`` to RAM, under the key ``snapshot``."""
 
     seq_id: int
     snapshot: int
@@ -72,7 +72,7 @@ class Save(NamedTuple):
 
 
 class Load(NamedTuple):
-    """``seq_id`` gets the first ``num_tokens`` of ``snapshot`` in place of what it holds."""
+    """Replace the cells of ``seq_id`` with the first ``num_tokens`` of ``snapshot``."""
 
     snapshot: int
     seq_id: int
@@ -83,7 +83,7 @@ class Load(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Forget a snapshot."""
+    """Delete a snapshot from RAM."""
 
     snapshot: int
 
@@ -92,14 +92,14 @@ class Drop(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a text that is to be embedded, from position ``start``; the whole text has ``length``."""
+    """Part of a text to embed: its tokens from position ``start``. ``length``: tokens of the whole text."""
 
     tokens: list[int]
     start: int
     length: int
 
 
-MAX_CHUNKS = 32  # of one bite
+MAX_CHUNKS = 32  # in one call of Backend.embed
 Operation = Trim | Copy | Save | Load | Drop
 
 

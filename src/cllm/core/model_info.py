@@ -1,4 +1,4 @@
-"""What is known of a loaded model."""
+"""The properties of a loaded model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import msgspec
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What is known of a loaded model.
+    """The properties of a loaded model.
 
-    context_length: the most tokens one sequence may hold. num_cells: tokens the KV cache holds in all.
-    layout: "unified" (all sequences draw on one pool and can share cells) or "partitioned" (each has its own).
-    can_trim: whether a sequence can give back some of its cells; recurrent state is kept or lost as a whole.
-    layout_seconds: what it takes to lay out the cells anew, empty. tile: tokens of a prompt that are computed as one; a
-    part of a tile costs nearly as much as all of it. num_spare_ids: seq_ids from max_num_seqs on that can hold tokens
-    but not be computed. kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes; a saved state of n tokens
-    takes state_bytes + n * state_bytes_per_token. fingerprint: of the model and of all that its saved states depend on.
+    context_length: maximum tokens of one sequence. num_cells: capacity of the KV cache in tokens.
+    layout: "unified" (all sequences share one pool and can share cells) or "partitioned" (each has its own cells).
+    can_trim: whether a sequence can free some of its last cells; recurrent state is kept or lost as a whole.
+    layout_seconds: time to change the layout while the cells are empty. tile: prompt tokens that are computed together;
+    part of a tile costs nearly as much as a whole one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens
+    but not be computed. kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n
+    tokens takes state_bytes + n * state_bytes_per_token. fingerprint: identifies the model and everything else that its
+    saved states depend on.
 
-    generates: False for a model that gives vectors alone. embedding_size: numbers of a vector; 0 if it gives none.
-    pooling: how a text's vector comes from those of its tokens: mean, last, cls (the first), or rank: it is one number,
-    of how well a text, which is a query and a document, fits together. max_embedding_tokens: of one text.
-    embedding_bite: tokens that one call of ``embed`` may have; if embeds_whole, texts must not be cut, and one that is
-    longer may be there alone.
+    generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0 without embeddings.
+    pooling: how token embeddings become one vector: "mean", "last", "cls" (the first), or "rank" (one number, the
+    relevance of a document to a query, both in one text). max_embedding_tokens: maximum length of one text.
+    embedding_bite: maximum tokens in one call of ``embed``. If embeds_whole, texts must not be split, and a longer text
+    is allowed if it is the only one in the call.
     """
 
     name: str

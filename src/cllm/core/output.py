@@ -1,4 +1,4 @@
-"""What a step gave to one sequence, and how the engine stands."""
+"""The outputs of a step: tokens, embeddings, and the state of the engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import enum
 import msgspec
 
 NO_TOKEN = -1
-FAILED = -2  # stands for each token of a sequence that cannot be sampled
+FAILED = -2  # replaces each token of a sequence that cannot be sampled
 
 
 class FinishReason(enum.StrEnum):
-    """GRAMMAR: the request's grammar cannot be compiled, or allows no further token."""
+    """Why a sequence ended. GRAMMAR: its grammar cannot be compiled, or allows no further token."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -22,9 +22,9 @@ class FinishReason(enum.StrEnum):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How probable a token was, and which ones were most so: natural logarithms of the model's probabilities.
+    """The logprob of a token and those of the most probable tokens: natural logarithms of the model's probabilities.
 
-    top: ids and their logprobs, as many as were asked for, in falling order.
+    top: (token id, logprob) pairs, as many as the request asked for, most probable first.
     """
 
     logprob: float
@@ -34,12 +34,13 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
-    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while it goes on, else the
-    FinishReason. A token that ends a sequence because it means "end" is counted but is not text: ``is_text`` False.
-    num_cached_tokens: prompt tokens that were not computed again, told once, with the first token of index 0.
+    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while the sequence continues, else
+    the FinishReason. is_text: False for an end token, which is counted but is not text.
+    num_cached_tokens: prompt tokens taken from the cache, reported once, with the first token of index 0 (with
+    max_tokens 0, when it ends).
 
-    For those who asked: ``logprobs`` of the token, and ``prompt_logprobs`` of the next tokens of the prompt. These
-    come before the first token with index 0, in one or more outputs of token -1 that do not finish.
+    On request: ``logprobs`` of the token, and ``prompt_logprobs`` of the next prompt tokens. Prompt logprobs precede
+    the first token of index 0, in one or more outputs with NO_TOKEN that do not finish.
     """
 
     request_id: str
@@ -53,9 +54,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Of one request for vectors, the next of them in the order of its texts, float32 in little-endian bytes.
+    """The next embeddings of one request, in the order of its texts, as little-endian float32 bytes.
 
-    None with the first message of a request: it has begun. error: why there will be no more, in words.
+    The first message of a request has no vectors; it says that the request has started. error: why no more will follow.
     """
 
     request_id: str
@@ -64,11 +65,12 @@ class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine after a step: what gauges and counters show.
+    """The state of the engine after a step, for gauges and counters.
 
-    waiting_seconds: estimated time until all who wait now are served. prompt_token_seconds: what a token of a prompt
-    will probably take, cached ones, which take none, included. step_seconds: what a step takes now. place_seconds:
-    estimated time from one free place to the next while all are taken; 0 if it is not known.
+    waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds: expected time per
+    prompt token, averaged over computed and cached tokens (cached ones take none). step_seconds: time of a step with
+    the present sequences. place_seconds: estimated time from one freed seq_id to the next while all are taken, 0 if
+    unknown.
     """
 
     num_running: int = 0
@@ -93,7 +95,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     place_seconds: float = 0.0
 
     def plus_totals(self, earlier: Stats) -> Stats:
-        """Self, whose TOTALS go on from those of ``earlier``."""
+        """Return these stats with the TOTALS of ``earlier`` added."""
         totals = {field: getattr(self, field) + getattr(earlier, field) for field in TOTALS}
         return msgspec.structs.replace(self, **totals)
 

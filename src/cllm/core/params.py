@@ -1,4 +1,4 @@
-"""How the tokens of a request are to be chosen."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cllm.errors import BadRequest
 
 MAX_N = 128
 LARGEST = 2**31 - 1
-COLDEST = 1e-4  # below that, probabilities leave the range of floats and only the best token is left anyway
+COLDEST = 1e-4  # below this temperature, probabilities leave the range of floats and only the best token remains
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -20,14 +20,14 @@ INTEGERS = (
     *("n", "max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs"),
     *("mirostat", "dry_allowed_length", "dry_penalty_last_n"),
 )
-MAX_LEXER_STATES = 50_000  # of a grammar; one or two kB each
+MAX_LEXER_STATES = 50_000  # per grammar; 1 to 2 kB each
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """After ``num_tokens`` of reasoning that has not ended by itself the tokens ``force`` are written.
+    """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of sampled ones.
 
-    open: the token, one of the first that are written, that begins it; None if it begins at once. close: the token that
-    ends it. closes_once: ``close`` is not sampled again after ``force``.
+    open: the token that starts the reasoning if it is among the first tokens of the output; None if the output starts
+    inside the reasoning. close: the token that ends it. closes_once: forbids sampling ``close`` again after ``force``.
     """
 
     num_tokens: int
@@ -38,26 +38,26 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling of one request; the steps apply in the order penalties, DRY, bias, top-n-sigma, top-k, typical, top-p,
-    min-p, XTC, temperature. sampling/extensions.py says what those do that most requests do not ask for.
+    """Sampling of one request. The steps apply in this order: penalties, DRY, bias, top-n-sigma, top-k, typical, top-p,
+    min-p, XTC, temperature. sampling/extensions.py explains the less common ones.
 
-    temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, else tokens less
-    probable than ``min_p`` times the best are left out. repetition_penalty divides (multiplies, if negative) the
-    logits of tokens seen in prompt or output (Keskar et al. 2019); presence and frequency penalties are OpenAI's and
-    count the output alone. seed: the same seed gives the same text, whatever else is being computed.
-    stop: a string, or several, before which the text ends. max_tokens: None means up to the end of the context; 0
-    computes the prompt alone. min_tokens: before them come neither end tokens nor stop_token_ids, and stop strings end
-    nothing. grammar: what the text must follow, in llguidance's Lark; "" is anything. grammar_is_loose: it allows any
-    text and constrains only parts of it, such as calls of tools. A token is chosen as if there were no grammar, and is
-    chosen again only if the grammar refuses it. A loose grammar that fails constrains nothing. thinking: a limit of
-    reasoning, or None.
+    temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, else it removes
+    tokens less probable than ``min_p`` times the best. repetition_penalty: divides positive logits (multiplies negative
+    ones) of tokens in the prompt or the output (Keskar et al. 2019). presence_penalty and frequency_penalty: as in
+    OpenAI's API, for tokens of the output only. seed: the same seed gives the same text, whatever else is being
+    computed. stop: one or several strings; the text ends before them. max_tokens: None means up to the end of the
+    context, 0 computes only the prompt. min_tokens: until the output has this many tokens, end tokens and
+    stop_token_ids are not sampled and stop strings are ignored. grammar: what the text must follow, in llguidance's
+    Lark; "" allows anything. grammar_is_loose: the grammar allows any text and constrains only parts of it, such as
+    tool calls. A token is then sampled without the grammar, and is sampled again only if the grammar refuses it. A
+    loose grammar that fails constrains nothing. thinking: a limit on reasoning, or None.
 
-    logprobs: how many of the most probable tokens are told beside each sampled one, with natural logarithms of their
-    probabilities before all of these steps, temperature included; None tells nothing. prompt_logprobs: the same for
-    the tokens of the prompt from the second one on; the prompt is then computed as a whole, whatever is cached.
+    logprobs: how many of the most probable tokens to report with each sampled one. Logprobs are natural logarithms of
+    the probabilities before all of these steps, including temperature. None reports nothing. prompt_logprobs: the same
+    for the prompt's tokens from the second on; the whole prompt is then computed, even if it is cached.
 
-    mirostat: 2, or 0 for off; it takes the place of all steps from top-n-sigma to XTC and comes after temperature.
-    dry_breakers: token ids over which no repetition is followed; see text/dry_breakers.py.
+    mirostat: 2, or 0 for off. It replaces all steps from top-n-sigma to XTC and comes after temperature.
+    dry_breakers: token ids that interrupt DRY's search for repetitions; see text/dry_breakers.py.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """
@@ -150,7 +150,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop``, which may be a single one."""
+        """``stop`` as a tuple, even if it is a single string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def penalized(self) -> bool:
-        """True if the logits of tokens seen so far change."""
+        """True if a penalty changes the logits of tokens seen so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
@@ -168,31 +168,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def looks_back(self) -> bool:
-        """True if the choice of a token depends on which tokens came before it, beside by what the model computes."""
+        """True if sampling depends on the preceding tokens in addition to the model's logits."""
         return self.penalized or self.uses_dry
 
     @property
     def is_bound(self) -> bool:
-        """True if a grammar says before each token which ones may come."""
+        """True if a grammar restricts every token."""
         return bool(self.grammar) and not self.grammar_is_loose
 
     @property
     def edits_logits(self) -> bool:
-        """True if the logits change before any are left out."""
+        """True if logits are changed before the steps that remove tokens."""
         return self.looks_back or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def extended(self) -> bool:
-        """True if a step is asked for that most requests do not ask for: see sampling/extensions.py."""
+        """True if the request uses one of the less common steps: see sampling/extensions.py."""
         return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.mirostat > 0
 
     @property
     def is_plain(self) -> bool:
-        """True if temperature, top-k, top-p and min-p say all but for a grammar, and nothing is to be told."""
+        """True if only temperature, top-k, top-p, min-p and a grammar decide, and no logprobs are reported."""
         return self.logprobs is None and self.thinking is None and not (self.edits_logits or self.extended)
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
-        """Raise BadRequest if a token id lies outside of the vocabulary."""
+        """Raise BadRequest if a token id is outside the vocabulary."""
         for field, ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),

@@ -1,4 +1,4 @@
-"""What was asked."""
+"""Requests to generate and to embed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Priority(enum.IntEnum):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One prompt and how to continue it; ``params.n`` sequences are made of it.
+    """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
-    prompt: token ids that ``check_prompt`` has let pass. ``request_id`` names it for ever and is unique. key: on
-    whose account it goes; those of one class share fairly. Seconds from arrival: it may wait at most queue_timeout,
-    and must have finished within deadline. cache_salt: what is computed is shared only among requests with the same.
+    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. key: the account; accounts
+    within one priority class are served fairly. queue_timeout and deadline: seconds from arrival within which the
+    request must start and finish. cache_salt: requests share cached prefixes only if their salts are equal.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """Texts, as token ids that have been checked, of each of which a vector is wanted; key as in Request."""
+    """Texts to embed, as checked token ids; one embedding for each. key: as in Request."""
 
     request_id: str
     texts: list[list[int]]

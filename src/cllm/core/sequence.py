@@ -1,4 +1,4 @@
-"""What is being computed."""
+"""The sequences that the engine computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cllm.core.request import Request
 
 
 class Status(enum.Enum):
-    """PARKED: it has run, gave its cells back for others, and waits to go on."""
+    """PARKED: the sequence has run, gave up its cells to others, and waits to resume."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,15 +23,15 @@ class Status(enum.Enum):
 
 
 class Matcher(Protocol):
-    """How far a sequence has followed its grammar; see sampling/grammar.py."""
+    """The state of a sequence in its grammar; see sampling/grammar.py."""
 
     @property
     def stopped(self) -> bool:
-        """Nothing may follow but the end."""
+        """True if only the end may follow."""
         ...
 
     def consume(self, token: int) -> None:
-        """``token`` is the next one of the sequence."""
+        """Advance by ``token``, the next one of the sequence."""
         ...
 
     def take_back(self, count: int) -> None:
@@ -43,15 +43,19 @@ class Matcher(Protocol):
         ...
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
-        """One bit a token, the lowest of a byte first; end tokens where the text may end. None: there is no way on."""
+        """Return one bit per token, lowest bit of each byte first, or None if no token may follow.
+
+        End tokens are allowed where the text may end.
+        """
         ...
 
 
 class Sequence:
     """One continuation of a request's prompt; ``n=3`` makes three.
 
-    There are no phases. ``num_computed_tokens`` (tokens whose keys and values lie in the cache) catches up with
-    ``num_tokens``. Lacks one: the sequence decodes. Lacks many: it prefills, in chunks. Lost its cells: it lacks again.
+    There are no phases. ``num_computed_tokens`` (tokens whose keys and values are in the cache) catches up with
+    ``num_tokens``. A sequence that lacks one token decodes. One that lacks many prefills, in chunks. One that has lost
+    its cells lacks tokens again.
 
     Invariants: 0 <= num_computed_tokens < num_tokens until it has finished; seq_id >= 0 exactly while RUNNING.
     """
@@ -82,11 +86,11 @@ class Sequence:
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
-        """``seed`` is 64 bits; ``context_length`` bounds prompt and output together, in tokens.
+        """``seed`` has 64 bits; ``context_length`` limits prompt and output together, in tokens.
 
-        Whoever compiles its grammar sets ``matcher``, if it has one.
-        The scheduler sets ``arrived`` and ``expires`` (seconds of its clock), ``order``, a number that grows, ``work``,
-        the tokens that were not cached when it came, and ``urgency``, the class in which it is served once it runs.
+        The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived`` and ``expires`` (in
+        seconds of its clock), ``order`` (grows with each arrival), ``work`` (tokens that were not cached on arrival)
+        and ``urgency`` (the class in which the sequence is served once it runs).
         """
         self.request = request
         self.index = index
@@ -95,7 +99,7 @@ class Sequence:
         self._array = np.zeros(0, np.int32)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
-        self.num_failures = 0  # batches with it that could not be computed
+        self.num_failures = 0  # failed batches that contained this sequence
         self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1
         self.arrived = 0.0
@@ -105,14 +109,14 @@ class Sequence:
         self.urgency: int = request.priority
         self.status = Status.WAITING
         self.is_plain = request.params.is_plain  # looked up with every token
-        # tokens of the prompt whose logprobs are still to be told; they cannot be without computing it
+        # prompt tokens whose logprobs have not been reported yet; they must be computed even if they are cached
         scores = request.params.prompt_logprobs is not None and index == 0
         self.num_unscored = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
         self.limit = context_length
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
-        # token -> [times in the prompt, times in the output]; only kept for those who pay for penalties
+        # token -> [times in the prompt, times in the output]; None without penalties
         self.token_counts: dict[int, list[int]] | None = {} if request.params.penalized else None
         if self.token_counts is not None:
             for token in request.prompt:
@@ -124,18 +128,18 @@ class Sequence:
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
-        """The tokens as an array, made anew only when there are more of them."""
+        """The tokens as an array, rebuilt only when tokens were added."""
         if len(self._array) != len(self.tokens):
             self._array = np.array(self.tokens, np.int32)
         return self._array
 
     @property
     def findable(self) -> npt.NDArray[np.int32]:
-        """The tokens that need not be computed if somebody has them."""
+        """The tokens that may be reused from the cache: those whose logits are not needed."""
         return self.array[: self.num_prompt_tokens - 1 - self.num_unscored if self.num_unscored else -1]
 
     def scores_of(self, start: int, count: int) -> int:
-        """How many of ``count`` positions from ``start`` say of a token of the prompt what is still to be told."""
+        """Return how many of the ``count`` positions from ``start`` give prompt logprobs not yet reported."""
         last = self.num_prompt_tokens - 1
         return max(0, min(start + count, last) - max(start, last - self.num_unscored))
 
@@ -151,9 +155,9 @@ class Sequence:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
 
     def finish_after(self, token: int, end_tokens: Collection[int]) -> tuple[FinishReason | str, bool]:
-        """Whether ``token``, the last one, ends the sequence ("" if not), and whether it is text.
+        """Return why ``token``, the last one, ends the sequence ("" if it does not), and whether it is text.
 
-        NO_TOKEN is of one whose grammar allows none.
+        NO_TOKEN means that the grammar allows no token.
         """
         params, matcher = self.request.params, self.matcher
         if token == NO_TOKEN:
@@ -167,7 +171,7 @@ class Sequence:
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
 
     def end_output(self, reason: FinishReason) -> TokenOutput:
-        """What tells that the sequence ended for ``reason``, without a token."""
+        """Return an output without a token that says that the sequence ended for ``reason``."""
         return TokenOutput(self.request.request_id, self.index, NO_TOKEN, reason, False)
 
     @property
