@@ -35,7 +35,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
     token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while the sequence continues, else
-    the FinishReason. is_text: False for an end token, which is counted but is not text.
+    the FinishReason. is_text: False for end and stop tokens, which are counted but are not text.
     num_cached_tokens: prompt tokens taken from the cache, reported once, with the first token of index 0 (with
     max_tokens 0, when it ends).
 

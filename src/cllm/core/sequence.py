@@ -99,7 +99,7 @@ class Sequence:
         self._array = np.zeros(0, np.int32)
         self.num_prompt_tokens = len(request.prompt)
         self.num_computed_tokens = 0
-        self.num_failures = 0  # failed batches that contained this sequence
+        self.num_failures = 0  # consecutive failed batches that contained this sequence
         self.num_cached_tokens: int | None = None  # set once, at admission
         self.seq_id = -1
         self.arrived = 0.0

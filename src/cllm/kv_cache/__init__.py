@@ -1,1 +1,1 @@
-"""Who holds which tokens where: bookkeeping in plain Python that never calls a backend."""
+"""Bookkeeping of which sequence has which tokens in which cells. Plain Python that never calls a backend."""

@@ -1,7 +1,7 @@
-"""How many cells are in use when sequences share some of them.
+"""Counts the cells in use when sequences share some of them.
 
-A sequence's cells are a chain of extents from its last one up to the first; a fork begins in the middle of another's
-chain. It is the same that llama.cpp does with its cells, counted instead of stored.
+A sequence's cells are a chain of extents, linked from the last extent to the first. A fork branches off from any point
+of another chain. llama.cpp does the same with its cells; here they are counted, not stored.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 
 class Extent:
-    """A run of cells that always have the same sequences.
+    """A run of cells that belong to the same sequences.
 
-    ``refs``: chains that end here, and extents that begin behind it. ``leases``: leased chains that lead through it.
+    ``refs``: number of chains that end here plus extents that follow it. ``leases``: leased chains through it.
     """
 
     __slots__ = ("leases", "length", "parent", "refs")
@@ -25,7 +25,7 @@ class Extent:
 
 
 class Chain:
-    """The cells of one sequence: ``length`` of them, the last ones in ``leaf``. A running sequence's are leased."""
+    """The ``length`` cells of one sequence, the last ones in ``leaf``. A running sequence's chain is leased."""
 
     __slots__ = ("leaf", "leased", "length")
 
@@ -42,9 +42,9 @@ class Chain:
 
 
 class Cells:
-    """Counts the cells in use, each once, however many share it.
+    """Counts the cells in use, each once, however many chains share it.
 
-    num_held: cells of leased chains. The others in use are idle: nobody computes with them at present.
+    num_held: cells of leased chains. The other cells in use are idle: no running sequence uses them.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,8 +61,8 @@ class Cells:
         return self.num_used - self.num_held
 
     def grow(self, chain: Chain, count: int) -> None:
-        """``count`` more cells at the end of a leased chain."""
-        if chain.leaf is None or chain.leaf.refs > 1:  # the chain's own reference goes over to the new leaf
+        """Add ``count`` cells at the end of a leased chain."""
+        if chain.leaf is None or chain.leaf.refs > 1:  # the chain's own reference moves to the new leaf
             chain.leaf = Extent(0, chain.leaf, leases=1)
         chain.leaf.length += count
         chain.length += count
@@ -70,7 +70,7 @@ class Cells:
         self.num_held += count
 
     def fork(self, source: Chain, count: int) -> Chain:
-        """A leased chain that shares the first ``count`` cells of ``source``, at least one."""
+        """Return a leased chain that shares the first ``count`` cells of ``source``. ``count`` is at least 1."""
         extent, end = source.leaf, source.length
         assert extent is not None
         while end - extent.length >= count:
@@ -86,7 +86,7 @@ class Cells:
         return chain
 
     def _split(self, extent: Extent, length: int) -> Extent:
-        """Cut an extent in two; returns the upper part, which the lower one refers to."""
+        """Split an extent in two; returns the first part, which becomes the parent of the second."""
         upper = Extent(length, extent.parent, extent.leases)
         extent.length -= length
         extent.parent = upper
@@ -108,7 +108,7 @@ class Cells:
         self.num_held += extent.length * ((extent.leases > 0) - before)
 
     def cut(self, chain: Chain, keep: int) -> None:
-        """Give up the cells of ``chain`` behind the first ``keep``."""
+        """Remove the cells of ``chain`` after the first ``keep``."""
         while chain.length > keep:
             extent = chain.leaf
             assert extent is not None
@@ -122,11 +122,11 @@ class Cells:
             extent.refs -= 1
             if extent.refs == 0:
                 self.num_used -= extent.length
-            elif extent.parent is not None:  # the chain ends at the parent now, beside the extent
+            elif extent.parent is not None:  # now the chain ends at the parent
                 extent.parent.refs += 1
 
     def num_private(self, chain: Chain) -> int:
-        """Cells that are free once ``chain`` has gone."""
+        """Return the number of cells that become free when ``chain`` is removed."""
         count = 0
         for extent in chain.extents():
             if extent.refs > 1:

@@ -1,22 +1,22 @@
-"""How cells are laid out, and which layout suits what is running now."""
+"""Layouts of the cells, and the choice of the best one for the present load."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Reading a shared token's keys and values once instead of twice saves what skipping so many masked cells costs. That
-# is 8 to 10 on CPUs with AVX-512 and about 1 on an older one: see docs/decisions/003-auto-layout.md.
+# Reading a shared token's keys and values once instead of twice saves as much time as skipping this many masked cells
+# costs. Measured: 8 to 10 on CPUs with AVX-512, about 1 on an older one; see docs/decisions/003-auto-layout.md.
 SKIPPED_PER_SAVED = 3
-MEMORY_BANDWIDTH = 10e9  # bytes a second at which keys and values are read, roughly
-COPY_BANDWIDTH = 2e9  # and saved or loaded
+MEMORY_BANDWIDTH = 10e9  # bytes per second at which keys and values are read, roughly
+COPY_BANDWIDTH = 2e9  # bytes per second at which they are saved or loaded
 
 
 class Layout(NamedTuple):
     """What a backend can do with its cells.
 
-    shares: sequences may own a cell together, so that a copy costs nothing (unified). dense: holes between leased
-    seq_ids cost passes (partitioned). trims: a sequence can give up its last cells; recurrent state is kept or lost as
-    a whole (checkpoint). num_spare_ids: further seq_ids, at which idle prefixes can stay but nothing is computed.
+    shares: several sequences can share a cell, so copying a prefix is free (unified). dense: gaps between leased
+    seq_ids cost extra passes (partitioned). trims: a sequence can free its last cells; otherwise (checkpoint) its
+    recurrent state is kept or lost as a whole. num_spare_ids: extra seq_ids that keep idle prefixes but cannot compute.
     """
 
     shares: bool = False
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What the running sequences hold: how many they are, their tokens, how many of these are distinct; idle ones."""
+    """The number of running sequences, their tokens, the distinct ones among these, and the number of idle tokens."""
 
     num_seqs: int
     num_tokens: int
@@ -37,15 +37,15 @@ class Sharing(NamedTuple):
 class LayoutChooser:
     """Decides when to change between unified and partitioned.
 
-    In the unified layout a shared token is read once for all, but every sequence skips the cells of all the others.
-    The time lost in the present layout is added up, and when it has reached what a change costs, the change is made:
-    so, whatever comes, at most twice as much is lost as by one who knows the future (the ski rental rule, Karlin et
-    al. 1988). But a change that would keep who decodes waiting for too long is put off until nobody does.
+    In the unified layout a shared token is read once for all sequences, but every sequence skips the cells of all
+    others. The chooser adds up the time lost in the present layout and changes it when the loss reaches the cost of a
+    change. So the total loss is at most twice that of an optimal chooser that knows the future (the ski rental rule,
+    Karlin et al. 1988). A change that would stall decoding sequences for too long waits until none decodes.
     """
 
     def __init__(self, layout_seconds: float, bytes_per_token: int, max_stall: float | None) -> None:
-        """``layout_seconds``: what it takes to lay out empty cells. ``max_stall``: seconds that one who decodes may be
-        kept waiting; None is without limit.
+        """``layout_seconds``: time to change the layout of empty cells. ``max_stall``: seconds for which decoding
+        sequences may be stalled; None means without limit.
         """
         self._bytes_per_token = bytes_per_token
         self._max_stall = max_stall
@@ -53,15 +53,15 @@ class LayoutChooser:
         self.seconds_lost = 0.0
 
     def observe(self, sharing: Sharing, num_steps: int, *, unified: bool) -> None:
-        """So many steps were made with sequences that share so much."""
+        """Add the time lost in ``num_steps`` steps with this sharing."""
         lost = self.seconds_lost + self._loss(sharing, num_steps, unified=unified)
-        self.seconds_lost = min(max(0.0, lost), 2 * self._change(sharing))  # what is long past is forgotten
+        self.seconds_lost = min(max(0.0, lost), 2 * self._change(sharing))  # the bounds forget what is long past
 
     def wants_change(self, sharing: Sharing, num_steps: float, *, unified: bool, decoding: bool) -> bool:
-        """True if the layout is to be changed now, before so many steps with such sequences, known to be coming.
+        """Return whether to change the layout now, before ``num_steps`` expected steps with this sharing.
 
-        ``decoding``: somebody would be kept waiting, and each who decodes would come back with cells of his own; so a
-        pool is made only while nobody does.
+        ``decoding``: whether any sequence decodes. A change would stall it, and it would come back with cells that no
+        other sequence shares. So the change to unified waits until no sequence decodes.
         """
         change = self._change(sharing)
         if self.seconds_lost + self._loss(sharing, num_steps, unified=unified) <= change:
@@ -69,7 +69,7 @@ class LayoutChooser:
         return not decoding or (unified and (self._max_stall is None or change <= self._max_stall))
 
     def _loss(self, sharing: Sharing, num_steps: float, *, unified: bool) -> float:
-        """Seconds that steps take longer than in the other layout; less than 0 if this one is better."""
+        """Return the seconds lost compared to the other layout; negative if this one is better."""
         saved = sharing.num_tokens - sharing.num_distinct
         used = sharing.num_distinct + (sharing.num_idle if unified else 0)
         skipped = (sharing.num_seqs - 1) * used
@@ -77,5 +77,5 @@ class LayoutChooser:
         return gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
 
     def _change(self, sharing: Sharing) -> float:
-        num_copied = 2 * sharing.num_tokens + sharing.num_idle  # saved and loaded; saved
+        num_copied = 2 * sharing.num_tokens + sharing.num_idle  # running ones are saved and loaded, idle ones saved
         return self._layout_seconds + num_copied * self._bytes_per_token / COPY_BANDWIDTH

@@ -1,13 +1,13 @@
-"""Which tokens lie where: under which seq_id, shared with whom, idle or leased, in RAM or on disk.
+"""Records where tokens are: under which seq_id, shared or not, idle or leased, in RAM or on disk.
 
-Bookkeeping in plain Python. It calls no backend; what has to happen to the cells it returns as operations.
+Bookkeeping in plain Python. It never calls a backend; it returns the operations to perform on the cells.
 
-A seq_id holds a run of tokens from position 0. While it is leased they belong to a running sequence; afterwards they
-stay, idle, until another sequence begins like them or the room is needed; then they go to RAM, if that is worth it.
-All prefixes, running, idle and saved, are paths of one radix tree.
+A seq_id has the tokens of one sequence from position 0 on. While it is leased, they belong to a running sequence. After
+that they stay, idle, until another sequence with that prefix reuses them or the cells are needed. Then they are saved
+to RAM if that is worth it. All prefixes (running, idle and saved) are paths of one radix tree.
 
-Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no seq_id holds more
-than cells_per_seq; what the tree owns is exactly what is held, idle or saved.
+Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no seq_id has more
+than cells_per_seq tokens; the tree's owners are exactly the running, idle and saved prefixes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from cllm.kv_cache.radix_tree import RadixTree, Tokens, common_prefix
 from cllm.kv_cache.seq_id_pool import SeqIdPool
 from cllm.kv_cache.tiers import Place, Snapshot, Tiers
 
-MIN_SHARED_TOKENS = 16  # fewer are not worth a copy, nor waiting for
+MIN_SHARED_TOKENS = 16  # shorter prefixes are not worth a copy or a wait
 MIN_SAVED_TOKENS = 64
-MIN_EVICTED_TOKENS = 32  # a cell at a time would cost an operation in each step
+MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each step
 
 
 class Holding:
-    """Tokens in the cells of a seq_id; ``seq`` is whose they are, or None while they are idle.
+    """Tokens in the cells of a seq_id. ``seq``: the running sequence they belong to, or None while they are idle.
 
-    ``path`` is what the tree knows: all tokens if idle, else what the sequence had when it was admitted, part of
-    which may not be computed yet.
+    ``path``: the tokens in the tree. These are all tokens if idle, else the tokens that the sequence had when it was
+    admitted, some of which may not be computed yet.
     """
 
     __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
@@ -46,7 +46,7 @@ class Holding:
         self.path = path
         self.seq: Sequence | None = seq
         self.salt = seq.request.cache_salt
-        self.saved = False  # by save_one_idle, not to be saved by it again if the copy had to leave
+        self.saved = False  # by save_one_idle, which does not save it again after the copy was evicted
 
     @property
     def num_computed(self) -> int:
@@ -57,9 +57,9 @@ class Holding:
 
 
 class Match(NamedTuple):
-    """What there is of a sequence's tokens: ``num_tokens`` of them in ``source``.
+    """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``.
 
-    ``num_promised`` of them (more, or 0) ``leader`` will have computed soon.
+    ``num_promised``: length of a longer prefix that ``leader`` will have computed soon, or 0.
     """
 
     num_tokens: int = 0
@@ -69,12 +69,12 @@ class Match(NamedTuple):
 
     @property
     def is_on_its_way(self) -> bool:
-        """True if it is better to wait than to begin."""
+        """True if it is better to wait for the prefix than to start now."""
         return self.leader is not None or (isinstance(self.source, Snapshot) and self.source.place is not Place.RAM)
 
 
 class Ledger:
-    """Counts cells, leases seq_ids, finds prefixes."""
+    """Counts cells, leases seq_ids and finds prefixes."""
 
     def __init__(
         self,
@@ -94,22 +94,22 @@ class Ledger:
         self._tree: RadixTree[Holding | Snapshot] = RadixTree()
         self._leased: dict[int, Holding] = {}
         self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, the longest unused first
-        self._needed: Holding | Snapshot | None = None  # must not leave while it is being copied from
+        self._needed: Holding | Snapshot | None = None  # must not be evicted while it is being copied from
         self._spare = list(range(max_num_seqs + layout.num_spare_ids - 1, max_num_seqs - 1, -1))
 
     @property
     def num_available(self) -> int:
-        """Cells a running sequence could get without taking them from another."""
+        """Cells that are free or idle: a running sequence can get them without parking another."""
         return self.cells.size - self.cells.num_held
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> Match:
-        """What there is of the tokens of ``seq`` whose logits are not needed."""
+        """Match the tokens of ``seq`` whose logits are not needed."""
         return self._match(seq.findable, seq.request.cache_salt)
 
     def match(self, tokens: list[int] | Tokens, salt: str = "") -> Match:
-        """What there is of ``tokens``, but for the last one: its logits are needed, so it is computed in any case."""
+        """Match ``tokens`` except the last one, which must be computed in any case because its logits are needed."""
         return self._match(np.asarray(tokens, np.int32)[:-1], salt)
 
     def _match(self, tokens: Tokens, salt: str) -> Match:
@@ -129,7 +129,7 @@ class Ledger:
         return Match(best, source, promised, leader)
 
     def _usable(self, owner: Holding | Snapshot, shared: int) -> int:
-        """How many of ``shared`` tokens can be had from ``owner`` now."""
+        """Return how many of ``shared`` tokens can be reused from ``owner`` now."""
         if isinstance(owner, Snapshot):
             if len(owner.tokens) > self.cells_per_seq:  # a file of an engine with a longer context
                 return 0
@@ -139,7 +139,7 @@ class Ledger:
         return shared if owner.seq is None and shared == owner.chain.length else 0
 
     def _will_have(self, holding: Holding, shared: int) -> bool:
-        """Whether ``shared`` tokens of a running sequence can be had when it has computed them."""
+        """Return whether ``shared`` tokens of a running sequence will be reusable once it has computed them."""
         if holding.seq is None or holding.num_computed >= shared:
             return False
         if self.layout.trims:
@@ -150,29 +150,29 @@ class Ledger:
         return num_tokens >= MIN_SAVED_TOKENS and 0 < self.tiers.size_of(num_tokens) <= self.tiers.ram_bytes
 
     def _cost(self, owner: Holding | Snapshot, usable: int) -> int:
-        """What it costs to have them, roughly, in tokens that could be computed in that time."""
-        if isinstance(owner, Snapshot):  # it is moved as a whole
+        """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in that time."""
+        if isinstance(owner, Snapshot):  # it is loaded as a whole
             return 4 + len(owner.tokens) // (64 if owner.place is Place.RAM else 16)
         if self.layout.shares or (owner.seq is None and owner.chain.length == usable):
             return 0
         return self._copy_cost(owner.chain.length)
 
     def _copy_cost(self, num_tokens: int) -> int:
-        """Of a copy between seq_ids that cannot share cells, likewise."""
+        """Return the cost of a copy between seq_ids that cannot share cells, in the same unit."""
         return num_tokens // 32
 
     def num_shared(self, match: Match) -> int:
-        """Cells that a sequence with this match does not need, because it shares them with a running one."""
+        """Return the number of cells that a sequence with this match would share with a running one."""
         source = match.source
         return match.num_tokens if self.layout.shares and isinstance(source, Holding) and source.seq is not None else 0
 
     # --- leasing -----------------------------------------------------------------------------------------------------
 
     def lease(self, seq: Sequence, match: Match) -> tuple[int, int, list[Operation]] | None:
-        """Lease a seq_id for ``seq``: (seq_id, number of its tokens already there, operations).
+        """Lease a seq_id for ``seq``; return (seq_id, number of its tokens already there, operations).
 
-        None if what it would copy or load does not fit; nothing has changed then. Raises IndexError if no seq_id is
-        free.
+        Returns None, with nothing changed, if the prefix to copy or load does not fit. Raises IndexError if no seq_id
+        is free.
         """
         if not self.seq_ids.num_free:
             raise IndexError("no sequence id is free")
@@ -180,7 +180,7 @@ class Ledger:
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None and self._trims_in_place:
             if idle.salt == seq.request.cache_salt:
-                count = common_prefix(idle.path, seq.findable)  # the first tokens of a template, too few to look for
+                count = common_prefix(idle.path, seq.findable)  # the first tokens of a template, too few for a match
             source = idle if count else None
         operations: list[Operation] = []
         if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
@@ -217,7 +217,7 @@ class Ledger:
         return seq_id, count, operations
 
     def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
-        """The one that holds the prefix, if next to nothing else is lost with it; else the least useful."""
+        """Return the seq_id that has the prefix, if hardly any other tokens are lost with it, else the least useful."""
         free = self.seq_ids.free
         if isinstance(source, Holding) and source.seq_id in free and self._is_trifle(source, count):
             return source.seq_id
@@ -230,20 +230,20 @@ class Ledger:
         return min(free, key=rank)
 
     def _is_trifle(self, holding: Holding, count: int) -> bool:
-        """True if what an idle prefix holds beyond ``count`` tokens costs less to compute again than to keep."""
+        """Return whether an idle prefix's tokens after ``count`` cost less to recompute than to keep."""
         return holding.chain.length - count <= (0 if self.layout.shares else self._copy_cost(count))
 
     @property
     def _trims_in_place(self) -> bool:
-        """True if the beginning of what lies idle under a seq_id can stay there without a copy that costs."""
+        """True if a seq_id can keep the start of its idle tokens, without an expensive copy."""
         return self.layout.trims and (self.layout.shares or not self.layout.num_spare_ids)
 
     def _worth_moving(self, holding: Holding, count: int) -> bool:
-        """True if more of an idle prefix than the ``count`` tokens now wanted can stay, under a spare seq_id."""
+        """Return whether an idle prefix is longer than ``count`` and can be kept whole under a spare seq_id."""
         return holding.chain.length > count and self.layout.num_spare_ids > 0
 
     def _move_away(self, holding: Holding) -> list[Operation]:
-        """Empty a free seq_id: its idle tokens go to a spare one if there are any, else out of the cells."""
+        """Empty a free seq_id: move its idle tokens to a spare seq_id if the layout has any, else evict them."""
         operations: list[Operation] = []
         if not self._spare and self.layout.num_spare_ids:
             oldest = next(idle for idle in self._idle.values() if idle.seq_id >= self.seq_ids.size)
@@ -259,11 +259,11 @@ class Ledger:
     # --- room --------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_tokens: int) -> list[Operation] | None:
-        """Operations after which ``num_tokens`` cells are free, or None if running sequences hold too many."""
+        """Return operations that free ``num_tokens`` cells, or None if running sequences use too many."""
         return None if num_tokens > self.num_available else self._evict(num_tokens)
 
     def _evict(self, num_tokens: int) -> list[Operation]:
-        """Shrink idle prefixes from their ends, the longest unused first, until ``num_tokens`` cells are free."""
+        """Shrink idle prefixes from their ends, least recently used first, until ``num_tokens`` cells are free."""
         operations: list[Operation] = []
         for holding in list(self._idle.values()) if self.cells.num_free < num_tokens else ():
             missing = num_tokens - self.cells.num_free
@@ -278,7 +278,7 @@ class Ledger:
         return operations
 
     def _shrink(self, holding: Holding, keep: int, *, save: bool = True) -> list[Operation]:
-        """Keep the first ``keep`` cells of an idle prefix, after saving it if that is worth it."""
+        """Keep only the first ``keep`` cells of an idle prefix; save the prefix first if that is worth it."""
         if keep == holding.chain.length:
             return []
         operations = self._save(holding.seq_id, holding, holding.path) if save else []
@@ -299,22 +299,22 @@ class Ledger:
     # --- giving back -------------------------------------------------------------------------------------------------
 
     def num_cells_of(self, seq_id: int) -> int:
-        """Cells under a leased seq_id."""
+        """Return the number of cells of a leased seq_id."""
         return self._leased[seq_id].chain.length
 
     def hold(self, seq_id: int, num_tokens: int) -> None:
-        """Count ``num_tokens`` more cells under ``seq_id``; make_room came first."""
+        """Count ``num_tokens`` more cells for ``seq_id``. Call ``make_room`` first."""
         self.cells.grow(self._leased[seq_id].chain, num_tokens)
 
     def rewind(self, seq_id: int, keep: int) -> list[Operation]:
-        """Give up the last cells of a leased seq_id: guesses that were wrong."""
+        """Free the cells of a leased seq_id after the first ``keep``: rejected draft tokens."""
         self.cells.cut(self._leased[seq_id].chain, keep)
         return [Trim(seq_id, keep)]
 
     def release(self, seq_id: int, tokens: list[int], *, soon: bool = False) -> None:
-        """Give ``seq_id`` back; ``tokens``, what its cells hold, stay as an idle prefix.
+        """End the lease of ``seq_id``; ``tokens``, the contents of its cells, stay as an idle prefix.
 
-        ``soon``: it is the first to be evicted, because that is why it was released.
+        ``soon``: evict this prefix first, because it was released to free its cells.
         """
         holding = self._leased.pop(seq_id)
         self._tree.remove(holding)
@@ -332,13 +332,13 @@ class Ledger:
     # --- copies outside of the cells ---------------------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
-        """Save what ``seq`` has computed: the only way to share state that cannot be trimmed."""
+        """Save the computed tokens of ``seq``: the only way to share state that cannot be trimmed."""
         return self._save(
             seq.seq_id, self._leased[seq.seq_id], np.array(seq.tokens[: seq.num_computed_tokens], np.int32)
         )
 
     def save_one_idle(self) -> list[Operation]:
-        """Save one idle prefix that is nowhere else, the last used first; nothing if there is none."""
+        """Save one idle prefix that is stored nowhere else, most recently used first; returns [] if there is none."""
         for seq_id, holding in reversed(self._idle.items()):
             if not holding.saved and (operations := self._save(seq_id, holding, holding.path)):
                 holding.saved = True
@@ -346,7 +346,7 @@ class Ledger:
         return []
 
     def _save(self, seq_id: int, holding: Holding, tokens: Tokens) -> list[Operation]:
-        """Save ``tokens``, which ``seq_id`` holds, unless they are few, or lie elsewhere too, or RAM is too small."""
+        """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too large for RAM."""
         if not self._can_be_saved(len(tokens)) or self._lie_elsewhere(holding, tokens):
             return []
         leaving = self.tiers.make_room(self.tiers.size_of(len(tokens)), self._needed)
@@ -373,7 +373,7 @@ class Ledger:
         return False
 
     def doubt(self, operations: Iterable[Operation]) -> tuple[set[int], list[Operation]]:
-        """Nobody knows whether these were carried out: the seq_ids that they change, and what has to be dropped."""
+        """Return the seq_ids changed by operations that may not have run, and Drops for the snapshots they concern."""
         seq_ids: set[int] = set()
         dropped: list[Operation] = []
         for operation in operations:
@@ -392,7 +392,7 @@ class Ledger:
         return seq_ids, dropped
 
     def distrust(self, seq_ids: set[int]) -> list[Operation]:
-        """What lies under these free seq_ids is unknown: forget it."""
+        """Forget the contents of these free seq_ids, which are unknown; return operations that empty them."""
         for holding in [holding for seq_id, holding in self._idle.items() if seq_id in seq_ids]:
             self._tree.remove(holding)
             self.cells.cut(holding.chain, 0)
@@ -400,7 +400,7 @@ class Ledger:
         return [Trim(seq_id, 0) for seq_id in sorted(seq_ids)]
 
     def drop(self, key: int) -> list[Operation]:
-        """Forget a snapshot, in RAM and in the books; a file of it is left alone."""
+        """Forget a snapshot and free its RAM; its file, if any, stays."""
         snapshot = self.tiers.find(key)
         if snapshot is None:
             return []
@@ -416,15 +416,15 @@ class Ledger:
         return [Drop(snapshot.key) for snapshot in snapshots]
 
     def found_on_disk(self, tokens: Tokens, salt: str = "") -> Snapshot:
-        """A file holds ``tokens``."""
+        """Add a snapshot for ``tokens`` in a file that was found on disk."""
         snapshot = self.tiers.add(tokens, Place.DISK, salt)
         self._tree.insert(tokens, snapshot, salt)
         return snapshot
 
     def read(self, snapshot: Snapshot) -> list[Operation] | None:
-        """``snapshot`` is on its way from its file: what leaves RAM for it, or None if RAM is too small.
+        """Mark ``snapshot`` as being read from its file; return operations that make room in RAM, or None if it cannot.
 
-        It may arrive when the operations are carried out: one of them may be to drop what it was before.
+        Install the data only after these operations have run: one of them may drop the old copy under the same key.
         """
         leaving = self.tiers.make_room(snapshot.num_bytes)
         if leaving is None:
@@ -433,9 +433,9 @@ class Ledger:
         return self._leave_ram(leaving)
 
     def written(self, key: int) -> list[int]:
-        """A file holds the snapshot ``key`` from now on; the keys of those whose files have to go."""
+        """Record that a file contains the snapshot ``key``; return the keys whose files must be deleted."""
         snapshot = self.tiers.ram.get(key)
-        if snapshot is None:  # it left while it was being written
+        if snapshot is None:  # it was evicted while it was being written
             return [key]
         leaving = self.tiers.written(snapshot)
         for old in leaving:
@@ -446,7 +446,7 @@ class Ledger:
     # --- layouts -----------------------------------------------------------------------------------------------------
 
     def sharing(self) -> Sharing:
-        """What the running sequences hold, together and each for itself."""
+        """Return how many cells the running sequences use and share."""
         leased = list(self._leased.values())
         total = sum(holding.chain.length for holding in leased)
         own = sum(max(0, holding.chain.length - len(holding.path)) for holding in leased)  # not in the tree yet
@@ -454,13 +454,13 @@ class Ledger:
         return Sharing(len(leased), total, distinct, self.cells.num_idle)
 
     def with_layout(self, num_cells: int, layout: Layout) -> Ledger:
-        """A ledger for other cells with the same snapshots; nothing is leased or idle here."""
+        """Return a ledger for new cells with the same snapshots. This one must have no leased or idle cells."""
         assert not self._leased, "a running sequence would lose its cells"
         assert not self._idle, "idle cells would be forgotten"
         return self._anew(num_cells, layout)
 
     def without_cells(self) -> Ledger:
-        """A ledger with the same snapshots for the same cells, whatever they hold now."""
+        """Return a ledger with the same snapshots that regards all cells as free."""
         return self._anew(self.cells.size, self.layout)
 
     def _anew(self, num_cells: int, layout: Layout) -> Ledger:

@@ -1,7 +1,7 @@
-"""Which of many token sequences begin like this one? A radix tree over token ids that matches inside an edge.
+"""A radix tree over token ids that finds the stored sequences with the same prefix, even inside an edge.
 
-After SGLang's RadixAttention (Zheng et al. 2024), with one difference: what is stored are whole paths and their
-owners, not nodes with data of their own, so an owner leaves with one call and nothing has to be merged.
+After SGLang's RadixAttention (Zheng et al. 2024), with one difference: the tree stores whole paths with their owners,
+not nodes with data of their own. So one call removes an owner, and no nodes have to be merged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Owner = TypeVar("Owner")
-Key = int | tuple[str, int]  # the first token of an edge, and at the root the salt before it, if there is one
+Key = int | tuple[str, int]  # the first token of an edge; at the root, (salt, token) if there is a salt
 
 
 class Node(Generic[Owner]):
-    """An edge and what lies below it. ``owners`` are all whose paths lead through the whole edge.
+    """An edge and the subtree below it. ``owners``: all owners whose paths contain the whole edge.
 
-    ``key``: under which its parent has it.
+    ``key``: its key in the parent's ``children``.
     """
 
     __slots__ = ("children", "edge", "key", "owners", "parent")
@@ -30,14 +30,14 @@ class Node(Generic[Owner]):
         self.parent = parent
         self.key = key
         self.children: dict[Key, Node[Owner]] = {}
-        self.owners: dict[Owner, None] = {}  # a set that keeps its order, so that runs can be repeated
+        self.owners: dict[Owner, None] = {}  # a set with a fixed order, so that runs are reproducible
 
 
 class RadixTree(Generic[Owner]):
-    """Paths of tokens and their owners, one path each. Those with different salts have nothing in common.
+    """Paths of tokens and their owners, one path each. Paths with different salts share no prefix.
 
-    Invariants: an owner of a node owns its parent; a node without owners is not in the tree; children of a node begin
-    with different tokens. Cost of each call: the length of the path, compared in numpy, and its number of edges.
+    Invariants: an owner of a node owns its parent; a node without owners is not in the tree; children of a node start
+    with different tokens. Each call costs O(length of the path), compared in numpy, plus its number of edges.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class RadixTree(Generic[Owner]):
         return len(self._ends)
 
     def insert(self, tokens: Tokens, owner: Owner, salt: str = "") -> None:
-        """Raises ValueError if ``owner`` has a path already."""
+        """Store a path for ``owner``. Raises ValueError if it already has one."""
         if owner in self._ends:
             raise ValueError(f"{owner!r} is in the tree")
         node, at = self._root, 0
@@ -67,7 +67,7 @@ class RadixTree(Generic[Owner]):
         self._ends[owner] = node
 
     def _split(self, node: Node[Owner], length: int) -> Node[Owner]:
-        """Cut an edge in two; returns the new upper node."""
+        """Split an edge in two; returns the new upper node."""
         assert node.parent is not None
         upper: Node[Owner] = Node(node.edge[:length], node.parent, node.key)
         upper.owners = dict(node.owners)
@@ -77,7 +77,7 @@ class RadixTree(Generic[Owner]):
         return upper
 
     def remove(self, owner: Owner) -> None:
-        """Raises KeyError if ``owner`` has no path."""
+        """Remove the path of ``owner``. Raises KeyError if it has none."""
         node: Node[Owner] | None = self._ends.pop(owner)
         while node is not None and node.parent is not None:
             del node.owners[owner]
@@ -86,7 +86,7 @@ class RadixTree(Generic[Owner]):
             node = node.parent
 
     def match(self, tokens: Tokens, salt: str = "") -> Iterator[tuple[Owner, int]]:
-        """Owners whose paths begin like ``tokens``, with the number of tokens shared; the longest first."""
+        """Yield (owner, number of shared tokens) for owners that share a prefix with ``tokens``, longest first."""
         path = []
         node, at = self._root, 0
         while at < len(tokens):
@@ -106,7 +106,7 @@ class RadixTree(Generic[Owner]):
                     yield owner, depth
 
     def num_distinct(self, lengths: Mapping[Owner, int]) -> int:
-        """Tokens among the first ``lengths[owner]`` of the owners' paths, those on common parts of them once."""
+        """Count the first ``lengths[owner]`` tokens of the owners' paths; tokens of common prefixes count once."""
         counts: dict[int, int] = {}
         for owner, length in lengths.items():
             node, nodes = self._ends[owner], []

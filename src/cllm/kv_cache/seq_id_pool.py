@@ -1,12 +1,12 @@
-"""The numbers under which a backend keeps sequences."""
+"""The seq_ids, the numbers by which a backend identifies sequences."""
 
 from __future__ import annotations
 
 
 class SeqIdPool:
-    """Leases 0 .. size-1.
+    """Leases the seq_ids 0 .. size-1.
 
-    Invariant: every number is either free or leased, never both.
+    Invariant: every seq_id is either free or leased, never both.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,17 +26,17 @@ class SeqIdPool:
         return seq_id in self._leased
 
     def lease(self, seq_id: int) -> None:
-        """Raises KeyError if the number is not free."""
+        """Mark ``seq_id`` as leased. Raises KeyError if it is not free."""
         self.free.remove(seq_id)
         self._leased.add(seq_id)
 
     def give_back(self, seq_id: int) -> None:
-        """Raises KeyError if the number was not leased."""
+        """Mark ``seq_id`` as free. Raises KeyError if it is not leased."""
         self._leased.remove(seq_id)
         self.free.add(seq_id)
 
     def check(self) -> None:
-        """Raise AssertionError if a number is lost or doubled."""
+        """Raise AssertionError if a seq_id is lost or duplicated."""
         if sorted([*self.free, *self._leased]) != list(range(self.size)):
             raise AssertionError(f"sequence ids lost or doubled: {self}")
 

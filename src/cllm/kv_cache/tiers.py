@@ -1,7 +1,7 @@
-"""Copies of prefixes outside of the cells: in RAM, and on disk where that is wanted.
+"""Copies of prefixes outside the cells: in RAM and, if configured, on disk.
 
-Bookkeeping alone: the backend holds the bytes in RAM, the engine's disk thread moves them to files and back. A file
-counts once the thread has said so; a copy that is only in a file has to be read before it can be used.
+This is only the bookkeeping. The backend keeps the bytes in RAM; the engine's disk thread moves them to files and back.
+A file counts once the thread has reported it. A copy that is only in a file must be read before it can be used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from cllm.kv_cache.radix_tree import Tokens
 class Place(enum.Enum):
     RAM = "ram"
     DISK = "disk"
-    READING = "reading"  # on its way from disk to RAM
+    READING = "reading"  # being read from disk to RAM
 
 
 class Snapshot:
-    """A saved prefix: its tokens, its size, where it can be loaded from, and whether a file holds it."""
+    """A saved prefix: its tokens, its size, where it can be loaded from, and whether it is in a file."""
 
     __slots__ = ("in_file", "key", "num_bytes", "place", "salt", "tokens")
 
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 class Tiers:
-    """All snapshots, in RAM and in files, each within a budget of bytes; what was not used for longest leaves first.
+    """All snapshots in RAM and in files. Both have a budget in bytes and evict the least recently used first.
 
     Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; the counted bytes are the sums.
     """
@@ -65,7 +65,7 @@ class Tiers:
         return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
 
     def add(self, tokens: Tokens, place: Place = Place.RAM, salt: str = "") -> Snapshot:
-        """A new snapshot; for RAM, ``make_room`` came first."""
+        """Add and return a new snapshot. Before adding to RAM, call ``make_room``."""
         snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), place, salt)
         self._next_key += 1
         if place is Place.DISK:
@@ -80,9 +80,9 @@ class Tiers:
         self.num_ram_bytes += snapshot.num_bytes
 
     def make_room(self, num_bytes: int, spared: object = None) -> list[Snapshot] | None:
-        """The snapshots that leave RAM so that ``num_bytes`` fit, or None if that cannot be.
+        """Evict snapshots from RAM until ``num_bytes`` fit; return them, or None if that is impossible.
 
-        Those that no file holds are gone for ever.
+        Evicted snapshots that are in no file are lost.
         """
         leaving: list[Snapshot] = []
         missing = self.num_ram_bytes + num_bytes - self.ram_bytes
@@ -109,12 +109,15 @@ class Tiers:
                 tier.move_to_end(snapshot.key)
 
     def read(self, snapshot: Snapshot) -> None:
-        """``snapshot`` is on its way from its file; ``make_room`` came first."""
+        """Mark ``snapshot`` as being read from its file. Call ``make_room`` first."""
         snapshot.place = Place.READING
         self._into_ram(snapshot)
 
     def written(self, snapshot: Snapshot) -> list[Snapshot]:
-        """A file holds ``snapshot``; those whose files have to go for it, or itself if it is larger than the budget."""
+        """Record that a file contains ``snapshot``.
+
+        Returns the snapshots whose files must be deleted: old ones, or itself if it is larger than the budget.
+        """
         if snapshot.num_bytes > self.disk_bytes:
             return [snapshot]
         snapshot.in_file = True
