@@ -296,7 +296,7 @@ class Ledger:
         if holding.seq_id >= self.seq_ids.size:
             self._spare.append(holding.seq_id)
 
-    # --- giving back -------------------------------------------------------------------------------------------------
+    # --- releasing ----------------------------------------------------------------------------------------------------
 
     def num_cells_of(self, seq_id: int) -> int:
         """Return the number of cells of a leased seq_id."""
@@ -329,7 +329,7 @@ class Ledger:
                 self._idle.move_to_end(seq_id, last=False)
             self._tree.insert(holding.path, holding, holding.salt)
 
-    # --- copies outside of the cells ---------------------------------------------------------------------------------
+    # --- copies outside the cells -------------------------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
         """Save the computed tokens of ``seq``: the only way to share state that cannot be trimmed."""
@@ -469,7 +469,7 @@ class Ledger:
             ledger._tree.insert(snapshot.tokens, snapshot, snapshot.salt)
         return ledger
 
-    # --- laws --------------------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

@@ -1,1 +1,1 @@
-"""Decides what each step computes and for whom; computes nothing itself."""
+"""Decides what each step computes, and for which sequences. Computes nothing itself."""

@@ -1,4 +1,4 @@
-"""Those who wait for tokens that are on their way already, so that nothing is computed, or read, twice."""
+"""Sequences that wait for a prefix that is already being computed or read, so that nothing is done twice."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cllm.kv_cache.tiers import Snapshot
 class Deferred:
     """Sequences behind a leader that computes their prefix, or behind a snapshot that is being read from disk.
 
-    Whatever a method returns waits no longer. A sequence that ends meanwhile is discarded here; its entry behind the
-    leader stays until the leader goes, and means nothing.
+    The sequences that a method returns are no longer deferred. A sequence that ends while deferred is discarded. Its
+    entry in the leader's list stays until the leader stops, and has no effect.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[Sequence, str] = {}
-        self._followers: dict[Sequence, list[tuple[int, Sequence]]] = {}  # leader -> (tokens awaited, who)
-        self._readers: dict[int, list[Sequence]] = {}  # key of the snapshot -> who
+        self._followers: dict[Sequence, list[tuple[int, Sequence]]] = {}  # leader -> (tokens awaited, follower)
+        self._readers: dict[int, list[Sequence]] = {}  # snapshot key -> sequences
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -35,17 +35,17 @@ class Deferred:
         self._readers.setdefault(snapshot.key, []).append(seq)
 
     def awaited(self, leader: Sequence) -> list[int]:
-        """The numbers of computed tokens at which somebody leaves ``leader``."""
+        """Return the numbers of computed tokens that the followers of ``leader`` wait for."""
         return [count for count, _ in self._followers.get(leader, ())]
 
     def led(self) -> Iterator[tuple[Sequence, list[int]]]:
-        """Each leader, and the number of tokens that each of those behind it waits for."""
+        """Yield each leader, with the number of tokens that each of its followers waits for."""
         for leader, followers in self._followers.items():
             if awaited := [count for count, seq in followers if seq in self.reasons]:
                 yield leader, awaited
 
     def progressed(self, leader: Sequence) -> list[Sequence]:
-        """``leader`` has computed more."""
+        """Return the followers whose prefix ``leader`` has computed by now."""
         followers = self._followers.get(leader)
         if not followers:
             return []
@@ -53,22 +53,22 @@ class Deferred:
         return self._called([seq for count, seq in followers if count <= leader.num_computed_tokens])
 
     def stopped(self, leader: Sequence) -> list[Sequence]:
-        """``leader`` computes no longer."""
+        """Return all followers of ``leader``, which has stopped running."""
         return self._called([seq for _, seq in self._followers.pop(leader, ())])
 
     def was_read(self, key: int) -> list[Sequence]:
-        """The snapshot ``key`` is there, or will not come."""
+        """Return the sequences that waited for the snapshot ``key``, which was read or could not be read."""
         return self._called(self._readers.pop(key, []))
 
     def _called(self, seqs: list[Sequence]) -> list[Sequence]:
         return [seq for seq in seqs if self.discard(seq)]
 
     def discard(self, seq: Sequence) -> bool:
-        """``seq`` waits no longer; whether it did."""
+        """Remove ``seq``; return whether it was deferred."""
         return self.reasons.pop(seq, None) is not None
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise AssertionError if somebody waits for nothing."""
+        """Raise AssertionError if a sequence waits for nothing or a leader does not run."""
         led = {seq for pairs in self._followers.values() for _, seq in pairs}
         read = {seq for seqs in self._readers.values() for seq in seqs}
         assert self.reasons.keys() <= led | read, f"deferred for nothing: {self.reasons}"

@@ -1,16 +1,16 @@
-"""What sequences will probably need, by what others needed."""
+"""Estimates of what sequences will need, learned from earlier ones."""
 
 from __future__ import annotations
 
 from cllm.core.sequence import Sequence
 from cllm.scheduler.step_cost import SHARE, mean
 
-MIN_GROWTH = 8  # tokens that a sequence is expected to get still, however many it got
-FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until a request has finished
+MIN_GROWTH = 8  # further tokens that every sequence is expected to get, however many it already has
+FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until the first sequence has finished
 
 
 class Expectations:
-    """``output``: tokens of an answer. ``computed``: tokens of a prompt that were not cached."""
+    """Running means. ``output``: tokens per output. ``computed``: prompt tokens that were not cached, per sequence."""
 
     def __init__(self) -> None:
         self.output = FIRST_GUESS_OF_OUTPUT
@@ -19,7 +19,7 @@ class Expectations:
         self._mean_prompt = 0.0  # tokens
 
     def begun(self, seq: Sequence) -> None:
-        """``seq`` has been admitted, with what there was of its prompt."""
+        """Learn from the prompt of ``seq``, which has been admitted with its cached prefix."""
         self._mean_prompt += SHARE * (seq.num_prompt_tokens - self._mean_prompt)
         self.computed += SHARE * (seq.num_lacking_tokens - self.computed)
 
@@ -29,10 +29,10 @@ class Expectations:
 
     @property
     def computed_share(self) -> float:
-        """Of the tokens of prompts, those that had to be computed lately."""
+        """Fraction of the prompt tokens that had to be computed lately."""
         return self.computed / self._mean_prompt if self._mean_prompt else 1.0
 
     def size(self, seq: Sequence) -> int:
-        """Tokens ``seq`` will probably end with: as many of output as others got, unless it is bound to get fewer."""
+        """Return the expected final number of tokens of ``seq``, from the mean output and its own limit."""
         growth = max(MIN_GROWTH, int(self.output) - seq.num_output_tokens)
         return min(seq.limit, seq.num_tokens + growth)

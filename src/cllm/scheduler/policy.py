@@ -1,6 +1,6 @@
-"""Who is served next. A policy sorts; it computes nothing and holds nobody.
+"""Policies: which request is served next. A policy only sorts; it keeps no sequences.
 
-A policy of your own is a class like these, named as ``package.module:Class`` in scheduler.policy.
+Your own policy is a class like these, named as ``package.module:Class`` in scheduler.policy.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
-    from cllm.core.sequence import Sequence  # it imports NumPy, which would delay the API process's start
+    from cllm.core.sequence import Sequence  # it imports NumPy, which would delay the start of the API process
 
-OUTPUT_WEIGHT = 2  # a sampled token counts as two tokens of a prompt, as in the paper
+OUTPUT_WEIGHT = 2  # a sampled token counts as two prompt tokens, as in the paper cited in Fair
 MAX_COUNTERS = 4096
 
 
 class Policy(Protocol):
-    """Sorts the waiting into groups: within one, deadlines and arrivals decide; among them, the least rank.
+    """Sorts waiting sequences into groups. The group with the lowest rank is served next; within a group, the earliest
+    deadline and then the earliest arrival decide.
 
-    While somebody of a group waits, its rank may grow but not fall.
+    While a group has waiting sequences, its rank may rise but not fall.
 
-    ``has_classes``: requests of a lower class yield to those of a higher one. ``takes_turns``: within a class, each
-    account is served in turn, by its weight. By these two the API process computes what is ahead of a new request.
+    ``has_classes``: running requests of a lower class yield to waiting ones of a higher class. ``takes_turns``: within
+    a class, accounts are served in turn, by weight. From these two the API process estimates queue positions.
     """
 
     has_classes: bool
     takes_turns: bool
 
     def group(self, seq: Sequence) -> Any:
-        """Something hashable."""
+        """Return the group of ``seq``, a hashable value."""
         ...
 
     def rank(self, group: Any) -> Any:
-        """Something comparable."""
+        """Return the rank of ``group``, a comparable value."""
         ...
 
     def arrived(self, group: Any) -> None:
-        """Somebody of ``group`` waits now; before, nobody did."""
+        """Note that ``group``, which had no waiting sequence, has one now."""
         ...
 
     def urgency(self, seq: Sequence) -> int:
-        """The class in which ``seq`` is served once it runs; it may be parked for those of a lesser number."""
+        """Return the class of ``seq`` while it runs. It may be parked for sequences with a lower number."""
         ...
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """So many tokens of ``seq``'s prompt are going to be computed, or so many of its output were sampled."""
+        """Note how many prompt tokens of ``seq`` will be computed, or how many output tokens were sampled."""
         ...
 
 
 class FirstComeFirstServed:
-    """One queue for all."""
+    """One queue for all sequences."""
 
     has_classes = False
     takes_turns = False
@@ -92,18 +93,19 @@ class Priorities(FirstComeFirstServed):
 
 
 class Fair(Priorities):
-    """Classes first; within a class the key that has been served least, by virtual token counters.
+    """Higher classes first; within a class, the account that has been served least, by virtual token counters.
 
-    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A key's counter grows by the tokens it is
-    served, divided by its weight. A key that comes back is lifted to ``floor``, the counter of the key admitted last,
-    which is the least of those who wait: nobody saves up, nobody has to catch up. (The paper takes the minimum over
-    the waiting; the floor is the virtual time of start-time fair queueing, and costs O(1).)
+    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. An account's counter grows by the tokens it is
+    served, divided by its weight. When an account returns, its counter is raised to the class's floor: the counter of
+    the account admitted last, which is the lowest of those waiting. So no account saves up credit while it is idle.
+    (The paper takes the minimum over the waiting accounts. The floor is the virtual time of start-time fair queueing,
+    and costs O(1).)
     """
 
     takes_turns = True
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """``weights``: the share of a key against the others; 1 where it is not named."""
+        """``weights``: the relative share of each account; 1 for accounts not listed."""
         self._weights = weights
         self.counters: dict[tuple[Priority, str], float] = {}
         self.floors = dict.fromkeys(Priority, 0.0)
@@ -131,7 +133,7 @@ class Fair(Priorities):
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
 
     def _forget_half(self) -> None:
-        """Forget the smaller half of the counters. The floors rise to what is forgotten, so no rank falls."""
+        """Forget the lower half of the counters. The floors rise to the forgotten values, so no rank falls."""
         by_size = sorted(self.counters.items(), key=lambda item: item[1])
         half = len(by_size) // 2
         for (priority, _), counter in by_size[:half]:
@@ -140,12 +142,12 @@ class Fair(Priorities):
 
 
 def split_prefill_budget(lacking: list[Sequence], budget: int, enough: float) -> Iterator[tuple[Sequence, int]]:
-    """Who of those that lack tokens gets how many of ``budget``; 0 where it has run out.
+    """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
-    In the order of class and arrival, but up to half of them first go to those whose rest is less than half as long as
-    that of the first: they need not wait for a long prompt, nor can they hold it up for ever. Once ``enough`` tokens
-    have been given, no further prompt is begun: those that are computed together have their first tokens together, when
-    the last of them could have it; one after the other, all but that one have theirs sooner.
+    Sequences are served by class and arrival. But up to half of the budget first goes to those of the head's class that
+    lack less than half as many tokens as the head. So short prompts do not wait for a long one, and cannot delay it
+    forever. Once ``enough`` tokens are given out, no further prompt starts: prompts computed together all get their
+    first tokens when the last one does, but computed one after the other, all except the last get theirs sooner.
     """
     lacking = sorted(lacking, key=lambda seq: (seq.urgency, seq.order))
     if not lacking:
@@ -172,11 +174,11 @@ POLICIES = {"fair": Fair, "priority": Priorities, "fcfs": FirstComeFirstServed}
 
 
 def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
-    """The policy called ``name``, or the class at ``package.module:Class``. Raises StartupError if there is none."""
+    """Return the policy named ``name``, also as ``package.module:Class``. Raises StartupError if there is none."""
     if name in POLICIES:
         return cast("Policy", POLICIES[name](weights))
     module, _, class_name = name.partition(":")
-    sys.path.append(str(Path.cwd()))  # where one's own module usually lies; a console script does not look there
+    sys.path.append(str(Path.cwd()))  # for the user's own module; a console script does not look there
     try:
         return cast("Policy", getattr(import_module(module), class_name)(weights))
     except (ImportError, AttributeError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""What is computed in each step, and for whom.
+"""Decides what each step computes, and for which sequences.
 
-One order: the running sequences by class and arrival, then the waiting ones as the policy sorts them. It is served
-from its head; when cells run short, sequences are parked from its tail. A sequence finishes in the step that samples
-its last token.
+All sequences have one order: the running ones by class and arrival, then the waiting ones as the policy sorts them.
+They are served from the head of this order. When cells run short, sequences are parked from its tail. A sequence
+finishes in the step that samples its last token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOTHING: Mapping[int, Logprobs] = {}
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """max_num_batched_tokens: of one step, and max_num_samples, rows of logits, of at least one for each sequence that
-    runs. tile: see ModelInfo. target_itl: seconds from token to token that others'
-    prompts may cause; None gives prompts whatever fits.
+    """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least one for each
+    running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a sequence that other requests'
+    prompts may cause; None gives prompts all the space there is.
     """
 
     max_num_batched_tokens: int = 512
@@ -40,7 +40,7 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Sequences):
-    """Decides with values: ``schedule`` says what to do, ``update`` takes in what came of it."""
+    """Decides what to compute: ``schedule`` returns a batch, ``update`` takes the tokens sampled from it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Scheduler(Sequences):
         policy: Policy,
         speculation: Speculation | None = None,
     ) -> None:
-        """``end_tokens``: the ids with which the model says that it has finished."""
+        """``end_tokens``: ids of the tokens with which the model ends its output."""
         if params.max_num_batched_tokens < ledger.seq_ids.size:
             raise ValueError(f"{params.max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
         super().__init__(ledger, policy, speculation)
@@ -58,11 +58,11 @@ class Scheduler(Sequences):
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile)
         self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
-        self.reads: list[Snapshot] = []  # to be read from disk; whoever reads them empties the list
+        self.reads: list[Snapshot] = []  # to be read from disk; the engine starts the reads and clears the list
         self.expected = Expectations()
-        self.begun = 0.0  # the present step, and what prompts may have of it
-        self.budget = 0
-        self.reserved = 0.0  # seconds of a step that are not for prompts
+        self.begun = 0.0  # when the present step began
+        self.budget = 0  # the tokens that it may prefill
+        self.reserved = 0.0  # seconds of a step that prompts must leave for embeddings
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
         self.num_prefill_tokens = 0
@@ -72,13 +72,13 @@ class Scheduler(Sequences):
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
-        """What is to be done next: None is nothing (but maybe something is to be read from disk)."""
-        # 1. Expire: requests whose time is over end.
-        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its place.
+        """Return the next batch, or None if there is nothing to do (except perhaps snapshots to read, in ``reads``)."""
+        # 1. Expire: requests that have timed out end.
+        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its seq_id or its cells.
         # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the tail is parked.
-        # 4. Admit: waiting sequences start to run, in the order of the policy, until one has to go on waiting.
+        # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be admitted.
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If cells run short, the
-        #    tail of ``unserved`` is parked. A sequence leaves it either with a row or without its cells.
+        #    tail of ``unserved`` is parked. A sequence leaves ``unserved`` either with a row or without its cells.
         self.begun, self.blocked, self._suspects = now, "", ()
         self._expire(now)
         self._suspects = self.running
@@ -106,7 +106,10 @@ class Scheduler(Sequences):
         return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
-        """A row for each that lacks one token, after parking who does not fit; with guesses if nobody else comes."""
+        """Return a row for each sequence that lacks one token, after parking sequences that do not fit.
+
+        The rows get draft tokens if all running sequences decode and none waits.
+        """
         decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
         drafts: dict[Sequence, tuple[int, ...]] = {}
         if self._speculation is not None and decoding and len(decoding) == len(self.running) and not self.waiting:
@@ -121,7 +124,7 @@ class Scheduler(Sequences):
         return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
     def _prefill(self, decoding: list[Row], operations: list[Operation]) -> list[Row]:
-        """Rows for those of the running sequences that lack more than one token."""
+        """Return rows for the running sequences that lack more than one token, within the prefill budget."""
         served = {row.seq for row in decoding}
         lacking = [seq for seq in self.running if seq not in served]
         unserved = dict(split_prefill_budget(lacking, self.budget, self.cost.enough))
@@ -141,9 +144,9 @@ class Scheduler(Sequences):
         return rows
 
     def _make_room(self, seq: Sequence, count: int, unserved: dict[Sequence, int]) -> list[Operation] | None:
-        """Operations that free ``count`` cells for ``seq``, after parking from the tail of ``unserved``.
+        """Return operations that free ``count`` cells for ``seq``, after parking from the tail of ``unserved``.
 
-        None if ``seq`` was that tail itself: then it is parked too.
+        None if ``seq`` itself became the tail: then it is parked too.
         """
         while (room := self.ledger.make_room(count)) is None:
             tail = max(unserved, key=rank)
@@ -156,18 +159,21 @@ class Scheduler(Sequences):
         return room
 
     def _until_checkpoint(self, seq: Sequence) -> int:
-        """How far ``seq`` may go in one step: state that cannot be trimmed must be saved where others will need it."""
+        """Return the number of tokens up to the next position where the state of ``seq`` must be saved."""
         return min((at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens)
 
     def _until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
-        """How far ``seq`` may go in one step if the logits of its prompt are wanted: each other one may need a row."""
+        """Return how many tokens of ``seq`` fit into the step's rows of logits, if its prompt logprobs are needed.
+
+        Reserves a row for each other running sequence.
+        """
         if not seq.num_unscored:
             return seq.num_tokens
         space = self.params.max_num_samples - sum(row.num_samples for row in rows) - (len(self.running) - len(rows) - 1)
         return max(0, seq.num_prompt_tokens - 1 - seq.num_unscored - seq.num_computed_tokens) + space
 
     def _checkpoints(self, seq: Sequence) -> list[int]:
-        """Positions ahead at which the state of ``seq`` is worth saving: where followers leave it, and its prompt."""
+        """Return the positions ahead where state is saved: where followers wait, and before the last prompt token."""
         if self.ledger.layout.trims:
             return []
         awaited = self.deferred.awaited(seq)
@@ -176,7 +182,7 @@ class Scheduler(Sequences):
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
-        """Admit who waits, in the order of the policy, until one has to go on waiting."""
+        """Admit waiting sequences, in the order of the policy, until one cannot be admitted."""
         growth = self._expected_growth(*self.running) if self.waiting else 0
         self._suspects = self.waiting
         while (seq := self.waiting.head(now)) is not None:
@@ -206,7 +212,7 @@ class Scheduler(Sequences):
             self._suspects = self.waiting
 
     def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
-        """True if ``seq`` can be expected to find the cells it will need, beside the ``growth`` of those who run."""
+        """Return whether ``seq`` will probably find enough cells, if running sequences need ``growth`` more."""
         if not self.running or not self.ledger.layout.shares:
             return True
         need = self.expected.size(seq) - self.ledger.num_shared(match)
@@ -218,17 +224,17 @@ class Scheduler(Sequences):
         return False
 
     def _expected_growth(self, *seqs: Sequence) -> int:
-        """Cells that running sequences will probably need still."""
+        """Return the number of further cells that running sequences will probably need."""
         return sum(self.expected.size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
 
     def _admit(self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]) -> list[Operation]:
         self.waiting.take(seq)
         seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
-        if seq.num_cached_tokens is None:  # not what a parked one finds of its own
+        if seq.num_cached_tokens is None:  # a parked one's own cells are not counted as cached
             seq.num_cached_tokens = num_cached
             siblings = self._requests[seq.request.request_id].values()
             if seq.request.queue_timeout is not None and not any(s.status is Status.RUNNING for s in siblings):
-                for sibling in siblings:  # the request has begun
+                for sibling in siblings:  # the request has started: only its deadline counts now
                     self._expire_in(sibling, seq.request.deadline)
             self.expected.begun(seq)
             self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
@@ -237,7 +243,10 @@ class Scheduler(Sequences):
         return operations
 
     def _defer(self, seq: Sequence, match: Match) -> list[Operation] | None:
-        """Let ``seq`` wait for what somebody else computes, or for the disk; None if RAM has no room for that."""
+        """Let ``seq`` wait for a leader to compute its prefix, or for a read from disk.
+
+        Returns operations that make room in RAM, or None if there is no room for the read.
+        """
         operations: list[Operation] = []
         if match.leader is not None:
             match.leader.urgency = min(match.leader.urgency, seq.urgency)
@@ -258,7 +267,7 @@ class Scheduler(Sequences):
         return operations
 
     def was_read(self, key: int, *, succeeded: bool) -> None:
-        """What was in ``reads`` is in RAM now, or could not be read."""
+        """Note that a snapshot from ``reads`` is in RAM now or could not be read; requeue the sequences behind it."""
         snapshot = self.ledger.tiers.find(key)
         if snapshot is not None and succeeded:
             snapshot.place = Place.RAM
@@ -267,7 +276,7 @@ class Scheduler(Sequences):
         self._call_back(self.deferred.was_read(key))
 
     def _yield_to_a_higher_class(self, now: float) -> None:
-        """Park one sequence if the policy lets it give way to who waits for its seq_id or its cells."""
+        """Park one running sequence if a waiting one of a higher class needs its seq_id or its cells."""
         if not self.running or (head := self.waiting.head(now)) is None:
             return
         tail = max(self.running, key=rank)
@@ -277,18 +286,18 @@ class Scheduler(Sequences):
         ):
             self._park(tail)
 
-    # --- what came of it ---------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def update(
         self, batch: Batch, tokens: list[int], now: float, logprobs: Mapping[int, Logprobs] = NOTHING
     ) -> list[TokenOutput]:
-        """Take in the sampled tokens, ``num_samples`` for each row in order; release what has finished.
+        """Append the sampled tokens, ``num_samples`` for each row in order; release finished sequences.
 
-        ``logprobs``: of those tokens whose logprobs are to be told, by their index. NO_TOKEN is of a sequence whose
-        grammar allows none, FAILED of one that cannot be sampled; they end.
+        ``logprobs``: by index into ``tokens``, for the tokens whose logprobs are reported. NO_TOKEN means that the
+        sequence's grammar allows no token, FAILED that it cannot be sampled; both end the sequence.
         """
         self._num_recoveries = 0
-        self._operations = []  # they have been carried out
+        self._operations = []  # they have run
         if not batch.rows:
             return self.take_outputs()
         outputs = self._outputs
@@ -337,7 +346,7 @@ class Scheduler(Sequences):
         return self.take_outputs()
 
     def _drop_failed(self, seq: Sequence) -> None:
-        """End a sequence that cannot be sampled. Nothing is reused of what it has computed."""
+        """End a sequence that cannot be sampled. None of its cells are reused."""
         seq_id, seq.num_computed_tokens = seq.seq_id, 0
         self._end(seq, FinishReason.ERROR)
         self._owed += self.ledger.distrust({seq_id})
@@ -345,11 +354,11 @@ class Scheduler(Sequences):
     def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
         if seq.status is Status.RUNNING:
             self._owed += self.ledger.rewind(seq_id, keep)
-        else:  # what it had more is not in the books any longer, but in the cells
+        else:  # the ledger has released it already, but the draft tokens are still in the cells
             self._owed.append(Trim(seq_id, min(keep, seq.num_tokens)))
 
     def _progressed(self, seq: Sequence) -> None:
-        """Save state where it was to be saved; call back who waited for what ``seq`` has computed now."""
+        """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has computed."""
         if seq.status is not Status.RUNNING:
             return
         if not self.ledger.layout.trims and (
@@ -363,7 +372,7 @@ class Scheduler(Sequences):
         return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
-        if seq.num_tokens >= seq.limit:  # max_tokens is 0: the prompt alone was to be computed
+        if seq.num_tokens >= seq.limit:  # max_tokens is 0: only the prompt is computed
             self.release(seq)
             num_cached = 0 if seq.index else seq.num_cached_tokens or 0
             return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached)
@@ -378,7 +387,7 @@ class Scheduler(Sequences):
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs)
 
-    # --- sight -------------------------------------------------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return stats_of(self)

@@ -1,10 +1,10 @@
-"""The sequences that have not finished: where each is, and how it gets from one place to the next.
+"""The unfinished sequences: the state of each, and the changes from one state to another.
 
-A sequence ends in one function, ``release``, whatever ended it; its seq_id and cells are given back there.
+Every sequence ends in one function, ``release``, which frees its seq_id and cells.
 
-Invariants: a sequence that has not finished is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING
-means a leased seq_id; between steps a seq_id holds as many cells as its sequence has computed tokens; whoever is
-deferred has a leader that runs or a snapshot that is being read.
+Invariants: an unfinished sequence is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING means a
+leased seq_id; between steps a seq_id has as many cells as its sequence has computed tokens; a deferred sequence has a
+leader that runs or a snapshot that is being read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cllm.scheduler.waiting import Waiting
 
 log = logging.getLogger("cllm.engine")
 
-MAX_FAILURES = 3  # batches that may fail with a sequence before it is thought to be the cause
+MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to be the cause
 
 
 def rank(seq: Sequence) -> tuple[int, int]:
-    """The place of a running sequence: by class, then by arrival. The last one is parked first."""
+    """Return the sort key of a running sequence: class, then arrival. The last sequence is parked first."""
     return seq.urgency, seq.order
 
 
 class Sequences:
-    """Moves sequences, and makes its books anew if an exception has left them half written."""
+    """Moves sequences between states, and rebuilds the bookkeeping if an exception has left it inconsistent."""
 
     def __init__(self, ledger: Ledger, policy: Policy, speculation: Speculation | None) -> None:
         self.ledger = ledger
@@ -45,16 +45,16 @@ class Sequences:
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._expiries: list[tuple[float, int, Sequence]] = []
         self._next_order = 0
-        self._outputs: list[TokenOutput] = []  # that no step has returned yet
-        self._owed: list[Operation] = []  # to be carried out before anything else in the next batch
-        self._operations: list[Operation] = []  # of the batch that is being computed
-        self._suspects: Iterable[Sequence] = ()  # whose fault an exception would be now
+        self._outputs: list[TokenOutput] = []  # not returned by any call yet
+        self._owed: list[Operation] = []  # to run first in the next batch
+        self._operations: list[Operation] = []  # of the batch being computed
+        self._suspects: Iterable[Sequence] = ()  # the sequences that would have caused an exception raised now
         self._num_recoveries = 0  # since the last step
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Queue a sequence. Raises ValueError if its prompt does not leave a cell for its first token."""
+        """Queue a sequence. Raises ValueError if its prompt leaves no cell for the first sampled token."""
         self._suspects = (seq,)
         if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
@@ -75,16 +75,16 @@ class Sequences:
             heapq.heappush(self._expiries, (seq.expires, seq.order, seq))
 
     def knows(self, seq: Sequence) -> bool:
-        """Whether ``seq`` was added and has not finished."""
+        """Return whether ``seq`` was added and has not finished."""
         return seq.index in self._requests.get(seq.request.request_id, {})
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.deferred)
 
-    # --- parked and called back ----------------------------------------------------------------------------------
+    # --- parking and resuming -----------------------------------------------------------------------------------------
 
     def _park(self, seq: Sequence) -> None:
-        """Take a running sequence's cells; it goes on later, from what is left of them in cells or RAM."""
+        """Release a running sequence's cells; it resumes later from what is left of them in the cells or in RAM."""
         self._give_back(seq, soon=True)
         self.running.remove(seq)
         seq.status = Status.PARKED
@@ -92,22 +92,22 @@ class Sequences:
         self.num_parked += 1
 
     def empty_cells(self) -> list[Operation]:
-        """Park everybody; operations after which no cell is in use."""
+        """Park all running sequences; return operations that empty all cells."""
         while self.running:
             self._park(max(self.running, key=rank))
         return [*self.take_owed(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
 
     def take_owed(self) -> list[Operation]:
-        """What has to be carried out before anything else."""
+        """Return and clear the operations that must run before all others."""
         owed, self._owed = self._owed, []
         return owed
 
     def _call_back(self, seqs: list[Sequence]) -> None:
-        """Those who were deferred wait in the queue again, at the places they had."""
+        """Put deferred sequences back into the queue, at their old positions."""
         for seq in seqs:
             self.waiting.push(seq)
 
-    # --- ends --------------------------------------------------------------------------------------------------------
+    # --- ending -------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""
@@ -123,7 +123,7 @@ class Sequences:
                 self._end(seq, FinishReason.TIMEOUT)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence from outside, without a token."""
+        """End a sequence without a token."""
         self._suspects = (seq,)
         if seq in self.waiting:
             self.waiting.remove(seq)
@@ -135,12 +135,12 @@ class Sequences:
         self._suspects = ()
 
     def take_outputs(self) -> list[TokenOutput]:
-        """What no call has returned yet."""
+        """Return and clear the outputs that no call has returned yet."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def release(self, seq: Sequence) -> None:
-        """Forget a sequence and give back what it holds. The only place where that happens."""
+        """Forget a sequence and free its seq_id and cells. Every sequence ends here."""
         self._give_back(seq)
         if self._speculation is not None:
             self._speculation.forget(seq)
@@ -160,9 +160,9 @@ class Sequences:
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def fail(self, batch: Batch) -> list[TokenOutput]:
-        """Take back a batch that could not be computed; what all that it touched holds is unknown.
+        """Undo a batch that could not be computed. The contents of all seq_ids that it touched are unknown.
 
-        Its sequences are computed again from their tokens. Those that were in MAX_FAILURES such batches end.
+        Its sequences are computed again from their tokens. Sequences with MAX_FAILURES failed batches end.
         """
         touched, owed = self.ledger.doubt(batch.operations)
         touched |= {row.seq.seq_id for row in batch.rows}
@@ -179,11 +179,11 @@ class Sequences:
         return self.take_outputs()
 
     def recover(self) -> list[TokenOutput]:
-        """Go on after an exception in any other method, which may have left the books half written.
+        """Continue after an exception in any other method, which may have left the bookkeeping inconsistent.
 
-        They are made anew from what is certain, the sequences and their tokens; nothing is left in the cells. A
-        sequence that was being worked on ends. If there were several, each has failed once, as in ``fail``. If that
-        helps nobody to a step, all end.
+        Rebuilds it from the sequences and their tokens; all cells count as empty. If one sequence was being worked on,
+        it ends. If there were several, each counts one more failed batch, as in ``fail``. After MAX_FAILURES recoveries
+        without a completed step, all sequences end.
         """
         suspects = {seq for seq in self._suspects if self.knows(seq)}
         self._num_recoveries += 1
@@ -210,10 +210,10 @@ class Sequences:
             return False
         return True
 
-    # --- laws --------------------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken; to be called between steps."""
+        """Raise AssertionError if an invariant is broken. Call it between steps."""
         self.ledger.check()
         for seq in self.running:
             assert seq.status is Status.RUNNING, repr(seq)

@@ -1,7 +1,7 @@
-"""Guesses of the next tokens that are verified in one step, and when to stop guessing.
+"""Draft tokens that are verified in one step, and how many of them pay.
 
-Each position is sampled as if it stood alone, with the seed's own number for that position, and guesses are right as
-long as they are what was sampled. So the text is the same with and without speculation, at every temperature.
+Each position is sampled with its own random number, as it would be without speculation. A draft token is accepted if it
+equals the sampled one. So the text is the same with and without speculation, at every temperature.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from cllm.scheduler.step_cost import StepCost
 
 log = logging.getLogger("cllm.scheduler")
 
-START = 0.6  # share of right guesses that a sequence is trusted with at first
-MEMORY = 0.1  # of one verification in that share
-RECOVERY = 0.002  # of a step without guesses: trust comes back slowly
+START = 0.6  # expected acceptance rate of a new sequence
+MEMORY = 0.1  # weight of one verified token in that rate
+RECOVERY = 0.002  # weight of START in each step: the rate slowly recovers, so drafting is tried again
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on."""
+    """Predicts the next tokens of sequences."""
 
     def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """At most so many guesses for each sequence; those without any are left out."""
+        """Return at most ``wanted[seq]`` draft tokens for each sequence; omits sequences without any."""
         ...
 
     def forget(self, seq: Sequence) -> None: ...
 
 
 class PromptLookup:
-    """What followed the last time the text ended like this; in copies and edits that is what follows now.
+    """Drafts the tokens that followed the previous occurrence of the last n-gram. Works well for copies and edits.
 
-    Saxena, "Prompt Lookup Decoding", 2023. The index of a sequence's n-grams grows by O(1) a token.
+    Saxena, "Prompt Lookup Decoding", 2023. Indexing the n-grams of a sequence costs O(1) per token.
     """
 
     SIZES = (4, 2)  # tokens of an n-gram; the longer one is tried first
@@ -48,7 +48,7 @@ class PromptLookup:
     def _look_up(self, seq: Sequence, count: int) -> tuple[int, ...]:
         done, index = self._index.setdefault(seq, ([0], {}))
         tokens = seq.tokens
-        for end in range(max(done[0], 1), len(tokens)):  # n-grams that end before ``end``, where they went on
+        for end in range(max(done[0], 1), len(tokens)):  # index n-grams that end before ``end`` by where they continue
             for size in self.SIZES:
                 if end >= size:
                     index[tuple(tokens[end - size : end])] = end
@@ -64,14 +64,15 @@ class PromptLookup:
 
 
 class Speculation:
-    """Asks a drafter for as many guesses as pay.
+    """Asks a drafter for as many draft tokens as pay.
 
-    A guess costs what one row more costs, by the step costs learned; a right one is worth what a token costs now. So
-    guessing ends by itself when the rows are better used by other sequences, or when the guesses are wrong.
+    By the learned step costs, a draft token costs as much as one more row, and an accepted one saves the cost of a
+    decoded token. So drafting stops by itself when rows are worth more to other sequences, or when few drafts are
+    accepted.
     """
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int, max_samples: int) -> None:
-        """``max_samples``: rows of logits that a step may ask for in all."""
+        """``max_samples``: maximum rows of logits in one step."""
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
@@ -79,7 +80,7 @@ class Speculation:
         self._failed = False
 
     def propose(self, seqs: list[Sequence], cost: StepCost, max_tokens: int) -> dict[Sequence, tuple[int, ...]]:
-        """Guesses for some of ``seqs``, all of which decode; the step may have ``max_tokens``."""
+        """Return draft tokens for some of ``seqs``, which all decode, in a step of at most ``max_tokens``."""
         space = min(self._max_samples, max_tokens) - len(seqs)
         wanted: dict[Sequence, int] = {}
         for seq in seqs:
@@ -99,7 +100,7 @@ class Speculation:
             return {}
 
     def _best_count(self, num_rows: int, trust: float, cost: StepCost, most: int) -> int:
-        """The number of guesses, for every sequence, that makes the expected tokens a second largest."""
+        """Return the number of draft tokens per sequence that maximizes the expected tokens per second."""
         now = cost.decode(num_rows)
         best, best_speed = 0, num_rows / now if now else 0.0
         if not now:
@@ -113,9 +114,9 @@ class Speculation:
         return best
 
     def verified(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
-        """So many of the guesses were right, from the first one on."""
+        """Learn that the first ``num_right`` of the draft tokens were accepted."""
         trust = self._trust.get(seq, START)
-        judged = min(num_guesses, num_right + 1)  # what comes after a wrong one says nothing
+        judged = min(num_guesses, num_right + 1)  # tokens after a rejected one say nothing
         for i in range(judged):
             trust += MEMORY * ((i < num_right) - trust)
         self._trust[seq] = trust

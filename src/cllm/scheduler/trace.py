@@ -1,4 +1,4 @@
-"""What the last steps were and why, for a person who asks."""
+"""A record of the last steps and their reasons, for ``cllm explain``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from cllm.scheduler.scheduler import Scheduler
 
 MAX_STEPS = 512
-MAX_NAMED = 100  # of those who wait, in one answer
+MAX_NAMED = 100  # waiting sequences listed in one answer
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step: how it was filled, what it took (seconds), and why the head of the queue did not enter it."""
+    """One step: its contents, its duration in seconds, and why the head of the queue was not admitted."""
 
     number: int
     at: float
@@ -35,7 +35,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Waiter(msgspec.Struct, frozen=True):
-    """One who waits: since how long (seconds), in what state, and for what."""
+    """A waiting sequence: how long it has waited (seconds), its state, and what it waits for."""
 
     name: str
     key: str
@@ -47,9 +47,9 @@ class Waiter(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """The engine's answer to "why?": the last steps, the running ones as text, the first MAX_NAMED waiting ones, costs.
+    """The state of the engine: the last steps, the running sequences, the first MAX_NAMED waiting ones, and costs.
 
-    row_seconds: a step of so many decoding rows. token_seconds: one prefill token more.
+    row_seconds: seconds of a step, by its number of decoding rows. token_seconds: seconds per prefill token.
     """
 
     steps: list[Step]
@@ -62,7 +62,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
-    """The last ``num_steps`` steps, who runs, who waits and why."""
+    """Return the last ``num_steps`` steps, the running sequences, and why the others wait."""
     head = scheduler.waiting.head(now)
     reasons = [] if head is None else [(head, scheduler.blocked or "the next step")]
     behind = "" if head is None else f"behind {head.name}, the head of the queue"
@@ -99,7 +99,7 @@ def step_of(
     num_guesses: int,
     num_accepted: int,
 ) -> Step:
-    """The step that has just ended with ``batch``."""
+    """Return the record of the step that has just ended with ``batch``."""
     return Step(
         number=scheduler.num_steps,
         at=scheduler.begun,
@@ -117,7 +117,7 @@ def step_of(
 
 
 def stats_of(scheduler: Scheduler) -> Stats:
-    """How the engine stands, for the gauges."""
+    """Return the state of the scheduler, for gauges and counters."""
     cells, ledger = scheduler.ledger.cells, scheduler.ledger
     return Stats(
         num_running=len(scheduler.running),
@@ -143,14 +143,17 @@ def stats_of(scheduler: Scheduler) -> Stats:
 
 
 def seconds_of_place(scheduler: Scheduler) -> float:
-    """Estimated seconds from one free place to the next while all are taken; 0 until a step has only decoded."""
+    """Return the estimated seconds from one freed seq_id to the next while all are taken.
+
+    0 until a step with only decoding rows has been observed.
+    """
     rows = scheduler.ledger.seq_ids.size
     decoding = scheduler.expected.output * scheduler.cost.decode(rows) / rows
     return decoding + scheduler.cost.prefill(1) * scheduler.expected.computed if decoding else 0.0
 
 
 def seconds_of_waiting(scheduler: Scheduler) -> float:
-    """Estimated seconds until all who wait now have been admitted and computed, by what steps have cost."""
+    """Return the estimated seconds until all waiting sequences have been computed, by the learned step costs."""
     num_waiting = len(scheduler.waiting) + len(scheduler.deferred)
     if not num_waiting:
         return 0.0

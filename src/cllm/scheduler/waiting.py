@@ -1,4 +1,4 @@
-"""Those who wait, in the order of the policy."""
+"""The queue of waiting sequences, in the order of the policy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from cllm.core.sequence import Sequence
 from cllm.scheduler.policy import Policy
 
-# Nobody starves: one in so many admissions goes to who has waited longest, if that is longer than this (seconds).
+# No sequence starves: one in AGED_SHARE admissions goes to the one that has waited longest, if longer than PATIENCE.
 AGED_SHARE = 8
-PATIENCE = 30.0
-AGED = -1  # more urgent than every class: nobody is parked after he has waited so long
+PATIENCE = 30.0  # seconds
+AGED = -1  # above every class: such a sequence is not parked for a higher class after its long wait
 
 
 class Waiting:
-    """A queue whose every operation costs O(log of its length), however long it is.
+    """A queue in which every operation costs O(log of its length).
 
-    Entries of the heaps are not removed but outlive their sequence; ``_stamps`` tells which are alive. A sequence that
-    comes back takes the place it had, because its deadline and its order are the same.
+    Removed sequences leave stale entries in the heaps; ``_stamps`` says which entries are valid. A sequence that
+    returns gets its old position, because its deadline and its order have not changed.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.num_tokens = 0  # to be computed of those who wait, by what was cached when they came
+        self.num_tokens = 0  # to be computed for waiting sequences, by what was cached on their arrival
         self._stamps: dict[Sequence, int] = {}
         self._next_stamp = 0
         self._groups: dict[Any, list[tuple[float, int, int, Sequence]]] = {}
@@ -56,7 +56,7 @@ class Waiting:
         heapq.heappush(self._by_age, (seq.order, stamp, seq))
 
     def head(self, now: float) -> Sequence | None:
-        """Who is served next. Who has waited for too long is of the most urgent class from then on."""
+        """Return the sequence to serve next. One that has waited too long belongs to the class AGED from then on."""
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:
@@ -86,12 +86,12 @@ class Waiting:
         return None
 
     def take(self, seq: Sequence) -> None:
-        """``seq`` waits no longer, because it is served."""
+        """Remove ``seq``, because it is served."""
         self._num_taken += 1
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """``seq`` waits no longer. Raises KeyError if it did not."""
+        """Remove ``seq``. Raises KeyError if it was not waiting."""
         del self._stamps[seq]
         self.num_tokens -= seq.work
         self._sizes[self.policy.group(seq)] -= 1
