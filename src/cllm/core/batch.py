@@ -104,7 +104,7 @@ Operation = Trim | Copy | Save | Load | Drop
 
 
 class Batch(NamedTuple):
-    """The KV operations to carry out, in order, and then the rows to compute, sorted by seq_id."""
+    """The KV operations to run, in order, and then the rows to compute, sorted by seq_id."""
 
     rows: list[Row]
     operations: Run[Operation]

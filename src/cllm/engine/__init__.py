@@ -1,1 +1,1 @@
-"""The step loop and the place where its parts are put together."""
+"""The step loop, and the construction of its parts."""

@@ -1,4 +1,4 @@
-"""Puts an engine together. The only place that chooses between implementations."""
+"""Builds an engine. Only this module chooses between implementations."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences
 
 
 def fitted(params: EngineParams) -> EngineParams:
-    """With the memory for cells and prefixes, where nobody has said how much. Raises StartupError if it is too little.
+    """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory if they are not set.
 
-    The weights are still to be loaded. Without ``weight_bytes`` nothing is looked at.
+    Call it before the weights are loaded. Without ``weight_bytes`` it changes and checks nothing. Raises StartupError
+    if the memory is too small.
     """
     if not params.weight_bytes:
         return params
@@ -53,10 +54,10 @@ def build_backend(
     progress: Callable[[float], None] | None = None,
     on_abort: Callable[[str], None] = lambda _: None,
 ) -> Backend:
-    """Raises StartupError if the model cannot be loaded.
+    """Load the model. Raises StartupError if it cannot be loaded.
 
-    progress: called with the loaded share; the first time as soon as another process may read the vocabulary, because
-    the file has not crashed this one. on_abort: called with the reason if the load is going to abort the process.
+    progress: called with the fraction loaded. The first call means that the file has not crashed this process, so
+    another process may read the vocabulary. on_abort: called with the reason just before the load aborts the process.
     """
     if params.backend == "fake":
         from cllm.backends.fake import Costs, FakeBackend
@@ -76,7 +77,7 @@ def build_backend(
 
 
 def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
-    """What of it llama.cpp is told."""
+    """Return the parameters for the llama.cpp backend."""
     with loadable():
         from cllm.backends.llama_cpp.backend import LlamaCppParams
 
@@ -100,7 +101,7 @@ def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
 
 @contextmanager
 def loadable() -> Iterator[None]:
-    """Turn a llama.cpp that is missing or does not load into a StartupError."""
+    """Raise StartupError if llama.cpp is missing or cannot be loaded."""
     try:
         yield
     except (ImportError, OSError, RuntimeError) as error:
@@ -108,7 +109,7 @@ def loadable() -> Iterator[None]:
 
 
 def uses_gpu(params: EngineParams) -> bool:
-    """True if the weights will lie on a GPU."""
+    """Return whether the weights will be on a GPU."""
     with loadable():
         from cllm.backends.llama_cpp.library import supports_gpu_offload
 
@@ -116,7 +117,7 @@ def uses_gpu(params: EngineParams) -> bool:
 
 
 def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], float] = time.monotonic) -> Engine:
-    """Raises StartupError if the policy or the draft model cannot be had."""
+    """Build an engine. Raises StartupError if the policy or the draft model cannot be loaded."""
     info = backend.info
     tiers = Tiers(params.ram_cache_bytes or 0, params.disk_cache_bytes, info.state_bytes_per_token, info.state_bytes)
     ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
@@ -141,7 +142,7 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
-    """None if there are to be no guesses, or if the model cannot take wrong ones back."""
+    """Return the speculation, or None if it is off or the model cannot undo rejected draft tokens."""
     if params.speculation == "off" or not info.can_trim:
         return None
     drafter = build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
@@ -149,7 +150,10 @@ def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | No
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
-    """Raises StartupError if it cannot be loaded, has another vocabulary, or cannot take guesses back."""
+    """Load the draft model.
+
+    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot undo rejected draft tokens.
+    """
     if not params.draft_path:
         raise StartupError("scheduler.speculation is draft_model, but model.draft_path names no model")
     draft_params = msgspec.structs.replace(
@@ -171,9 +175,9 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
 
 
 def build_vocabulary(params: EngineParams, before_reading: Callable[[], object] = lambda: None) -> Vocabulary:
-    """The vocabulary alone, without weights. Raises StartupError if the file cannot be read.
+    """Load only the vocabulary, without weights. Raises StartupError if the file cannot be read.
 
-    before_reading: called when all is imported; a damaged file may abort the process that reads it.
+    before_reading: called after all imports, before the file is read; a damaged file may abort the process.
     """
     if params.backend == "fake":
         from cllm.backends.fake import FakeVocabulary

@@ -1,4 +1,4 @@
-"""What an engine is told."""
+"""Commands to an engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Texts of which vectors are wanted."""
+    """A new request to embed texts."""
 
     request: EmbeddingRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End a request, or the one of its sequences with ``index``; unknown ones are ignored."""
+    """End a request, or only its sequence with ``index``. Unknown ones are ignored."""
 
     request_id: str
     index: int | None = None
@@ -35,13 +35,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Say why: the last ``num_steps`` steps, who runs, who waits for what."""
+    """Report the last ``num_steps`` steps, the running sequences, and what the others wait for."""
 
     num_steps: int
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Leave the loop, whatever is running."""
+    """Stop the engine, even if sequences are running."""
 
 
 Command = Add | Embed | Abort | Explain | Close

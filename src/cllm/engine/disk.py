@@ -1,7 +1,8 @@
-"""Snapshots in files: written and read by a thread, so that no step waits for the disk.
+"""Snapshots in files, written and read by a thread so that no step waits for the disk.
 
-A file is written under another name and renamed when it is whole. It begins with MAGIC and a head that says what model
-it belongs to, its tokens, and the size and the CRC-32s of what follows. Whatever does not agree is no snapshot.
+A file is written under a temporary name and renamed when it is complete. It starts with MAGIC and a head, which
+contains the model's fingerprint, the tokens, and the size and CRC-32s of the data that follows. Files that do not match
+their head are not used.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ LENGTH = struct.Struct("<I")
 MAX_HEAD = 1 << 26
 PIECE = 1 << 24  # bytes that one thread reads at a time
 READERS = 4
-LEFT_OVER = 3600.0  # seconds after which nobody writes to a temporary file any longer
-MAX_PENDING = 1 << 30  # bytes that wait to be written; beyond that nothing more is accepted
+LEFT_OVER = 3600.0  # seconds after which a temporary file counts as abandoned
+MAX_PENDING = 1 << 30  # bytes that wait to be written; further snapshots are not written
 SUFFIX = ".kv"
 
 log = logging.getLogger("cllm.disk")
 
 
 class Head(msgspec.Struct):
-    """fingerprint: of the model and its states. tokens: as int32, little-endian. checksums: of each PIECE of ``size``
-    bytes. salt: see Request.
+    """fingerprint: of the model and its saved states. tokens: little-endian int32. size: bytes of the data. checksums:
+    CRC-32 of each PIECE of the data. salt: the request's cache_salt.
     """
 
     fingerprint: str
@@ -55,7 +56,7 @@ class Written(msgspec.Struct):
 
 
 class Read(msgspec.Struct):
-    """``succeeded``: the file was what it should be."""
+    """``succeeded``: whether the file was intact and matched its key."""
 
     key: int
     succeeded: bool
@@ -69,7 +70,7 @@ class File(NamedTuple):
 
 
 class DiskCache:
-    """The files of one folder that belong to one model. Results of the thread are fetched with ``results``."""
+    """The files in one folder that belong to one model. Fetch the thread's results with ``results``."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         """Raises StartupError if the folder cannot be written to."""
@@ -78,8 +79,8 @@ class DiskCache:
         self._files: dict[int, File] = {}
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
-        self._num_accepted_bytes = 0  # to be written; only the caller's thread changes this
-        self._num_finished_bytes = 0  # of those; only the thread that writes changes this
+        self._num_accepted_bytes = 0  # accepted for writing; changed only by the caller's thread
+        self._num_finished_bytes = 0  # of these, written or failed; changed only by the writing thread
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left_over in folder.glob("*.tmp"):
@@ -93,7 +94,7 @@ class DiskCache:
         threading.Thread(target=self._work, daemon=True).start()
 
     def find(self) -> list[tuple[File, Tokens, str]]:
-        """Files of this model, the tokens they hold and their salts, the longest unused first."""
+        """Return (file, tokens, salt) for each file of this model, least recently used first."""
         found = []
         with contextlib.suppress(OSError):
             paths = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
@@ -102,7 +103,7 @@ class DiskCache:
                     head = read_head(file)
                     named = path.stem == self._name(
                         head.tokens, head.salt
-                    )  # else the tokens are not those of the state
+                    )  # else the tokens do not belong to the state
                     if head.fingerprint == self._fingerprint and named and file.seek(0, os.SEEK_END) >= head.size:
                         tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
                         found.append((File(path, head.size), tokens, head.salt))
@@ -113,15 +114,15 @@ class DiskCache:
         return hashlib.blake2b(tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person).hexdigest()
 
     def name(self, key: int, file: File) -> None:
-        """The snapshot ``key`` is what ``file`` holds."""
+        """Record that ``file`` contains the snapshot ``key``."""
         self._files[key] = file
 
     def size(self, key: int) -> int:
-        """Bytes of the snapshot ``key``."""
+        """Return the size of the snapshot ``key`` in bytes."""
         return self._files[key].size
 
     def write(self, key: int, tokens: Tokens, data: memoryview, salt: str = "") -> None:
-        """Begin to write; ``data`` must not change. Does nothing if MAX_PENDING would be exceeded."""
+        """Start writing; ``data`` must not change. Does nothing if MAX_PENDING would be exceeded."""
         if self._num_accepted_bytes - self._num_finished_bytes + len(data) > MAX_PENDING:
             return
         self._num_accepted_bytes += len(data)
@@ -148,7 +149,7 @@ class DiskCache:
         return Written(key)
 
     def read(self, key: int, into: memoryview) -> None:
-        """Begin to read what ``key`` names; ``into`` has its size."""
+        """Start reading the snapshot ``key``; ``into`` must have its size."""
         path = self._files[key].path
         self._jobs.put(lambda: Read(key, self._read(path, into)))
 
@@ -171,7 +172,7 @@ class DiskCache:
             if found != head.checksums:
                 raise ValueError("a checksum is wrong")
             os.utime(path)
-        except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits for the answer
+        except Exception as error:  # noqa: BLE001  # whatever it is, sequences wait for the result
             log.warning("%s is not used: %s", path.name, error)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -179,7 +180,7 @@ class DiskCache:
         return True
 
     def delete(self, key: int) -> None:
-        """Begin to delete the file of ``key``, unless the same tokens were saved again under another key."""
+        """Start deleting the file of ``key``, unless the same tokens were saved again under another key."""
         path = self._files.pop(key).path
         if any(file.path == path for file in self._files.values()):
             return
@@ -198,7 +199,7 @@ class DiskCache:
                 log.exception("a job of the disk cache failed")
 
     def results(self, wait: float = 0.0) -> list[Written | Read]:
-        """What the thread has done since the last call; waits so many seconds for something."""
+        """Return the thread's results since the last call; wait up to ``wait`` seconds for the first one."""
         found = []
         with contextlib.suppress(queue.Empty):
             found.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())
@@ -207,14 +208,14 @@ class DiskCache:
         return [result for result in found if result is not None]
 
     def flush(self, timeout: float) -> None:
-        """Wait until all that was begun is done, so many seconds at most."""
+        """Wait until all started jobs are done, at most ``timeout`` seconds."""
         done = threading.Event()
         self._jobs.put(done.set)
         done.wait(timeout)
 
 
 def read_head(file: BinaryIO) -> Head:
-    """Raises ValueError if the file does not begin like a snapshot."""
+    """Read the head of a file. Raises ValueError if the file is not a snapshot of this version."""
     start = file.read(len(MAGIC) + LENGTH.size)
     if not start.startswith(MAGIC) or len(start) < len(MAGIC) + LENGTH.size:
         raise ValueError("no snapshot of this version")
@@ -228,5 +229,8 @@ def read_head(file: BinaryIO) -> Head:
 
 
 def checksums(data: memoryview) -> list[int]:
-    """Against damage, not against enemies: who can write here can write anything. They have to be fast."""
+    """Return the CRC-32 of each PIECE, which is fast to compute.
+
+    It detects damage, not attacks: a process that can write to the folder can write any valid file.
+    """
     return [zlib.crc32(data[at : at + PIECE]) for at in range(0, len(data), PIECE)]

@@ -1,4 +1,4 @@
-"""A small model that guesses how sequences go on, for the large one to verify."""
+"""A small model that drafts tokens for the large one to verify."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cllm.kv_cache.radix_tree import common_prefix
 
 
 class DraftModel:
-    """Greedy guesses of a second backend with the same vocabulary (Leviathan et al. 2023).
+    """Greedy drafts of a second backend with the same vocabulary (Leviathan et al. 2023).
 
-    It follows as many sequences at once as the backend has seq_ids, those that were asked for last. ``_shadows`` are
-    what its cells hold: a sequence's tokens up to some point and then, maybe, guesses that were wrong.
+    It keeps cells for as many sequences as the backend has seq_ids, the ones drafted for most recently. A sequence's
+    shadow in ``_shadows`` describes these cells: some of the sequence's tokens, then possibly rejected draft tokens.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -50,7 +50,7 @@ class DraftModel:
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
     def _rewind(self, seq: Sequence) -> Trim:
-        """Let the shadow of ``seq`` have its tokens; the cells keep what agrees."""
+        """Set the shadow's tokens to those of ``seq``; return a Trim that keeps the cells of their common prefix."""
         shadow = self._shadows.get(seq)
         if shadow is None:
             if not self._free:

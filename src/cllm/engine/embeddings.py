@@ -1,4 +1,4 @@
-"""Texts that become vectors, bite by bite, between the steps that generate."""
+"""Embeds texts in small batches between the steps that generate."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cllm.errors import EngineError
 
 log = logging.getLogger("cllm.engine")
 
-SHARE = 0.2  # of a new observation in a mean
+SHARE = 0.2  # weight of a new observation in the mean
 
 
 class Job:
-    """A request; ``num_begun`` of its texts have been."""
+    """A request. ``num_begun``: how many of its texts have been started."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
         self.request = request
@@ -31,7 +31,7 @@ class Job:
 
 
 class Text:
-    """One text that has been begun; ``start`` of its tokens are computed, ``total`` is what came of them."""
+    """One text. ``start``: number of tokens computed so far. ``total``: their embeddings, pooled so far."""
 
     def __init__(self, job: Job, tokens: list[int]) -> None:
         self.job = job
@@ -49,18 +49,18 @@ class Text:
 
 
 class Embeddings:
-    """What waits to be embedded, and in which order.
+    """The queue of texts to embed, and their computation.
 
-    Higher classes first; in one class the keys take turns, text by text, and so do the requests of a key. At most one
-    text is begun and not complete: the next bite goes on with it. A bite that fails is tried again text by text, so
-    that one text fails alone.
+    Higher classes come first. Within a class the accounts take turns, text by text, and so do the requests of an
+    account. At most one text is partly computed; the next batch continues it. A failed batch is retried text by text,
+    so that only the text that causes the failure fails.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}  # by key, in turn
+        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}  # by account
         self._going: Text | None = None
-        self._again: deque[Text] = deque()  # whose bite has failed
+        self._again: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
         self._done: list[Embedded] = []
         self._seconds_per_token = 0.0
@@ -71,7 +71,7 @@ class Embeddings:
             self._jobs[request.priority].setdefault(request.key, deque()).append(Job(request))
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; an unknown one is ignored."""
+        """Forget a request. Ignores an unknown one."""
         for keys in self._jobs.values():
             for key, jobs in [*keys.items()]:
                 keys[key] = deque(job for job in jobs if job.request.request_id != request_id)
@@ -85,12 +85,15 @@ class Embeddings:
         return self._going is not None or bool(self._again) or any(self._jobs.values())
 
     def take(self) -> list[Embedded]:
-        """What has come out since the last call."""
+        """Return the results since the last call."""
         done, self._done = self._done, []
         return done
 
     def num_tokens_for(self, seconds: float | None) -> int:
-        """How many tokens a bite may have: what ``seconds`` are enough for, in whole tiles, one tile at least."""
+        """Return how many tokens can be embedded in ``seconds``, in whole tiles, at least one tile.
+
+        At most the maximum batch of the backend, which is also the result if ``seconds`` is None.
+        """
         info = self._backend.info
         if seconds is None:
             return info.embedding_bite
@@ -98,12 +101,12 @@ class Embeddings:
         return min(info.embedding_bite, max(1, num_tiles) * info.tile)
 
     def bite(self, num_tokens: int) -> int:
-        """Compute about so many tokens, in one call of the backend; returns how many it were.
+        """Embed about ``num_tokens`` tokens in one call of the backend; return the number computed.
 
-        More than asked for only if the model needs a text as a whole.
+        It exceeds ``num_tokens`` only if the model cannot split a text.
         """
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
-        if not parts:  # all of them were aborted
+        if not parts:  # all requests were aborted
             return 0
         try:
             rows = self._backend.embed([chunk for _, chunk in parts])
@@ -120,16 +123,16 @@ class Embeddings:
         return count
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A bite of so many tokens took ``seconds``."""
+        """Learn that embedding ``num_tokens`` tokens took ``seconds``."""
         if num_tokens:
             each = seconds / max(num_tokens, self._backend.info.tile)
             before = self._seconds_per_token
             self._seconds_per_token = before + SHARE * (min(each, 2 * before) - before) if before else each
 
-    # --- one bite ----------------------------------------------------------------------------------------------------
+    # --- one batch ---------------------------------------------------------------------------------------------------
 
     def _choose(self, room: int) -> Iterator[tuple[Text, int]]:
-        """The texts of a bite and the tokens there are for each."""
+        """Yield the texts of a batch, with the maximum number of tokens for each."""
         whole, count = self._backend.info.embeds_whole, 0
         while room > 0 and count < MAX_CHUNKS:
             text = self._going if count == 0 and self._going is not None else self._peek()
@@ -146,7 +149,7 @@ class Embeddings:
             count += 1
 
     def _peek(self) -> Text | None:
-        """The text that is to be begun next."""
+        """Return the text to start next, or None."""
         if self._again:
             return self._again[0]
         job = next((jobs[0] for keys in self._jobs.values() for jobs in keys.values()), None)
@@ -159,7 +162,7 @@ class Embeddings:
             return
         job = text.job
         keys = self._jobs[job.request.priority]
-        jobs = keys.pop(job.request.key)  # its next turn is the last
+        jobs = keys.pop(job.request.key)  # inserted again below, as the last in turn
         jobs.popleft()
         if not job.num_begun:
             self._done.append(Embedded(job.request.request_id, []))
@@ -204,7 +207,7 @@ class Embeddings:
         self._again = deque(chain(texts, self._again))
 
     def fail_all(self, why: str) -> None:
-        """End all requests."""
+        """End all requests with the error ``why``."""
         jobs = {text.job for text in (self._going, *self._again) if text is not None}
         for job in jobs.union(*(waiting for keys in self._jobs.values() for waiting in keys.values())):
             self._fail(job, why)

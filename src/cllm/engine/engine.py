@@ -1,4 +1,4 @@
-"""The step."""
+"""The engine: its loop and its step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cllm.scheduler.trace import Explanation, explain
 
 class Inbox(Protocol):
     def drain(self, block: bool) -> list[Command]:
-        """What has arrived since the last call; if ``block``, wait until there is something."""
+        """Return the commands since the last call; if ``block``, wait until there is one."""
         ...
 
 
@@ -37,22 +37,22 @@ log = logging.getLogger("cllm.engine")
 
 CHOOSE_EVERY = 8  # steps
 WAIT = 0.02  # seconds that a step without rows waits for the disk or a grammar
-LAST_SAVES = 1.5  # seconds that an engine which closes spends on saving prefixes, and on writing them
+LAST_SAVES = 1.5  # seconds that a closing engine spends on saving prefixes, and again on writing them
 
 
 class Outbox(Protocol):
-    """The other side."""
+    """Receives the results of an engine."""
 
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
-        """What one step gave."""
+        """Send the outputs of one step, and the state of the engine after it."""
         ...
 
     def embedded(self, embedded: Embedded) -> None:
-        """Some of the vectors of a request."""
+        """Send embeddings of a request."""
         ...
 
     def explain(self, explanation: Explanation) -> None:
-        """The answer to Explain."""
+        """Send the answer to Explain."""
         ...
 
 
@@ -79,7 +79,7 @@ class Engine:
         *,
         check: bool = False,
     ) -> None:
-        """``clock`` gives seconds; with a ``chooser`` the KV layout follows the load; ``check`` verifies the
+        """``clock`` returns seconds; with a ``chooser``, the KV layout follows the load; ``check`` verifies the
         conservation laws after every step, which costs time.
         """
         self.backend = backend
@@ -87,20 +87,20 @@ class Engine:
         self.sampler = sampler
         self.clock = clock
         self._grammars = grammars
-        self._held: dict[str, list[tuple[float, Sequence]]] = {}  # until their grammar is compiled, and since when
+        self._held: dict[str, list[tuple[float, Sequence]]] = {}  # by grammar, until it is compiled: arrival, sequence
         self.embeddings = Embeddings(backend)
-        self._embeds = False  # has texts to embed, as far as is known
+        self._embeds = False  # whether there are texts to embed
         self._disk = disk
         self._chooser = chooser
         self._check = check
-        self._blanks: dict[int, Blank] = {}  # that are being filled from the disk
-        self._num_steps_since = 0  # the layout was looked at
+        self._blanks: dict[int, Blank] = {}  # by snapshot key, being filled from disk
+        self._num_steps_since = 0  # since the layout was last considered
         if disk is not None:
             for file, tokens, salt in disk.find():
                 disk.name(scheduler.ledger.found_on_disk(tokens, salt).key, file)
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
-        """Step until told to close; sleep in the inbox while there is nothing to compute."""
+        """Step until a Close command arrives; wait in the inbox while there is nothing to compute."""
         while True:
             outputs: list[TokenOutput] = []
             if self._chooser is not None and not self.has_work():
@@ -131,7 +131,7 @@ class Engine:
         return stats
 
     def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
-        """Obey a command; returns the ends of sequences that it causes. A request that raises an exception ends."""
+        """Execute a command; return the outputs of sequences that it ends. A request that raises an exception ends."""
         outputs: list[TokenOutput] = []
         try:
             self._obey(command, outputs)
@@ -169,21 +169,21 @@ class Engine:
         outputs += self.scheduler.abort(abort.request_id, abort.index)
 
     def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
-        """Let the scheduler have a sequence that came at ``since``; or its end, if that is refused."""
+        """Add a sequence that arrived at ``since`` to the scheduler; return its final output if it is refused."""
         if grammar is not None and grammar.error and seq.request.params.is_bound:
             return [seq.end_output(FinishReason.GRAMMAR)]
         try:
             seq.matcher = grammar.matcher() if grammar is not None and not grammar.error else None
             self.scheduler.add(seq, since)
         except Exception as error:
-            log.exception("a request was refused")  # whoever sent it should have checked
+            log.exception("a request was refused")  # the sender should have checked it
             if self.scheduler.knows(seq):
                 return self._recover(error)
             return [seq.end_output(FinishReason.ERROR)]
         return []
 
     def _take_compiled(self) -> list[TokenOutput]:
-        """Queue those whose grammar has been compiled since the last step."""
+        """Queue the sequences whose grammar has been compiled since the last step."""
         outputs = []
         is_idle = not (self.scheduler.has_work() or self.embeddings.has_work())
         for text, grammar in self._grammars.results(WAIT if is_idle else 0.0).items():
@@ -200,10 +200,10 @@ class Engine:
         return ended
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; returns what was sampled, nothing if there is nothing to do.
+        """Compute one batch; return the outputs of all sequences, or [] if there are none.
 
-        Texts that are to be embedded get a bite of every step; what came of them, ``embeddings`` has. An exception
-        ends the sequences that caused it, and the engine goes on.
+        If there are texts to embed, also embeds some of them; fetch the results with ``embeddings.take``. An exception
+        ends the sequences that caused it, and the engine continues.
         """
         outputs = self._take_compiled() if self._held else []
         if self._embeds:
@@ -235,13 +235,13 @@ class Engine:
         return outputs
 
     def _recover(self, error: Exception) -> list[TokenOutput]:
-        """End the sequences in whose computation ``error`` was raised; the others go on."""
+        """End the sequences whose computation raised ``error``; the others continue."""
         if self._check:
             raise error
         return self.scheduler.recover()
 
     def _embed(self) -> None:
-        """A bite beside those who generate: what they leave of a step's time, but never nothing."""
+        """Embed as many tokens as fit into the rest of the step's target time, at least one tile."""
         begun, target = self.clock(), self.scheduler.params.target_itl
         left = None
         if target is not None and self.scheduler.running:
@@ -274,7 +274,7 @@ class Engine:
         return self.scheduler.update(batch, tokens, self.clock(), self.sampler.logprobs)
 
     def _carry_out(self, operations: list[Operation]) -> bool:
-        """Do to the cells what has to be done without a step; False if it failed, then what it touched is forgotten."""
+        """Run operations without a step. If they fail, forget the cells that they touch and return False."""
         batch = Batch([], operations)
         try:
             self.backend.forward(batch)
@@ -287,10 +287,10 @@ class Engine:
         return True
 
     def _choose_layout(self, chooser: LayoutChooser) -> list[TokenOutput]:
-        """Change the layout of the cells if that pays; if that fails, it is not tried again."""
+        """Change the layout of the cells if that pays. After a failure, never try again."""
         try:
             self._change_layout_if_it_pays(chooser)
-        except StartupError:  # the backend has neither layout now
+        except StartupError:  # the backend cannot be used any longer
             raise
         except Exception as error:
             log.exception("the KV layout could not be changed")
@@ -299,9 +299,9 @@ class Engine:
         return []
 
     def _change_layout_if_it_pays(self, chooser: LayoutChooser) -> None:
-        """All running sequences are parked, and go on in the other layout.
+        """Change the layout of the cells if that pays. Parks all running sequences; they resume in the new layout.
 
-        What is deferred is going to run soon, and to share what it waits for: the best time to change is before.
+        Deferred sequences count too: they will soon run and share their prefix, and the best time to change is before.
         """
         scheduler, unified = self.scheduler, self.backend.info.layout == "unified"
         sharing = scheduler.ledger.sharing()
@@ -312,7 +312,7 @@ class Engine:
             expected = self._with_followers(sharing), scheduler.expected.output
         decoding = any(seq.num_lacking_tokens == 1 for seq in scheduler.running)
         tiers = scheduler.ledger.tiers
-        if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:  # they would be computed again
+        if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:  # they would be recomputed
             return
         if not chooser.wants_change(*expected, unified=unified, decoding=decoding):
             return
@@ -326,7 +326,7 @@ class Engine:
         log.info("the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun)
 
     def _with_followers(self, sharing: Sharing) -> Sharing:
-        """What the running sequences will hold together when those behind them have joined."""
+        """Return the expected sharing after the deferred followers have joined their leaders."""
         num_seqs, num_tokens, num_distinct, num_idle = sharing
         for leader, awaited in self.scheduler.deferred.led():
             missing = max(awaited) - self.scheduler.ledger.num_cells_of(leader.seq_id)
@@ -349,7 +349,7 @@ class Engine:
                 self.scheduler.was_read(snapshot.key, succeeded=False)
 
     def _take_in(self, disk: DiskCache, wait: float) -> None:
-        """What has been read and written. A batch's operations come first: one may drop what is read again."""
+        """Process finished reads and writes, after the batch's operations: one may drop an old copy of a snapshot."""
         for result in disk.results(wait):
             if isinstance(result, Written):
                 for old in self.scheduler.ledger.written(result.key):
@@ -375,7 +375,7 @@ class Engine:
                     log.exception("a prefix cannot be written to disk")
 
     def _save_one_idle(self) -> bool:
-        """Save an idle prefix that no file holds, now that nobody waits for a step; whether there was one."""
+        """Save an idle prefix that is in no file, while there is nothing to compute; return whether there was one."""
         if self._disk is None:
             return False
         try:
@@ -383,7 +383,7 @@ class Engine:
             return bool(operations) and self._carry_out([*self.scheduler.take_owed(), *operations])
         except Exception as error:
             log.exception("an idle prefix could not be saved")
-            self._recover(error)  # nobody runs now
+            self._recover(error)  # no sequence runs now
             return False
 
     def _save_all_idle(self) -> None:

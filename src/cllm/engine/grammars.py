@@ -1,4 +1,4 @@
-"""Grammars are compiled by a thread of their own: the step never waits for one."""
+"""Compiles grammars in a separate thread, so that no step waits for one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("cllm.engine")
 
 # Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit. A compiled grammar
 # takes about 70 bytes for each character. The lexer of a hostile one grows to 20 MB before it reaches MAX_LEXER_STATES.
-MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000  # grammars that are kept, and their characters
+MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000  # maximum number of grammars to keep, and of their characters
 
 
 class Grammars:
@@ -36,7 +36,7 @@ class Grammars:
         self._is_running = False
 
     def find(self, text: str) -> Grammar | None:
-        """The grammar if it has been compiled; None: it is going to be, ``results`` will say when."""
+        """Return the compiled grammar, or None. Then it is being compiled and ``results`` will return it."""
         grammar = self._known.get(text)
         if grammar is not None and not grammar.error:
             self._known.move_to_end(text)
@@ -50,7 +50,7 @@ class Grammars:
         return None
 
     def results(self, wait: float) -> dict[str, Grammar]:
-        """What has been compiled since the last call, by text; waits ``wait`` seconds for the first one."""
+        """Return the grammars compiled since the last call, by text; wait up to ``wait`` seconds for the first one."""
         compiled: dict[str, Grammar] = {}
         try:
             while True:

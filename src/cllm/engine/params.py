@@ -1,4 +1,4 @@
-"""What an engine is made from."""
+"""The parameters of an engine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine needs to know, all of it; crosses the process border.
+    """All parameters of an engine, sent to the engine process.
 
-    backend: "llama_cpp" or "fake". path: the GGUF file. Sizes in tokens, memory in bytes; kv_bytes_per_token 0 means
-    unknown. weight_bytes: of the model; 0 if kv_memory is not to be compared with the memory that there is. If it is, a
-    kv_memory of 0 and a ram_cache_bytes of None stand for a share of that (``build.fitted``). check verifies the
-    conservation laws after every step, and raises the exceptions that an engine otherwise survives.
+    backend: "llama_cpp" or "fake". path: the GGUF file. Sizes are in tokens, memory in bytes; kv_bytes_per_token 0
+    means unknown. weight_bytes: size of the model's weights; 0 skips the check of kv_memory against the machine's
+    memory. With the check, kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fitted``). check:
+    verify the conservation laws after every step, and raise the exceptions that an engine otherwise survives.
     """
 
     backend: str = "llama_cpp"

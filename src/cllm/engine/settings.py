@@ -1,4 +1,4 @@
-"""From the settings of a person to the parameters of an engine."""
+"""Converts a user's settings to the parameters of an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
 
 
 def engine_params(settings: Settings, path: Path | None, *, check_tokens: bool = False) -> EngineParams:
-    """Parameters for the model at ``path`` (None for the fake backend), after looking at its header.
+    """Return the parameters for the model at ``path`` (None for the fake backend), after reading its header.
 
     check_tokens: as in ``read_header``, for a caller whose own process loads the model and must survive a damaged file.
-    Raises StartupError if the file is no model or sizes contradict each other. Whether the memory is enough is asked
-    where the model is loaded (``build.fitted``): only llama.cpp knows of a GPU, and its import would hold up the start.
+    Raises StartupError if the file is not a model or sizes contradict each other. ``build.fitted`` checks the memory
+    later, in the process that loads the model: only llama.cpp can detect a GPU, and importing it would delay the start.
     """
     llama, scheduler = settings.backend.llama_cpp, settings.scheduler
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
@@ -54,7 +54,7 @@ def engine_params(settings: Settings, path: Path | None, *, check_tokens: bool =
     check_kv_type(header, kv.type)
     return msgspec.structs.replace(
         params,
-        weight_bytes=header.tensor_bytes * header.split_count,  # parts are of one size, about
+        weight_bytes=header.tensor_bytes * header.split_count,  # the parts of a split file have about the same size
         kv_bytes_per_token=kv_bytes_per_token(header, kv.type) or 0,
         kv_memory=(kv.max_memory_mb or 0) * 1_000_000,
         ram_cache_bytes=None if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,

@@ -1,4 +1,4 @@
-"""One engine for several threads: a thread that waits for outputs computes the next step, for all that wait."""
+"""One engine for several threads: one of the threads that wait for outputs computes the next step for all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Output = TokenOutput | Embedded
 
 
 class Inbox:
-    """What the engine has computed for some requests and their thread has not taken yet."""
+    """The outputs for some requests that their thread has not taken yet."""
 
     def __init__(self, request_ids: list[str]) -> None:
         self.request_ids = request_ids
@@ -47,7 +47,7 @@ class SharedEngine:
         return inbox
 
     def take(self, inbox: Inbox) -> Output:
-        """The next output for ``inbox``, as soon as there is one. Raises RuntimeError after ``close``."""
+        """Return the next output for ``inbox``, waiting for it. Raises RuntimeError after ``close``."""
         while True:
             steps = False
             try:
@@ -70,7 +70,7 @@ class SharedEngine:
             self._commands.append(Abort(request_id, index))
 
     def drop(self, inbox: Inbox) -> None:
-        """Abort what has not finished of the inbox's requests."""
+        """Abort the unfinished requests of ``inbox`` and forget it."""
         with self._turn:
             for request_id in inbox.request_ids:
                 del self._inboxes[request_id]
@@ -81,7 +81,7 @@ class SharedEngine:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the model loaded meanwhile. Raises RuntimeError after ``close``."""
+        """Keep the model loaded inside the ``with`` block. Raises RuntimeError after ``close``."""
         with self._turn:
             self._check_open()
             self._num_users += 1

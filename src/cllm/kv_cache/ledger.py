@@ -93,7 +93,7 @@ class Ledger:
         self.tiers = Tiers() if tiers is None else tiers
         self._tree: RadixTree[Holding | Snapshot] = RadixTree()
         self._leased: dict[int, Holding] = {}
-        self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, the longest unused first
+        self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, least recently used first
         self._needed: Holding | Snapshot | None = None  # must not be evicted while it is being copied from
         self._spare = list(range(max_num_seqs + layout.num_spare_ids - 1, max_num_seqs - 1, -1))
 
@@ -296,7 +296,7 @@ class Ledger:
         if holding.seq_id >= self.seq_ids.size:
             self._spare.append(holding.seq_id)
 
-    # --- releasing ----------------------------------------------------------------------------------------------------
+    # --- releasing ---------------------------------------------------------------------------------------------------
 
     def num_cells_of(self, seq_id: int) -> int:
         """Return the number of cells of a leased seq_id."""
@@ -329,7 +329,7 @@ class Ledger:
                 self._idle.move_to_end(seq_id, last=False)
             self._tree.insert(holding.path, holding, holding.salt)
 
-    # --- copies outside the cells -------------------------------------------------------------------------------------
+    # --- copies outside the cells ------------------------------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
         """Save the computed tokens of ``seq``: the only way to share state that cannot be trimmed."""
@@ -469,7 +469,7 @@ class Ledger:
             ledger._tree.insert(snapshot.tokens, snapshot, snapshot.salt)
         return ledger
 
-    # --- invariants ---------------------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

@@ -38,7 +38,8 @@ class Snapshot:
 class Tiers:
     """All snapshots in RAM and in files. Both have a budget in bytes and evict the least recently used first.
 
-    Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; the counted bytes are the sums.
+    Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; num_*_bytes are the sums of
+    their sizes.
     """
 
     def __init__(

@@ -286,7 +286,7 @@ class Scheduler(Sequences):
         ):
             self._park(tail)
 
-    # --- results ------------------------------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------------
 
     def update(
         self, batch: Batch, tokens: list[int], now: float, logprobs: Mapping[int, Logprobs] = NOTHING
@@ -387,7 +387,7 @@ class Scheduler(Sequences):
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs)
 
-    # --- statistics ---------------------------------------------------------------------------------------------------
+    # --- statistics --------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return stats_of(self)

@@ -81,7 +81,7 @@ class Sequences:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.deferred)
 
-    # --- parking and resuming -----------------------------------------------------------------------------------------
+    # --- parking and resuming ----------------------------------------------------------------------------------------
 
     def _park(self, seq: Sequence) -> None:
         """Release a running sequence's cells; it resumes later from what is left of them in the cells or in RAM."""
@@ -107,7 +107,7 @@ class Sequences:
         for seq in seqs:
             self.waiting.push(seq)
 
-    # --- ending -------------------------------------------------------------------------------------------------------
+    # --- ending ------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""
@@ -210,7 +210,7 @@ class Sequences:
             return False
         return True
 
-    # --- invariants ---------------------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. Call it between steps."""
