@@ -1,1 +1,1 @@
-"""Text to tokens and back: chat templates, tokenizing, detokenizing, stop strings."""
+"""Conversion between text and tokens: chat templates, tool formats, grammars, detokenizing, stop strings."""

@@ -1,4 +1,4 @@
-"""The text of one sequence as it grows."""
+"""Convert the tokens of one sequence to text as they arrive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TOOL_CALLS = "tool_calls"
 
 
 class Choice:
-    """Detokenizes, and ends at a stop string.
+    """Detokenizes one choice of an answer, and ends it at a stop string.
 
-    ``finish`` is "" while it goes on, then the reason; ``num_tokens`` have been fed. Who has a ``parser`` is read by
-    ``parts`` and no longer by ``feed``; then stop strings are looked for in what the model says, not in what it thinks
-    or calls. ``told``: the tokens of the text that the last call gave, if logprobs were asked for.
+    ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed. With a ``parser``,
+    call ``parts`` instead of ``feed``; stop strings then apply to the text channel, not to reasoning and calls.
+    ``told``: the tokens of the text that the last call returned, if logprobs were requested.
     """
 
     def __init__(self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None) -> None:
@@ -35,8 +35,8 @@ class Choice:
         self._untold: list[ToldToken] = []
 
     def feed(self, output: TokenOutput) -> tuple[str, str]:
-        """The text that ``output`` adds, and ``finish``; once that is set, feed nothing more."""
-        if output.token < 0:  # it ended without a token
+        """Return the text that ``output`` adds, and ``finish``. Once ``finish`` is set, feed nothing more."""
+        if output.token < 0:  # the sequence ended without a token
             self.finish = str(output.finish)
             return "", self.finish
         self.num_tokens += 1
@@ -58,7 +58,10 @@ class Choice:
         return text, self.finish
 
     def parts(self, output: TokenOutput) -> list[Part]:
-        """The parts that ``output`` adds or continues; ``finish`` as in ``feed``, and tool_calls if there were any."""
+        """Return the parts that ``output`` adds or continues.
+
+        Sets ``finish`` as ``feed`` does, or to "tool_calls" if the model called tools and then stopped.
+        """
         assert self.parser
         if output.token < 0:
             self.finish = str(output.finish)
@@ -82,7 +85,7 @@ class Choice:
         return parts
 
     def _tell(self, token: ToldToken, parts: list[Part]) -> None:
-        """Tokens are told with the next part of what the model says; those of other parts, and marks, are not."""
+        """Report tokens with the next text part. Tokens of reasoning, calls and marks are not reported."""
         self._untold.append(token)
         self.told = []
         for part in parts:
@@ -92,7 +95,7 @@ class Choice:
                 self._untold = []
 
     def _stopped(self, parts: list[Part]) -> list[Part]:
-        """``parts`` up to a stop string."""
+        """Return ``parts`` up to a stop string."""
         kept: list[Part] = []
         for part in parts:
             if part.channel != Channel.TEXT:
@@ -113,5 +116,5 @@ class Choice:
 
     @property
     def stop(self) -> str:
-        """The stop string that has ended it."""
+        """The stop string that ended the choice, or ""."""
         return self._stops.found

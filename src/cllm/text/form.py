@@ -1,4 +1,4 @@
-"""How a family of models writes reasoning and calls: data files, of which the chat template's text chooses one."""
+"""How model families write reasoning and calls: one data file each, selected by the chat template's text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-MAX_HEAD = 2048  # characters in which it must be clear whether something is a call
+MAX_HEAD = 2048  # characters within which it must be clear whether a text is a call
 
 HEADS = {
     # A JSON object up to its arguments.
@@ -17,14 +17,16 @@ HEADS = {
         r'\s*\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*(?:"function"\s*:\s*\{\s*)?'
         r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
     ),
-    # A function in Python up to its arguments.
+    # A Python call up to its arguments.
     "python": r"\s*\[?\s*(?P<name>[A-Za-z_][\w.-]*)",
 }
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """skip: marks that are dropped where they stand in what is said. anywhere: it may also begin behind text, as its
-    mark is none that a text could be about.
+    """The marks around reasoning.
+
+    skip: marks to drop from the text. anywhere: reasoning may also begin after text, because ordinary text never
+    mentions its mark.
     """
 
     open: str
@@ -34,9 +36,10 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Messages that begin with a header (harmony). What it says, by regular expressions, and what ends a message.
+    """The format of messages that begin with a header (harmony).
 
-    call: finds the ``name`` of the function that the message is for. ``final`` is the header of plain text.
+    open, close: what begins and ends a header. end: what ends a message. reasoning, call: regular expressions for
+    headers; ``call`` finds the ``name`` of the function that the message is for. final: the header of plain text.
     """
 
     open: tuple[str, ...]
@@ -48,8 +51,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments as keys and values. trim: a line break after the opening and before the closing tag of a value.
-    wrapped: what opens and closes a value otherwise.
+    """Arguments as keys and values between tags.
+
+    trim: a value does not include the line break after its opening tag and the one before its closing tag.
+    wrapped: a mark that may follow the opening tag, and the mark that then ends the value.
     """
 
     key_open: str
@@ -61,15 +66,16 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a call looks: a mark of ``open``, one of ``head``, the arguments, and then perhaps marks of ``close``.
+    """The format of a call: a mark of ``open``, one of ``head``, the arguments, and possibly marks of ``close``.
 
-    head: regular expressions with the group ``name``, for what lies between the mark and the arguments; "json" is an
-    object with name and arguments, "python" a function's name, whose arguments are keywords in brackets; inner: marks
-    that occur in them. bare: a message may also begin with that. quote: arguments are written without quotes around
-    keys and with this mark around strings. tags: they are keys and values. skip: other marks, which are dropped.
-    separators: stand before a further call in place of ``open``. ends_reasoning: models of this family forget to close
-    their reasoning before they call. begin, write, between, end: how calls are to be written, with $name and $arguments
-    (tags: $pairs, each as ``pair`` with $key, $value, and $string, whether it is one; Python: $keywords).
+    head: regular expressions with the group ``name``, for the text between the mark and the arguments. "json" is an
+    object with name and arguments; "python" is a function's name, followed by keyword arguments in parentheses.
+    inner: marks that occur in heads. bare: a message may also begin with a head. quote: keys are written without
+    quotes, and strings between this mark. tags: arguments are keys and values. skip: other marks, which are dropped.
+    separators: marks before a further call, instead of ``open``. ends_reasoning: models of this family forget to
+    close their reasoning before they call. begin, write, between, end: how to write calls, with $name in quotes or
+    $word without, and $arguments (Python: $keywords; tags: $pairs, each written as ``pair`` with $key, $value and
+    $string, which is whether the value is a string).
     """
 
     write: str
@@ -94,7 +100,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A family; ``signs`` are texts that its chat templates have in common, () if it is not chosen by them."""
+    """A model family. ``signs``: strings that all its chat templates contain; () if templates do not select it."""
 
     signs: tuple[str, ...]
     calls: Calls | None = None
@@ -103,7 +109,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def marks(self) -> set[str]:
-        """All that may be a control token."""
+        """All marks that may be control tokens."""
         marks: set[str] = set()
         if self.reasoning:
             marks |= {self.reasoning.open, self.reasoning.close, *self.reasoning.skip}
@@ -118,7 +124,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Marks(NamedTuple):
-    """``whole`` finds one of some marks, ``begun`` the beginning of one at the end of a text."""
+    """``whole`` finds one of some marks; ``begun`` finds the beginning of one at the end of a text."""
 
     whole: re.Pattern[str]
     begun: re.Pattern[str]
@@ -131,7 +137,7 @@ def marks_of(marks: tuple[str, ...]) -> Marks:
 
 
 def any_of(texts: set[str]) -> str:
-    """A regular expression for one of them, the longest first; for none, one that never matches."""
+    """Return a regular expression for one of ``texts``, the longest first; for none, one that never matches."""
     return "|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))) or "(?!)"
 
 
@@ -142,7 +148,7 @@ def pattern(source: str) -> re.Pattern[str]:
 
 @cache
 def forms() -> dict[str, Form]:
-    """All there are, by name."""
+    """Return all forms, by name."""
     folder = Path(__file__).with_name("forms")
     return {
         path.stem: msgspec.yaml.decode(path.read_bytes(), type=Form, strict=True) for path in sorted(folder.iterdir())
@@ -150,7 +156,7 @@ def forms() -> dict[str, Form]:
 
 
 def form_of(template: str) -> Form:
-    """The form that a chat template tells of: calls and reasoning are recognised each by themselves."""
+    """Return the form of a chat template. Its calls, reasoning and header are each recognised separately."""
 
     def chosen(part: str) -> Any:
         fits = [

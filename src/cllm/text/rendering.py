@@ -1,4 +1,4 @@
-"""Chat templates are rendered in processes of their own, which are ended if one takes too long or too much."""
+"""Render chat templates in child processes, which are killed if they take too much time or memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cllm.text.worker import MEMORY_LIMIT
 from cllm.text.workers import Workers
 
 MAX_PROCESSES = 2
-CPU_LIMIT = 2.0  # seconds of CPU time for one text
+CPU_LIMIT = 2.0  # seconds of CPU time for one prompt
 
 
 class Renderer(Workers):
-    """Renders the messages of many at once."""
+    """Renders chat templates in at most MAX_PROCESSES processes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         texts = {name: getattr(vocabulary, name) for name in ("chat_template", "control_tokens", "special_texts")}
@@ -26,8 +26,8 @@ class Renderer(Workers):
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
     ) -> str:
-        """As ChatTemplate.render. Raises BadRequest, also if it takes too much CPU time or memory; EngineError if the
-        processes are stopped or killed.
+        """Render as ChatTemplate.render does. Raises BadRequest, also if rendering takes too much CPU time or memory;
+        EngineError if the processes are stopped or killed.
         """
         try:
             question = to_json([messages, tools, continued, variables])

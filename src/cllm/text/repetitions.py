@@ -1,16 +1,16 @@
-"""How far nested repetitions expand, computed before anything is compiled: a few characters can ask for billions."""
+"""Compute how far nested repetitions expand, before compiling anything: a few characters can request billions."""
 
 from __future__ import annotations
 
 import re
 
-MAX_EXPANSION = 10_000  # what the counts of nested repetitions may multiply to
-LARGEST = 10**9  # beyond that it does not matter
+MAX_EXPANSION = 10_000  # limit of the product of nested counts
+LARGEST = 10**9  # larger products are capped
 
 COUNT = r"\{(?P<low>\d*)(?:,(?P<high>\d*))?\}"
-CLASS = r"\[(?:\\.|[^\]\\])*(?:\]|\Z)"  # one that is not closed goes on to the end: nothing is looked at twice
+CLASS = r"\[(?:\\.|[^\]\\])*(?:\]|\Z)"  # an unclosed class extends to the end: nothing is scanned twice
 REGEX = re.compile(rf"\\.|{CLASS}|(?P<open>\()|(?P<close>\))|{COUNT}|(?P<mark>[*+?])|[^\\\[(){{*+?]+|.", re.DOTALL)
-# In Lark brackets are groups, a regular expression is one item, and counts in texts and comments are none.
+# In Lark, brackets are groups, a regular expression is one item, and counts in strings and comments are ignored.
 LARK = re.compile(
     rf'"(?:\\.|[^"\\\n])*(?:"|$)|//[^\n]*|#[^\n]*|/(?P<regex>(?:\\.|{CLASS}|[^/\\\n[])+)(?:/|$)'
     rf'|(?P<open>[(\[])|(?P<close>[)\]])|{COUNT}|(?P<mark>[*+?])|[^"/#(){{*+?\[\]]+|.',
@@ -27,9 +27,9 @@ def expands_too_far(text: str, parts: re.Pattern[str] = REGEX) -> bool:
 
 
 def products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
-    """The largest product of counts in ``text``, and the largest one of counts that are nested."""
-    groups = [1]  # for each open group the largest product in it
-    last = nested = 1  # ``last`` is the product of the item before, which a count would repeat
+    """Return the largest product of counts in ``text``, and the largest product of nested counts."""
+    groups = [1]  # the largest product in each open group
+    last = nested = 1  # ``last``: the product of the previous item, which a count would repeat
     for part in parts.finditer(text):
         match part.lastgroup:
             case "open":

@@ -1,4 +1,4 @@
-"""What is wrong with the schema of a function's arguments."""
+"""Find errors in the schema of a function's arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from cllm.text.json_schema import MAX_DEPTH, TYPES
 
-# What the values of keywords must be, if they are there: schemas by name, schemas in a list, a schema.
+# Keywords whose values, if present, must be schemas by name, a list of schemas, or one schema.
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 SINGLE = {"items", "additionalProperties", "additionalItems", "not", "contains", "propertyNames", "if", "then", "else"}
 
 
 def fault_of_arguments(schema: dict[str, Any]) -> str:
-    """Why this is no schema of a function's arguments, or ""."""
+    """Return why ``schema`` is not a valid schema of a function's arguments, or ""."""
     kind = schema.get("type")
     if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
         return "the type of a function's arguments must be 'object'"
@@ -23,7 +23,7 @@ def fault_of_arguments(schema: dict[str, Any]) -> str:
 
 
 def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
-    """Why this is no schema, or "". Which keywords there are is not asked."""
+    """Return why ``schema`` is not a valid schema, or "". Unknown keywords are accepted."""
     at = f" at {where[:100]}" if where else ""
     if isinstance(schema, bool):
         return ""

@@ -1,33 +1,33 @@
-"""Stop strings that may lie across tokens and chunks."""
+"""Stop strings that may be split across tokens and chunks."""
 
 from __future__ import annotations
 
 
 class StopStrings:
-    """Passes text on and ends before the first stop string, or behind it.
+    """Passes text on up to the first stop string, which is cut off or included.
 
-    Holds back the longest end of the text that could still become a stop string, never more. The cost of a piece
-    depends on its length and on the stop strings, not on the text so far.
+    Holds back only the longest end of the text that could still become a stop string. The cost of a piece depends on
+    its length and on the stop strings, not on the text so far.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
-        """``include``: the stop string that is found is shown."""
+        """``include``: show the stop string that is found."""
         self._stops = stops
         self._include = include
         self._held = ""
         self._longest = max(map(len, stops), default=0)
-        self.found = ""  # the one that ended the text
+        self.found = ""  # the stop string that ended the text
 
     def __bool__(self) -> bool:
-        """Whether there is something to look for."""
+        """Whether there are any stop strings."""
         return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was found; after that, feed nothing more."""
+        """Return the text that may be shown now, and whether a stop string was found. If so, feed nothing more."""
         if not self._stops:
             return text, False
         text = self._held + text
-        # the one that ends first, or the text would depend on how it was cut into pieces
+        # take the stop string that ends first, or the result would depend on how the text is cut into pieces
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, at = min(found)
@@ -46,6 +46,6 @@ class StopStrings:
         return 0
 
     def flush(self) -> str:
-        """What was held back and turned out to be text."""
+        """Return the text still held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held

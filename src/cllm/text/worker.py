@@ -1,9 +1,10 @@
-"""The child of workers.py: ``python -m cllm.text.worker MODULE FUNCTION CPU_LIMIT``.
+"""The child process of workers.py: ``python -m cllm.text.worker MODULE FUNCTION CPU_LIMIT``.
 
-Over stdin and stdout go frames of a 4-byte length and JSON. The first is for FUNCTION, which gives the Work; READY says
-that it has, so that no question has to pay for that. Then come questions, one at a time, and for each goes a Reply.
+A frame on stdin or stdout is a 4-byte length and JSON. The first frame is the argument of FUNCTION, which returns the
+Work. The child then sends READY, so that no question pays for this start. Questions follow, one at a time, and the
+child answers each with a Reply.
 
-There may be several of these processes, so this file and those it is used for import as little as they can.
+Several of these processes may run, so this file and the modules that it runs import as little as possible.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ READY = b'"+"'
 START_CPU_LIMIT = 60.0  # seconds of CPU time until a process is ready
 MEMORY_LIMIT = 1 << 30  # bytes of address space
 
-Work = Callable[[Any], str]  # it may raise BadRequest
+Work = Callable[[Any], str]  # may raise BadRequest
 
 
 class Reply(NamedTuple):
-    """A text, or the message of an ``error``: of a BadRequest, or of an EngineError if ``is_ours``."""
+    """A text, or an ``error`` message: that of a BadRequest, or of an EngineError if ``is_ours``."""
 
     text: str
     error: str = ""
@@ -38,7 +39,7 @@ class Reply(NamedTuple):
     is_ours: bool = False
 
     def get(self) -> str:
-        """The text. Raises the error."""
+        """Return the text, or raise the error."""
         if self.is_ours:
             raise EngineError(self.error)
         if self.error:
@@ -59,7 +60,7 @@ def frame(body: bytes) -> bytes:
 
 
 def read(stream: IO[bytes]) -> Any:
-    """The value of the next frame. Raises EOFError at the end of the stream."""
+    """Return the value of the next frame. Raises EOFError at the end of the stream."""
     size = int.from_bytes(stream.read(HEAD), "little")
     body = stream.read(size)
     if not body or len(body) < size:
@@ -68,8 +69,8 @@ def read(stream: IO[bytes]) -> Any:
 
 
 def limit_time(seconds: float) -> None:
-    """The system ends this process when it has computed for so long, in whatever code it is; 0: never."""
-    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends what takes too much
+    """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0: no limit."""
+    if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends a process
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -90,7 +91,7 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
             reply = refusal(error)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # a bug, which must not look like a limit
+        except Exception as error:  # noqa: BLE001  # a bug must not look like a limit
             traceback.print_exc()
             why = f"Internal error ({type(error).__name__}); the log of the server says more."
             reply = Reply("", why, is_ours=True)
@@ -100,7 +101,7 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
 
 def main(module: str, function: str, cpu_limit: str) -> None:
     own_stdout = os.dup(1)
-    os.dup2(2, 1)  # whatever libraries print
+    os.dup2(2, 1)  # what libraries print goes to stderr
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
