@@ -1,4 +1,4 @@
-"""Messages to prompt text, by the model's own Jinja template. The only place that builds a Jinja environment."""
+"""Render messages to prompt text with the model's own Jinja template. Only this module builds Jinja environments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
     from cllm.text.worker import Work
 
-# Non-characters, which no text interchange may contain: two fence control tokens that a user has written, and one marks
-# where a prompt is to end that continues a message.
+# Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens that a user has
+# written. CUT marks where the field that a prompt continues begins and ends.
 OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
 FENCES = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
 
@@ -44,8 +44,8 @@ RESERVED = frozenset(
     }
 )
 
-# What a template may raise on odd messages, beside TemplateError.
 MAX_LENGTH = 1 << 23  # characters of a prompt
+# What a template may raise on odd messages, in addition to TemplateError.
 TEMPLATE_FAULTS = (MemoryError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
@@ -53,11 +53,11 @@ class ChatTemplate:
     """Renders messages and tokenizes the result, so that only the template can write control tokens.
 
     A control token's text inside a message is fenced before rendering and tokenized as plain text afterwards.
-    How long a template takes nobody can limit here; text/rendering.py does, in processes that can be killed.
+    A template's time cannot be limited here; text/rendering.py limits it, in processes that can be killed.
     """
 
     def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
-        """``source``: another template than the model's. Raises StartupError if it has a syntax error."""
+        """``source``: a template to use instead of the model's. Raises StartupError if it has a syntax error."""
         self._vocabulary = vocabulary
         self._control = control_pattern(vocabulary.control_tokens)
         source = source if source is not None else vocabulary.chat_template
@@ -69,7 +69,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_objects(self) -> bool:
-        """Whether arguments must be an object; some templates want JSON, others take both and text is more exact."""
+        """Whether arguments must be an object. Some templates want JSON text. Where both work, text is more exact."""
         if "arguments is string" in self._source:
             return False
         content = "" if self._shows_calls[""] else None
@@ -78,30 +78,31 @@ class ChatTemplate:
 
     @cached_property
     def _shows_calls(self) -> dict[str | None, bool]:
-        """Whether it does, by the content of their message: some templates want it to be None."""
+        """Whether the template shows calls, by the content of their message: some templates want it to be None."""
         forms: tuple[Any, ...] = ({}, "{}")
         shown = {content: [self._probe(given, content) or "" for given in forms] for content in ("", None)}
         return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
 
     @cached_property
     def _shows_system(self) -> tuple[bool, bool]:
-        """Whether a system message is shown as the first one, and behind others; some templates refuse or drop it."""
+        """Whether a system message is shown as the first one, and after others; some templates refuse or drop it."""
         system, user = {"role": "system", "content": "probe"}, {"role": "user", "content": "a"}
         first, later = (self._try(messages) or "" for messages in ([system, user], [user, system]))
         return "probe" in first, "probe" in later
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of the prompt that asks for the next assistant message. Raises what ``render`` raises."""
+        """Return the token ids of the prompt for the next assistant message. Raises what ``render`` raises."""
         return self.tokenize(self.render(messages, tools, **variables))
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
     ) -> str:
-        """The text of that prompt, with fences around what is plain text.
+        """Return the text of that prompt, with fences around control tokens that must stay plain text.
 
-        With ``add_generation_prompt=False`` nothing asks for another message. ``continued`` is a field of the last
-        message: then the text ends where that field ends, and CUT stands where it begins. Raises BadRequest if the
-        model has no template, the template refuses the messages, leaves out that field, or makes too much of them.
+        With ``add_generation_prompt=False`` the prompt does not open another message. ``continued`` is a field of the
+        last message: then the text ends where that field ends, and CUT marks where it begins. Raises BadRequest if
+        the model has no template, or if the template fails, refuses the messages, leaves out that field, or returns
+        too long a text.
         """
         if self._template is None:
             raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
@@ -138,7 +139,7 @@ class ChatTemplate:
         return before.replace(CUT, "") + CUT + begun[0]
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Tokens of rendered text; what lies between fences is plain text."""
+        """Return the token ids of rendered text. Text between fences is tokenized as plain text."""
         tokenize = self._vocabulary.tokenize
         begin = self._vocabulary.special_texts["bos_token"]
         first, *others = text.split(OPEN)
@@ -151,15 +152,17 @@ class ChatTemplate:
         return tokens
 
     def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` as this template wants them: arguments as objects, and the names that it has for things."""
+        """Return ``messages`` as this template wants them: the type of arguments, and its own field names."""
         return [
             self._adapted_message(message) if message["role"] in ("assistant", "tool") else message
             for message in self._with_shown_systems(messages)
         ]
 
     def _with_shown_systems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` in which a system message that the template would not show is part of the message before it, or
-        begins the user's next one, so that roles which alternated still do.
+        """Return ``messages`` with all system messages shown.
+
+        One that the template would not show is appended to the message before it, or begins the user's next message,
+        so that roles which alternated still do.
         """
         shown: list[dict[str, Any]] = []
         was_hidden = False
@@ -204,13 +207,13 @@ class ChatTemplate:
         return {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
 
     def _probe(self, arguments: Any, content: str | None) -> str | None:
-        """A conversation with a call that has these arguments; None if the template refuses it."""
+        """Render a conversation with a call that has these arguments; None if the template refuses it."""
         call = {"id": "probe1234", "type": "function", "function": {"name": "probe", "arguments": arguments}}
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         return self._try([{"role": "user", "content": "a"}, message])
 
     def _try(self, messages: list[dict[str, Any]]) -> str | None:
-        """What the template makes of them; None if it refuses."""
+        """Render ``messages``; None if the template refuses them."""
         try:
             return (
                 self._template.render(messages=messages, **self._vocabulary.special_texts) if self._template else None
@@ -219,7 +222,7 @@ class ChatTemplate:
             return None
 
     def fenced(self, value: Any) -> Any:
-        """``value`` with fences around the control tokens that its texts spell out."""
+        """Return ``value`` with fences around the control tokens that its texts spell out."""
         if isinstance(value, str):
             return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", FENCES.sub("\ufffd", value))
         if isinstance(value, list):
@@ -230,17 +233,17 @@ class ChatTemplate:
 
 
 def without_fences(text: str) -> str:
-    """Rendered text as a person reads it."""
+    """Return rendered text without fences, for people to read."""
     return text.replace(OPEN, "").replace(CLOSE, "").replace(CUT, "")
 
 
 def short_id(name: str) -> str:
-    """Nine letters and digits that stand for the id of a call."""
+    """Return nine letters and digits for the id of a call: the id itself if it has that form, else a checksum."""
     return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"
 
 
 def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
-    """Finds control tokens, and beginnings of them at the end of a text, which a neighbouring text could complete."""
+    """Return a pattern for control tokens, and for beginnings of them at a text's end that the next could complete."""
     beginnings = {token[:length] for token in control_tokens for length in range(1, len(token))}
     whole = "|".join(map(re.escape, control_tokens))
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
@@ -248,7 +251,10 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
 
 
 def prepare(texts: dict[str, Any]) -> Work:
-    """The work of a process that renders: messages, tools and variables. ``texts``: what it needs of a Vocabulary."""
+    """Return the Work of a rendering process; its input is the arguments of ``ChatTemplate.render``.
+
+    ``texts``: the fields of Vocabulary that it needs.
+    """
     template = ChatTemplate(cast("Vocabulary", SimpleNamespace(**texts)))
     return lambda asked: template.render(*asked[:3], **asked[3])
 
@@ -258,7 +264,7 @@ class TemplateRefusal(Exception):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """The template in a sandbox, with what transformers gives templates. Raises StartupError on a syntax error."""
+    """Compile the template in a sandbox, with transformers' extensions. Raises StartupError on a syntax error."""
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, Generation]
     )
@@ -273,14 +279,14 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A template may append to lists and take from them, as Kimi K2's does: those it sees were made for one text."""
+    """Lets templates append to lists and pop from them, as Kimi K2's does: their lists exist for one rendering only."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
 
 class Unfolded(jinja2.compiler.CodeGenerator):
-    """Computes no expression while it compiles, however constant; that would be here and now, and without limits."""
+    """Computes no constant expressions at compile time: that would happen in this process, without limits."""
 
     def _output_child_to_const(
         self,
@@ -298,7 +304,7 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **
 
 
 def as_list(value: Any) -> list[Any]:
-    """What filters like ``map`` make is a generator."""
+    """Return the list of a generator, which filters like ``map`` return."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} has no form in JSON")
@@ -309,7 +315,7 @@ def refuse(message: str) -> NoReturn:
 
 
 class Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what a model wrote, for training; here it changes nothing."""
+    """``{% generation %}`` marks a model's own text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 

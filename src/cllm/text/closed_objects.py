@@ -1,7 +1,7 @@
-"""Objects whose schema has ``properties`` get no others, unless the schema says so.
+"""Forbid properties that a schema with ``properties`` does not name, unless the schema says otherwise.
 
-The standard allows any other property there. Models then invent names, and repeat them; llama.cpp closes such objects
-too. Which properties are named is asked of a schema together with those that are composed with it.
+The standard allows any other property. Models then invent names, and repeat them; llama.cpp closes such objects too.
+The names are collected from a schema together with all schemas composed with it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPTIONS = ("anyOf", "oneOf")
-# Keywords that say which other properties there may be, or refer to what may say it.
+# Keywords that say which other properties are allowed, or refer to a schema that may say so.
 SAYS_WHAT_ELSE = {"additionalProperties", "unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef"}
 
 
 @dataclass
 class Names:
-    """What schemas of one object name, in their order: properties, and patterns of names."""
+    """The properties and name patterns that the schemas of one object name, in their order."""
 
     properties: dict[str, bool] = field(default_factory=dict)
     patterns: dict[str, bool] = field(default_factory=dict)
-    has_properties: bool = False  # the keyword is there, with names or without
+    has_properties: bool = False  # the keyword is present, even if it is empty
 
     def add(self, schema: dict[str, Any]) -> None:
         self.has_properties = self.has_properties or "properties" in schema
@@ -37,12 +37,12 @@ ALONE = Names()
 
 
 def has_own_options(schema: dict[str, Any]) -> bool:
-    """Whether a schema is a choice, each of whose options can be closed by itself."""
+    """Whether a schema is one choice, whose options can be closed separately."""
     return len(schema.keys() & set(OPTIONS)) == 1
 
 
 def parts_of(schema: dict[str, Any], *, with_options: bool) -> Iterator[Any]:
-    """The schemas for the same value that stand in ``schema``; references apart."""
+    """Yield the schemas within ``schema`` that apply to the same value, without following references."""
     for keyword in ("allOf", *(OPTIONS if with_options else ())):
         yield from as_list(schema.get(keyword))
     for keyword in ("dependentSchemas", "dependencies"):
@@ -52,7 +52,7 @@ def parts_of(schema: dict[str, Any], *, with_options: bool) -> Iterator[Any]:
 
 
 def close(translated: dict[str, Any], names: Names) -> None:
-    """Forbid all properties but ``names``."""
+    """Forbid all properties except ``names``."""
     if not names.has_properties:
         return
     if translated.keys() & {"allOf", "$ref"} or names.properties.keys() != translated.get("properties", {}).keys():

@@ -1,7 +1,7 @@
-"""What a model writes, to text, reasoning and calls, as it comes.
+"""Split a model's output into text, reasoning and calls, while it streams.
 
-Nothing is looked at twice: what is held back is the beginning of a mark, white space that may turn out to stand before
-one, or the head of what may be a call, MAX_HEAD characters at most.
+Nothing is scanned twice. The parser holds back only the beginning of a mark, white space that may precede one, or the
+head of a possible call: MAX_HEAD characters at most.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cllm.text.chat import Channel, Part
 from cllm.text.form import MAX_HEAD, Calls, Form, any_of, marks_of, pattern
 
 MAX_SPACE = 256  # characters of white space that are held back
-MAX_MARK = 64  # characters of the longest mark, and more
-# What a call without a mark begins with, and the beginnings of that.
+MAX_MARK = 64  # characters; every mark is shorter
+# How a call without a mark begins, and prefixes of that.
 BARE = re.compile(r'(?:\[\s{0,64})?\{\s{0,64}"(?:id|type|name|function)"')
 BARE_BEGUN = re.compile(r'(?:\[\s{0,64})?(?:\{\s{0,64}(?:"[a-z]{0,8})?)?')
 PYTHON = re.compile(r"\[\s{0,64}[A-Za-z_][\w.-]{0,255}\(")
@@ -46,9 +46,9 @@ class Parser:
         begun: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """``tools``: the schemas of the arguments of what may be called, {}: calls are text. ``inside``: the text
-        begins in the middle of reasoning. ``begun``: it goes on with reasoning or a text that was there before. After
-        ``max_calls`` the parser is ``done`` and drops what follows.
+        """``tools``: the argument schemas of the functions that may be called; if {}, calls are text. ``inside``: the
+        text begins in the middle of reasoning. ``begun``: it continues reasoning or text from the prompt. After
+        ``max_calls`` calls the parser is ``done`` and drops the rest.
         """
         self._reasoning = form.reasoning
         self._header = form.header
@@ -60,14 +60,14 @@ class Parser:
         self._space = ""
         self._parts: list[Part] = []
         self._is_last = False
-        self._is_fresh = inside and not begun  # white space is dropped until something else comes
-        self._has_spoken = begun and not inside  # since the beginning or the last call
+        self._is_fresh = inside and not begun  # drop white space until other text arrives
+        self._has_spoken = begun and not inside  # any text since the beginning or the last call
         self._opener = ""
-        self._num_seen = 0  # characters of a head in which there is nothing
+        self._num_seen = 0  # characters of a head that are already searched
         self._reader: Reader = Object()
-        self._depth = 0  # of the object that the arguments are in
+        self._depth = 0  # open braces around the arguments
         self._state: Callable[[], bool] = self._in_text
-        self._then: Callable[[], bool] = self._after_call  # when the arguments have ended
+        self._then: Callable[[], bool] = self._after_call  # the state after the arguments
         self.channel = Channel.TEXT
         self.num_calls = 0
         self.done = False
@@ -87,7 +87,7 @@ class Parser:
             self.channel, self._state = Channel.REASONING, self._in_region
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that ``text`` adds or continues."""
+        """Return the parts that ``text`` adds or continues."""
         self._parts = []
         if self.done:
             return self._parts
@@ -97,14 +97,14 @@ class Parser:
         return self._parts
 
     def flush(self) -> list[Part]:
-        """What was held back, at the end."""
+        """Return the parts still held back, at the end of the text."""
         self._is_last = True
         parts = self.feed("")
         if self._space and not self.done:
             self._emit(self._space)
         return parts
 
-    # --- states: each takes from the buffer; True if another one goes on -------------------------------------
+    # --- states: each consumes from the buffer and returns whether the next state can run ---------------------
 
     def _in_text(self) -> bool:
         if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
@@ -136,7 +136,7 @@ class Parser:
         return True
 
     def _in_region(self) -> bool:
-        """Reasoning, or a call that ends with a mark."""
+        """Consume reasoning, or a call that ends with a mark."""
         found = self._ends.whole.search(self._buffer)
         if not found:
             self._say_certain(self._ends.begun)
@@ -198,7 +198,7 @@ class Parser:
         return rest is not None and self._end_call()
 
     def _in_rest(self) -> bool:
-        """The rest of the object that the arguments were in."""
+        """Consume the rest of the object around the arguments."""
         _, rest = self._reader.feed(self._buffer)
         self._buffer = rest or ""
         if rest is not None:
@@ -217,7 +217,7 @@ class Parser:
         self._begin_text()
         return bool(self._buffer)
 
-    # --- from one to the next --------------------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
         self._space, self._is_fresh, self._has_spoken = "", True, False
@@ -232,7 +232,7 @@ class Parser:
         return True
 
     def _is_no_call(self) -> bool:
-        """Go on with what was held as text, or as the reasoning that it stands in; True."""
+        """Treat the held characters as text, or as reasoning if they are inside of it; return True."""
         if self.channel == Channel.REASONING:
             self._state = self._in_region
             self._say(self._opener)
@@ -243,7 +243,7 @@ class Parser:
         return True
 
     def _is_whole_call(self, head: str) -> bool:
-        """Whether ``head`` is an object in another order than usual, or without arguments; then it has been a call."""
+        """Whether ``head`` is a complete call, with its keys in an unusual order or no arguments. If so, emit it."""
         if "json" not in self._calls.head:
             return False
         try:
@@ -298,14 +298,14 @@ class Parser:
     # --- parts -----------------------------------------------------------------------------------------------
 
     def _say_certain(self, begun: re.Pattern[str]) -> None:
-        """All of the buffer but the beginning of a mark."""
+        """Emit the buffer, except the beginning of a mark at its end."""
         match = None if self._is_last else begun.search(self._buffer)
         at = match.start() if match else len(self._buffer)
         self._say(self._buffer[:at])
         self._buffer = self._buffer[at:]
 
     def _say(self, text: str) -> None:
-        """White space at the end is held back, as it may stand before a mark."""
+        """Emit ``text``, but hold back white space at its end, which may precede a mark."""
         if self._is_fresh:
             text = text.lstrip()
         if not text:
@@ -329,11 +329,11 @@ class Parser:
 
 @cache
 def head_ends(calls: Calls) -> re.Pattern[str]:
-    """What ends the head of a call: the beginning of its arguments, or a mark that shows that there are none."""
+    """Return a pattern for the end of a call's head: the beginning of its arguments, or a mark if it has none."""
     begins = {calls.tags.key_open} if calls.tags else {"(" if head == "python" else "{" for head in calls.head}
     return re.compile(any_of({*begins, *calls.open[:1], *long_closes(calls)}))
 
 
 def long_closes(calls: Calls) -> tuple[str, ...]:
-    """Marks that end a call and nothing else; a bracket or a fence stands in heads too."""
+    """Return the marks that only end calls; brackets and fences also occur in heads."""
     return tuple(mark for mark in calls.close if len(mark) > 3)

@@ -1,6 +1,4 @@
-"""Work on what clients send, in processes of their own: it can take for ever and all memory there is, so whoever does
-it must be able to be killed.
-"""
+"""Process clients' input in child processes that can be killed, because it may take unlimited time and memory."""
 
 from __future__ import annotations
 
@@ -19,24 +17,24 @@ from cllm.errors import EngineError
 from cllm.observe.cpu_time import cpu_seconds
 from cllm.text.worker import HEAD, Reply, Work, frame
 
-# Seconds without any CPU time used, after which a process counts as stopped; where that time cannot be read, seconds
-# until there is an answer. A process that starts reads files, maybe slowly.
+# Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be read, they limit the
+# time to an answer. A starting process has more, because it may read files slowly.
 STALL_LIMIT = 10.0
 START_LIMIT = 60.0
-KILLED = (-9, -15)  # SIGKILL and SIGTERM: somebody else ended the process, or we did because it was stopped
+KILLED = (-9, -15)  # SIGKILL and SIGTERM: killed from outside, or by us because it was stopped
 
 log = logging.getLogger("cllm.text")
 
 
 class Workers:
-    """Processes that are started when they are needed, and kept. One question at a time goes to each; one that does
-    not answer it is ended.
+    """Processes that are started when needed, and reused. Each gets one question at a time; one that does not answer
+    is killed.
     """
 
     def __init__(self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float) -> None:
-        """Each of at most ``num`` imports ``prepare`` and calls it with the JSON of ``begin``, asked in another thread.
+        """Each of at most ``num`` processes imports ``prepare`` and calls it with the JSON that ``begin`` returns.
 
-        ``cpu_limit``: seconds of CPU time for one question.
+        ``begin`` runs in another thread. ``cpu_limit``: seconds of CPU time for one question.
         """
         self._name = prepare.__module__
         self._command = ("-m", "cllm.text.worker", self._name, prepare.__qualname__, str(cpu_limit))
@@ -45,21 +43,21 @@ class Workers:
         self._free = asyncio.Semaphore(num)
         self._take_lock = asyncio.Lock()
         self._idle: list[Process] = []
-        self._clocks: set[asyncio.Timeout] = set()  # of those that are busy
+        self._clocks: set[asyncio.Timeout] = set()  # timeouts of busy processes
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Have a process ready before there is a question, if it can be; who asks meanwhile gets that one."""
+        """Start a process before the first question, if possible. A question asked meanwhile waits for that process."""
         with contextlib.suppress(EngineError):
             async with self._free:
                 self._idle.append(await self._take())
 
     async def ask(self, question: bytes) -> Reply | None:
-        """What the work makes of ``question``, which is JSON; None if it took too much time or memory, or crashed.
+        """Return the reply to ``question``, which is JSON; None if it took too much time or memory, or crashed.
 
-        A process that was stopped or killed says nothing about the question: another one is asked, once. Raises
-        EngineError if that one does not answer either, or if there is no process to ask.
+        If the process was stopped or killed, the question was not the cause, so another process is asked, once.
+        Raises EngineError if that one does not answer either, or if no process is available.
         """
         async with self._free:
             for _ in range(2):
@@ -76,7 +74,7 @@ class Workers:
         raise EngineError(f"The process of {self._name} does not answer; please retry.")
 
     async def close(self) -> None:
-        """End all processes; who waits for one gets an EngineError."""
+        """End all processes. Waiting callers get an EngineError."""
         self._is_closed = True
         for clock in self._clocks:
             if not clock.expired():
@@ -95,14 +93,14 @@ class Workers:
             raise EngineError("The server is shutting down.")
 
     async def _take(self) -> Process:
-        """One that waits for a question."""
+        """Return an idle process, or start one."""
         async with self._take_lock:
             self._check_open()
             while self._idle:
                 process = self._idle.pop()
                 if is_alive(process):
                     return process
-                self._end(process)  # it has died meanwhile, whatever of
+                self._end(process)  # it died while idle
             return await self._launch()
 
     async def _launch(self) -> Process:
@@ -110,7 +108,7 @@ class Workers:
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # not what lies in the current folder
+                "-P",  # do not import from the current folder
                 *self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -131,7 +129,7 @@ class Workers:
         return process
 
     async def _exchange(self, process: Process, question: bytes, stall_limit: float) -> bytes | None:
-        """The answer; or None, and the process is ended, as it is if the caller does not wait."""
+        """Return the answer, or None if there is none. Without an answer, or if cancelled, kill the process."""
         assert process.stdin
         assert process.stdout
         answer = None
@@ -143,7 +141,7 @@ class Workers:
                 process.stdin.write(frame(question))
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = await process.stdout.readexactly(size)
-        except (OSError, EOFError, RuntimeError):  # RuntimeError: what uvloop says of a pipe that is closed
+        except (OSError, EOFError, RuntimeError):  # RuntimeError: from uvloop, if the pipe is closed
             pass
         finally:
             watch.cancel()
@@ -153,9 +151,9 @@ class Workers:
         return answer
 
     def _end(self, process: Process) -> None:
-        if is_alive(process):  # to kill one that has ended would take the news of it from the event loop
+        if is_alive(process):  # killing an ended process would take its exit status from the event loop
             process.kill()
-        self._keep(process.communicate())  # reads what is left, and waits
+        self._keep(process.communicate())  # reads the remaining output, and waits
 
     async def _end_once_started(self, starting: asyncio.Future[Process]) -> None:
         with contextlib.suppress(OSError):
