@@ -1,4 +1,4 @@
-"""What a schema allows, as alternatives of one type each, and what two of them allow together."""
+"""The values that a schema allows, as alternatives of one type each, and the intersection of alternatives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from cllm.text.json_schema import Schema
 from cllm.text.lark import matches, search_term
 
-# A schema of one type, with all keywords of that type; ``in`` are the values that constants leave of it, and ``parts``
-# of a string schemas that it satisfies. Or one that is nothing but a reference.
+# A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``: the values that
+# constants allow. ``parts`` (of strings): schemas that must all be satisfied.
 Alternative = dict[str, Any]
 Alternatives = list[Alternative] | None  # None: any value
 
@@ -21,7 +21,7 @@ BOUNDS: dict[str, Callable[..., Any]] = {
     "exclusiveMaximum": min,
 }
 NUMBER: Alternative = dict.fromkeys([*BOUNDS, "multipleOf"])
-KEYWORDS_OF: dict[str, Alternative] = {  # and what they are where a schema does not have them
+KEYWORDS_OF: dict[str, Alternative] = {  # with their default values
     "null": {},
     "boolean": {},
     "integer": NUMBER,
@@ -42,14 +42,14 @@ IN_PLACE = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def are_apart(one: Alternative, other: Alternative) -> bool:
-    """Whether no value can satisfy both, as far as their types and constants say."""
+    """Whether no value can satisfy both, judged by their types and constants."""
     if one["type"] != other["type"]:
         return {one["type"], other["type"]} != {"integer", "number"}
     return "in" in one and "in" in other and set(one["in"]).isdisjoint(other["in"])
 
 
 def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
-    """What the keywords say that do not refer to other schemas for the same value."""
+    """Return the alternatives for the keywords that do not refer to other schemas for the same value."""
     kinds = schema.get("type", ANY)
     kinds = dict.fromkeys([kinds] if isinstance(kinds, str) else kinds)
     found = []
@@ -107,7 +107,7 @@ def constants(values: list[Any]) -> list[Alternative]:
 
 
 def both(first: Schema, second: Schema) -> Schema:
-    """A schema for what both allow."""
+    """Return a schema for the values that both allow."""
     if first in (True, {}) or second is False or first == second:
         return second
     if second in (True, {}) or first is False:
@@ -116,7 +116,7 @@ def both(first: Schema, second: Schema) -> Schema:
 
 
 def merged(one: Alternative, other: Alternative) -> Alternative | None:
-    """What both allow; None if that is nothing. Neither is a reference."""
+    """Return the values that both allow; None if their types exclude each other. Neither is a reference."""
     kinds = {one["type"], other["type"]}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return None
@@ -171,7 +171,7 @@ def merged_objects(one: Alternative, other: Alternative) -> Alternative:
 
 
 def property_of(alternative: Alternative, name: str) -> Schema:
-    """What is asked of the value of a property."""
+    """Return the schema of a property's value."""
     if name in alternative["properties"]:
         schema: Schema = alternative["properties"][name]
         return schema
@@ -182,7 +182,7 @@ def property_of(alternative: Alternative, name: str) -> Schema:
 
 
 def with_patterns(schema: Schema, name: str, alternative: Alternative) -> Schema:
-    """``schema``, and what the patterns that ``name`` matches ask for."""
+    """Return ``schema``, combined with the schemas of all patterns that ``name`` matches."""
     for pattern, other in alternative["patternProperties"].items():
         if matches(search_term(pattern), name):
             schema = both(schema, other)

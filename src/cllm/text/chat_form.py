@@ -1,4 +1,4 @@
-"""What a chat's next message will look like: how to read it, and what binds it."""
+"""How to read a chat's next message, and what constrains it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from cllm.text.form import form_of, forms
 from cllm.text.parser import Parser
 from cllm.text.spoken_tools import spoken
 
-TAIL = 16  # tokens at the end of a prompt that say whether it opens reasoning
-BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; others have none
-THINKING = {"enable_thinking": True, "thinking": True}  # as templates are told that the model shall think
+TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
+BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; other efforts have no budget
+THINKING = {"enable_thinking": True, "thinking": True}  # variables that switch thinking on in templates
 EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, medium and high
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of a message is read: the bytes of each token id, marks included, and a parser for each choice."""
+    """How to read a message: the bytes of each token id, marks included, and a function that creates a parser."""
 
     pieces: list[bytes]
     parser: Callable[[], Parser]
 
 
 class ChatForm:
-    """Knows the form of the model's chat template, and which of its marks are control tokens."""
+    """The form of the model's chat template, with the ids of the control tokens in its marks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -46,13 +46,13 @@ class ChatForm:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Of "tools" and "thinking"."""
+        """The subset of "tools" and "thinking" that the model supports."""
         thinks = self.form.header or (self.form.reasoning and self.form.reasoning.open in self._template)
         return frozenset([*(["tools"] if self.form.calls else []), *(["thinking"] if thinks else [])])
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """The special tokens that stand in marks of the form and in how it writes calls, and their ids."""
+        """The special tokens in the form's marks and in the calls that it writes, with their ids."""
         calls = self.form.calls
         written = [calls.begin, calls.write, calls.end, calls.pair] if calls else []
         return self._special_tokens_in([*self.form.marks, *written])
@@ -69,7 +69,7 @@ class ChatForm:
         return pieces
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of ``chat``, with what the template does not tell of ``tools`` and calls."""
+        """Return the messages of ``chat``, with ``tools`` and calls as text where the template does not show them."""
         calls = self.form.calls
         if calls is None:
             return chat.messages
@@ -77,7 +77,7 @@ class ChatForm:
         return spoken(chat.messages, tools, calls, self._template, knows_results=knows_results)
 
     def variables(self, chat: Chat) -> dict[str, Any]:
-        """What the template is told of thinking; what ``chat`` says itself comes first."""
+        """Return the template's variables: those for thinking, and those of ``chat``, which take precedence."""
         variables: dict[str, Any] = {}
         thinking = chat.thinking
         if chat.effort is not None:
@@ -91,10 +91,10 @@ class ChatForm:
         return variables | chat.variables
 
     def begin(self, text: str, chat: Chat) -> str:
-        """The prompt for ``text``, in which CUT stands where the text begins that ``chat`` continues: after the mark
-        that opens reasoning if it is reasoning, and outside of reasoning if it is not.
+        """Return the prompt for ``text``, in which CUT marks the beginning of the field that ``chat`` continues.
 
-        Raises BadRequest for reasoning where the form has no place for it.
+        Continued reasoning follows the mark that opens reasoning; continued text lies outside of reasoning. Raises
+        BadRequest for reasoning if the form has no place for it.
         """
         before, begun = text.split(CUT)
         reasoning, header, is_text = self.form.reasoning, self.form.header, chat.continued == "content"
@@ -114,10 +114,10 @@ class ChatForm:
     def read(
         self, prompt: list[int], chat: Chat, params: SamplingParams
     ) -> tuple[Reading | None, SamplingParams, BoundMessage | None]:
-        """How to read what follows ``prompt``, None if it is plain text; ``params`` with a limit of reasoning; and what
-        constrains the message, None if that is ``params.grammar`` or nothing.
+        """Return how to read what follows ``prompt``, ``params`` with a limit of reasoning, and the constraint.
 
-        Raises BadRequest for calls that cannot be forced.
+        The first is None for plain text. The last is None if nothing but ``params.grammar`` constrains the message.
+        Raises BadRequest for calls that cannot be forced, and for a budget of reasoning that cannot be enforced.
         """
         tools = schemas_of(chat)
         begun = chat.continued == "content"
@@ -133,7 +133,7 @@ class ChatForm:
             why = "cannot force a call where the text of a message is continued"
             raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
         if begun and (params.grammar or (form.calls and form.calls.bare)):
-            tools = {}  # the text goes on to the end of the message
+            tools = {}  # the text continues to the end of the message
         may_call = bool(tools and form.calls)
         bound = None
         is_loose = may_call and not (is_required or params.grammar or params.ignore_eos)
@@ -161,7 +161,7 @@ class ChatForm:
         return reading, params, bound
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
-        """Whether the message begins in the middle of reasoning, and whether it may begin with it."""
+        """Return whether the message begins in the middle of reasoning, and whether it may begin with reasoning."""
         reasoning = self.form.reasoning
         if self.form.header:
             return False, True
@@ -172,7 +172,10 @@ class ChatForm:
         return inside, not inside and not tail.endswith(reasoning.close) and reasoning.close in self._template
 
     def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
-        """Raises BadRequest for a budget that cannot be enforced, because the mark that ends reasoning is no token."""
+        """Return the limit of reasoning, None for no limit.
+
+        Raises BadRequest if a budget was requested, but the mark that ends reasoning is not one token.
+        """
         limit = chat.thinking_budget
         if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
             limit = 0
@@ -192,13 +195,13 @@ class ChatForm:
         raise BadRequest(f"A budget of reasoning {why}.", param="thinking_token_budget", code="unsupported_parameter")
 
     def _ends_of_reasoning(self, chat: Chat, limit: int) -> tuple[str, str, str]:
-        """The marks that begin and end it, and what has to be written to end it."""
+        """Return the marks that begin and end reasoning, and the text that ends it when the limit is reached."""
         header, reasoning = self.form.header, self.form.reasoning
         if header is None:
             assert reasoning
             blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")  # as models write them
             return reasoning.open, reasoning.close, reasoning.close.join(blanks)
-        # without any reasoning there is no message yet that could be ended
+        # with a limit of 0 there is no reasoning message to end
         end = header.end[0] + header.open[0] + "assistant" if limit else ""
         return header.open[1], header.end[0], end + ("" if schemas_of(chat) else header.final)
 
@@ -207,7 +210,7 @@ class ChatForm:
 
 
 def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:
-    """The schemas of the arguments of what may be called."""
+    """Return the argument schemas of the functions that may be called, by name."""
     if chat.tool_choice == "none":
         return {}
     functions = [tool["function"] for tool in chat.tools]

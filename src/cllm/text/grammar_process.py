@@ -1,4 +1,4 @@
-"""Grammars of clients are checked in a process of its own, which can be ended if one takes too long or too much."""
+"""Check clients' grammars in a child process, which is killed if one takes too much time or memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from cllm.text.workers import Workers
 
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
 MAX_SIZE = 400_000  # bytes of a constraint
-MAX_WAITING = 64  # grammars to be checked at once
-PATIENCE = 2.0  # seconds that a message waits for its turn if it can do without a grammar
-MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # grammars that are remembered, and their characters
+MAX_WAITING = 64  # grammars waiting for a check, or being checked
+PATIENCE = 2.0  # seconds that a message waits for its turn, if it can do without a grammar
+MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # remembered grammars, and their total characters
 
 
 class GrammarProcess(Workers):
-    """Checks one grammar at a time, and remembers what came of it."""
+    """Checks one grammar at a time, and remembers the results."""
 
     def __init__(self, special: Callable[[], Special], observe: Callable[[float | None], None]) -> None:
-        """``special`` is asked in another thread; ``observe`` is told the seconds of each check, None for one that had
-        been done before.
+        """``special`` is called in another thread. ``observe`` gets the seconds of each check, None for a remembered
+        result.
         """
 
         def begin() -> bytes:
@@ -44,12 +44,14 @@ class GrammarProcess(Workers):
         self._observe = observe
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        # by the hashes of the questions: a refusal of a large one must not take the room of many results
+        # keyed by the hash of the question, so that large questions take no space from results
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
         self._known_size = 0
 
     async def check(self, constraint: Constraint, param: str, patience: float | None = None) -> Checked:
-        """The grammar for the engine. Raises BadRequest for what cannot be enforced; EngineError if too many ask, if it
+        """Return the grammar for the engine.
+
+        Raises BadRequest for constraints that cannot be enforced; EngineError if too many checks wait, if this one
         waits longer than ``patience`` seconds for its turn, or if the process is stopped or killed.
         """
         try:
@@ -72,7 +74,7 @@ class GrammarProcess(Workers):
         return Checked(grammar, tuple(unenforced))
 
     async def bind(self, message: BoundMessage) -> Checked:
-        """The grammar of a chat's message. Raises what ``check`` raises, naming tools.
+        """Return the grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
         Functions that are not strict never cause a free message to be refused. If their schemas cannot be enforced
         within the limits, only their names are enforced, or nothing.
@@ -95,7 +97,7 @@ class GrammarProcess(Workers):
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, patience: float | None) -> AsyncIterator[None]:
-        """Raises EngineError if too many wait, or if the turn does not come within ``patience`` seconds."""
+        """Wait for the turn to check a grammar. Raises EngineError if too many wait, or after ``patience`` seconds."""
         too_many = EngineError("Too many grammars are being checked; please retry.", 1.0)
         if self._num_waiting >= MAX_WAITING:
             raise too_many

@@ -1,4 +1,4 @@
-"""Where the references of a schema lead to."""
+"""Find the targets of a schema's references."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from urllib.parse import urljoin
 
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-CONSTANTS = {"const", "enum", "default", "examples"}  # keywords with anything but schemas
+CONSTANTS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 
 
 class Places:
-    """Where references of a schema lead to."""
+    """The possible targets of a schema's references, and what they are relative to."""
 
     def __init__(self, root: Any) -> None:
         self.schemas: dict[str, Any] = {"": root}  # by '$id', and by '$id#$anchor'
-        self.bases: dict[int, str] = {}  # what references are relative to, by the ids of the schemas they are in
+        self.bases: dict[int, str] = {}  # the base URI of references, by the id() of their schema
         self.num_dynamic: Counter[str] = Counter()
         waiting = [(root, "", False)]
         while waiting:
