@@ -1,4 +1,4 @@
-"""From the name a person writes to a file on this disk, and to the name it is served under."""
+"""Resolve a model's name to a file on this disk, and a file to the name that clients see."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ BUILTIN_NAME = "cllm-builtin"
 BUILTIN = Path(__file__).parent / "builtin" / "builtin.gguf"
 FORMS = "a path to a .gguf file, hf:owner/repo[:quantization], or nothing for the built-in model"
 
-# hf:owner/repo:quant, and what one copies from a browser: https://huggingface.co/owner/repo
+# hf:owner/repo:quant, or an address copied from a browser: https://huggingface.co/owner/repo
 HUB = re.compile(r"(?:hf:|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?P<rest>.*)")
 REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quantization>[\w./-]+))?/?")
 
 
 def resolve(name: str | None, quantization: str | None = None, progress: Progress | None = None) -> Path:
-    """The GGUF file (the first one of several) that ``name`` means, downloaded if need be.
+    """Return the GGUF file (the first one of several) for ``name``, downloaded if necessary.
 
-    quantization: which of a hub repository's files; ``progress`` as in ``hub.download``. Raises StartupError if the
-    name has no known form or the file cannot be had. A file is not opened here: ``gguf.read_header`` checks it.
+    quantization: selects among a hub repository's files. progress: as in ``hub.download``. Raises StartupError if the
+    name has no known form or the file is not available. The file is not opened here: ``gguf.read_header`` checks it.
     """
     if name is None or name == BUILTIN_NAME:
         return _builtin()
@@ -36,7 +36,7 @@ def resolve(name: str | None, quantization: str | None = None, progress: Progres
 
 
 def model_name(path: Path) -> str:
-    """The name clients see: ``cllm-builtin``, ``owner/repo`` for a file of the hub's cache, else the file's stem."""
+    """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache, or the stem."""
     if path == BUILTIN:
         return BUILTIN_NAME
     for folder in path.parts:
@@ -70,7 +70,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _first_part(path: Path) -> Path:
-    """llama.cpp wants the first of a split model's files and finds the others beside it."""
+    """Return the first file of a split model: llama.cpp opens that one and finds the others next to it."""
     if not path.exists():
         raise StartupError(f"There is no file {path}; a model is {FORMS}")
     match = SPLIT.search(path.name)

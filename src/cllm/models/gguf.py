@@ -1,7 +1,7 @@
-"""The header of a GGUF file: read quickly, and never trusted.
+"""Read the header of a GGUF file quickly, without trusting it.
 
-llama.cpp's own reader is C++ on a file from the network, and most of the model-file CVEs lie there. What this module
-refuses never reaches it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+llama.cpp's own reader is C++ code that reads a file from the network. Most CVEs about model files are there. Files that
+this module refuses never reach it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cllm.errors import StartupError
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...]
 
-# ggml's types: name, elements in a block, bytes of a block.
+# ggml's types: name, elements per block, bytes per block.
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -62,14 +62,14 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 }
 
 KV_BLOCKS = {name.lower(): block for name, *block in TENSOR_TYPES.values() if name in ("F16", "Q8_0", "Q4_0")}
-"""The types of KV cells by their names in the settings: elements in a block, bytes of a block."""
+"""The types of KV cells, by their names in the settings: elements per block, bytes per block."""
 
-# GGUF's value types: the letter that ``struct`` has for them.
+# GGUF's value types, with their format letters in ``struct``.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, UINT32 = 8, 9, 4
 TOKENS = "tokenizer.ggml.tokens"
 
-# Far above every known model, far below what would hurt us.
+# Far above every known model, far below what would do harm.
 MAX_KEYS, MAX_TENSORS, MAX_NAME, MAX_DIMS = 1 << 16, 1 << 17, 63, 4
 MAX_TEXT, MAX_KEY, MAX_HEADS = 1 << 26, 1 << 16, 1 << 20
 MAX_ARRAY, MAX_ARRAY_STRINGS = 1 << 28, 1 << 22
@@ -79,14 +79,14 @@ ASSERTED: dict[str, Collection[object]] = {
     "expert_count": range(1025),
     "rope.scaling.type": ("none", "linear", "yarn", "longrope"),
 }
-"""The possible values of some keys."""
+"""The values of some keys that do not make llama.cpp abort the process."""
 MAX_ELEMENTS = (1 << 63) - 1
 KEPT_ARRAY = 4096
-"""Arrays of numbers up to this length keep their values: they are one number a layer."""
+"""Arrays of numbers up to this length keep their values: they have one number per layer."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """``shape`` in GGUF's order: the first dimension is the contiguous one. ``offset`` counts from the data section."""
+    """``shape`` is in GGUF's order: the first dimension is contiguous. ``offset`` counts from the data section."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,10 +96,10 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """What a GGUF file says of itself. Sizes and offsets in bytes.
+    """The header of a GGUF file. Sizes and offsets are in bytes.
 
-    metadata: numbers, booleans, strings; arrays of at most 4096 numbers as tuples; longer arrays and arrays of strings
-    are only in ``array_lengths``, where every array is.
+    metadata: numbers, booleans, strings, and arrays of at most 4096 numbers as tuples. array_lengths: every array;
+    longer arrays and arrays of strings are only here.
     """
 
     path: Path
@@ -113,7 +113,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
     @property
     def split_count(self) -> int:
-        """The files the model is spread over; this header describes one of them."""
+        """The number of files that the model is split into; this header describes one of them."""
         count = self.metadata.get("split.count", 1)
         return count if isinstance(count, int) and count > 0 else 1
 
@@ -122,17 +122,17 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def number(self, key: str) -> Value | None:
-        """The value of ``{architecture}.{key}``."""
+        """Return the value of ``{architecture}.{key}``."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
 def read_header(path: Path, *, keep_strings: Collection[str] = (), check_tokens: bool = False) -> GgufHeader:
     """Read and check the header of ``path``.
 
-    keep_strings: keys whose arrays of strings are wanted in ``metadata``. check_tokens: compare the tokens of the
-    vocabulary, which takes a tenth of a second for a large one; llama.cpp aborts the process where two are the same.
-    Raises StartupError, one line, for anything that is not a complete and sound GGUF file; the tensors' data is not
-    read.
+    keep_strings: keys whose arrays of strings are kept in ``metadata``. check_tokens: compare the tokens of the
+    vocabulary, because llama.cpp aborts the process if two are equal; this takes 0.1 s for a large vocabulary.
+    Raises StartupError, with a message of one line, for anything that is not a complete and valid GGUF file. The
+    tensors' data is not read.
     """
     size = _regular_file_size(path)
     try:
@@ -143,9 +143,9 @@ def read_header(path: Path, *, keep_strings: Collection[str] = (), check_tokens:
 
 
 def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
-    """Bytes of one token's keys and values over all layers; an upper bound under sliding windows.
+    """Return the bytes of one token's keys and values over all layers; an upper bound with sliding windows.
 
-    None where the metadata does not tell: attention with compressed keys, recurrent layers that are not listed.
+    None if the metadata is not sufficient: attention with compressed keys, recurrent layers that are not listed.
     """
     layers, heads = header.number("block_count"), header.number("attention.head_count")
     kv_heads = header.number("attention.head_count_kv") or heads
@@ -165,7 +165,7 @@ def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
 
 
 def check_kv_type(header: GgufHeader, kv_type: str) -> None:
-    """Raises StartupError if keys or values do not divide into the blocks of the type."""
+    """Raise StartupError if keys or values do not divide into the blocks of the type."""
     elements, _ = KV_BLOCKS[kv_type]
     for part in ("key", "value"):
         length = _head_length(header, f"attention.{part}_length", header.number("attention.head_count"))
@@ -177,7 +177,7 @@ def check_kv_type(header: GgufHeader, kv_type: str) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """A number for the contents of a file: its size, its first and last MB, and pages in between, 128 bits in hex."""
+    """Return a hash of a file's size, its first and last MB, and pages in between: 128 bits in hex."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -188,7 +188,7 @@ def fingerprint(path: Path) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """A size for a person: ``12.3 MB``, ``4.6 GB``."""
+    """Return a size for people to read: ``12.3 MB``, ``4.6 GB``."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -219,7 +219,7 @@ def _regular_file_size(path: Path) -> int:
 
 
 class _Reader:
-    """Walks through the header; ``at`` never passes the end of the file."""
+    """Reads the header from beginning to end; ``at`` never passes the end of the file."""
 
     def __init__(
         self, path: Path, data: mmap.mmap, size: int, keep_strings: Collection[str], check_tokens: bool
@@ -272,7 +272,7 @@ class _Reader:
         return architecture
 
     def _check_metadata(self, architecture: str) -> None:
-        """Look at what llama.cpp does not refuse: it aborts the process for other values."""
+        """Check values that llama.cpp does not refuse, but aborts the process for."""
         for key, possible in ASSERTED.items():
             value = self.metadata.get(f"{architecture}.{key}")
             if value is not None and value not in possible:
@@ -333,7 +333,7 @@ class _Reader:
         self.at = at
 
     def _check_distinct(self, at: int, length: int) -> None:
-        """Of strings that begin at ``at`` and have been skipped; only the empty one may be there twice."""
+        """Check the skipped strings that begin at ``at``. Only the empty string may occur twice."""
         seen: set[bytes] = set()
         for _ in range(length):
             begin = at + 8
@@ -365,7 +365,7 @@ class _Reader:
         return Tensor(name, shape, type_name, offset, elements // block_elements * block_bytes)
 
     def _checked(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
-        """llama.cpp wants tensors in the file's order without gaps; then none can overlap either."""
+        """Check that tensors are in the file's order without gaps, as llama.cpp requires; then none can overlap."""
         if len({tensor.name for tensor in tensors}) < len(tensors):
             self._damaged("two tensors have the same name")
         offset, end = 0, 0
@@ -422,7 +422,7 @@ class _Reader:
 
 
 def _looks_like(start: bytes) -> str:
-    """What the file is instead, as the end of a sentence."""
+    """Return what the file is instead, as the end of a sentence."""
     if start.startswith(b"version https://git-lfs"):
         return " but a Git LFS pointer: fetch the real file with `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):

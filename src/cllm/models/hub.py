@@ -1,8 +1,8 @@
-"""Models from the Hugging Face Hub, kept in the cache that llama.cpp and every other Hugging Face tool share.
+"""Download models from the Hugging Face Hub to the cache that llama.cpp and all other Hugging Face tools share.
 
 ``huggingface_hub`` does the transport and reads HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. It
-resumes a download that breaks off while it runs; one that was stopped from outside begins that file again. It is
-imported where it is used, because it takes 0.6 s.
+resumes a download after a network failure. After the process was stopped, the file is downloaded from its beginning.
+The library is imported where it is used, because the import takes 0.6 s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cllm.errors import StartupError
 from cllm.models.gguf import size_text
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes that are there, and the bytes it will have (0 if unknown)."""
+"""Called with a file's name, the bytes received, and the file's size in bytes (0 if unknown)."""
 
 DEFAULT_ORDER = "Q4_K_M Q4_0 Q8_0 UD-Q4_K_XL Q4_K_S Q5_K_M Q5_K_S Q6_K IQ4_NL IQ4_XS MXFP4 MXFP4_MOE Q4_1 Q5_0 Q5_1"
 SPLIT = re.compile(r"-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
@@ -30,17 +30,17 @@ QUANTIZATION = re.compile(
     r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?![A-Z0-9])"
 )
 NOT_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
-LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+LINE_EVERY = 10.0  # seconds between two lines if there is no terminal
 
 logger = logging.getLogger(__name__)
 
 
 def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
-    """The first file of ``repo``'s model in the local cache, all its parts downloaded.
+    """Download all parts of ``repo``'s model to the local cache, and return the path of the first file.
 
-    quantization: ``Q4_K_M`` and the like in any case, or a file name; without it the best of the usual ones.
-    progress: None draws on stderr. Without a connection, or offline by HF_HUB_OFFLINE, what is in the cache is used.
-    Raises StartupError if the repository, the quantization or the disk space is not there.
+    quantization: ``Q4_K_M`` and the like in any case, or a file name; None takes the usual one (DEFAULT_ORDER).
+    progress: None draws on stderr. Without a connection, or offline by HF_HUB_OFFLINE, the cached files are used.
+    Raises StartupError if the repository or the quantization does not exist, or if the disk space is not sufficient.
     """
     with _one_line_errors(repo):
         try:
@@ -59,7 +59,7 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
 
 
 def choose(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
-    """The files of one model among ``files``, in order; StartupError says what there is instead."""
+    """Return the files of one model among ``files``, in order. Raises StartupError, which names the alternatives."""
     models = _models(files)
     if not models:
         raise StartupError(f"{where} has no complete GGUF model; look for a repository of the same name with -GGUF")
@@ -67,7 +67,7 @@ def choose(where: str, files: Iterable[str], quantization: str | None) -> list[s
 
 
 def quantization_of(file: str) -> str | None:
-    """The quantization in a file's name (or else its folder's), in capitals."""
+    """Return the quantization in a file's name (or else its folder's), in capitals; None if there is none."""
     stem, folder = SPLIT.sub("", Path(file).name).removesuffix(".gguf"), str(Path(file).parent)
     found = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
     return found[-1] if found else None
@@ -75,7 +75,7 @@ def quantization_of(file: str) -> str | None:
 
 @contextlib.contextmanager
 def stderr_progress() -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere a line now and then, so that a log shows that something happens."""
+    """Show a bar on a terminal; elsewhere write a line every ten seconds, so that a log shows progress."""
     if not sys.stderr.isatty():
         yield _line_progress()
         return
@@ -109,7 +109,7 @@ def _line_progress() -> Progress:
 
 
 def _listed(repo: str) -> dict[str, int]:
-    """All files of the repository with their sizes in bytes; a size the hub does not tell is 0."""
+    """Return all files of the repository with their sizes in bytes; 0 if the hub does not state a size."""
     from huggingface_hub import HfApi
 
     siblings = HfApi().model_info(repo, files_metadata=True).siblings or []
@@ -117,7 +117,7 @@ def _listed(repo: str) -> dict[str, int]:
 
 
 def _cached(repo: str) -> dict[str, Path]:
-    """The repository's files in the cache's snapshot of main, or of the newest one."""
+    """Return the repository's GGUF files in the cached snapshot of main, or else in the newest one that has any."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
@@ -152,7 +152,7 @@ def _fetched(repo: str, file: str, progress: Progress) -> Path:
         def report(self, done: int, total: int) -> None:
             progress(file, done, total)
 
-    meter: Any = FileMeter  # it stands for a class of tqdm's without being one
+    meter: Any = FileMeter  # used like a class of tqdm, without being one
     return Path(hf_hub_download(repo, file, tqdm_class=meter))
 
 
@@ -176,7 +176,7 @@ class _Meter:
         self.report(int(self.n), int(self.total or 0))
 
     def update_transfer(self, num_bytes: float) -> None:
-        """Bytes on the wire; with deduplication they are not the file's."""
+        """Ignore bytes on the wire: with deduplication they differ from the file's bytes."""
 
     def set_postfix_str(self, *_: object, **__: object) -> None:
         pass
@@ -185,7 +185,7 @@ class _Meter:
 
 
 def _models(files: Iterable[str]) -> dict[str, list[str]]:
-    """Complete models: the name without its part number -> its files in order."""
+    """Return the complete models: the name without its part number -> its files in order."""
     parts: dict[str, dict[int, str]] = {}
     wanted: dict[str, int] = {}
     for file in files:
@@ -200,7 +200,7 @@ def _models(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _default(models: Mapping[str, list[str]]) -> str:
-    """The usual quantization; among several names with it the shortest, since additions mark variants."""
+    """Return the model with the most usual quantization. Of several, take the shortest: additions mark variants."""
     order = {name: rank for rank, name in enumerate(DEFAULT_ORDER.split())}
     return min(models, key=lambda name: (order.get(quantization_of(name) or "", len(order)), len(name), name))
 
@@ -231,7 +231,7 @@ def _one_line_errors(repo: str) -> Iterator[None]:
 
 
 def _explained(repo: str, error: Exception) -> str:
-    """One line that says what to do; huggingface_hub's own messages are paragraphs."""
+    """Return one line that says what to do; huggingface_hub's own messages are paragraphs."""
     import httpx2
     from huggingface_hub import constants, errors
 

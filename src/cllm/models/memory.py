@@ -1,4 +1,4 @@
-"""How much memory there is for a model and its KV cache."""
+"""Compute how much memory there is for a model and its KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_CONTEXT = 256
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping, within the container's limit; None where the system does not say."""
+    """Return the memory available without swapping, within the container's limit; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -33,14 +33,14 @@ def _physical_bytes() -> int | None:
 
 
 def _container_limit() -> int | None:
-    """What is left of the control group's memory (version 2)."""
+    """Return what is left of the control group's memory (version 2); None if there is no limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    # Files that were read, such as this model's, count as used, but are given back as soon as memory is wanted.
+    # Cached files, such as this model's, count as used, but are released as soon as memory is needed.
     used -= sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return None if limit == "max" else max(0, int(limit) - max(0, used))
 
@@ -48,10 +48,10 @@ def _container_limit() -> int | None:
 def kv_budget(
     weight_bytes: int, bytes_per_token: int, wanted_bytes: int, context_length: int | None, *, on_gpu: bool
 ) -> int:
-    """Bytes for the KV cache: what was asked for, else (0) half of what the weights leave, 4 GiB at most.
+    """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave, 4 GiB at most.
 
     bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the model, or one sequence
-    of ``context_length`` tokens, does not fit. With ``on_gpu`` the weights lie elsewhere and only llama.cpp can tell.
+    of ``context_length`` tokens, does not fit. With ``on_gpu`` nothing is checked: only llama.cpp knows that memory.
     """
     available = available_bytes()
     if on_gpu or available is None:
@@ -73,7 +73,7 @@ def kv_budget(
 
 
 def ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
-    """Bytes for prefixes outside of the KV cache: a quarter of what weights and KV cache leave, 4 GiB at most."""
+    """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4 GiB at most."""
     available = available_bytes()
     if available is None:
         return 0

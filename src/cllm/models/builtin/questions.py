@@ -1,8 +1,8 @@
-"""Questions with one right answer each: what the built-in model was trained on and is tested with.
+"""Questions with one right answer each, on which the built-in model was trained and is tested.
 
-The training script draws from here, and so do the tests, ``cllm doctor`` and the load client, because an
-answer that can be checked is the proof that batching, caching and parking never change a result.
-A question whose prompt hashes into the held-out twentieth is never trained on.
+The training script uses them, and so do the tests, ``cllm doctor`` and the load client: answers that can be checked
+prove that batching, caching and parking never change a result. Questions whose prompt hashes into the held-out 5%
+are never used for training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Question:
 
     @property
     def held_out(self) -> bool:
-        """True for the twentieth of all prompts that training never sees."""
+        """Whether the prompt is among the 5% that training never sees."""
         prompt = json.dumps([self.messages, self.tools])
         return zlib.crc32(prompt.encode()) % 20 == 0
 
@@ -68,7 +68,7 @@ large light little long lunch market milk moon morning mother mountain music nig
 picture plant queen quick quiet rain red river road rock round salt sand school sea sheep ship silver slow small
 snow song spring star stone storm street strong summer sun sweet table tall tiger train tree valley village warm
 water white wind window winter wood yellow young
-""".split()  # noqa: SIM905  # one word a line would fill two pages
+""".split()  # noqa: SIM905  # one word per line would fill two pages
 ANIMALS = {
     "fox": ("clever", "hen"), "bear": ("big", "bee"), "cat": ("lazy", "mouse"), "dog": ("loyal", "rabbit"),
     "owl": ("wise", "bat"), "frog": ("funny", "fly"), "horse": ("fast", "goat"), "lion": ("brave", "zebra"),
@@ -190,7 +190,7 @@ def json_objects(rng: random.Random) -> Question:
 
 @dataclass(frozen=True)
 class Tool:
-    """A declared function, how a user asks for it, what it answers and how the model reports that."""
+    """A declared function, a user's question for it, its result, and how the model reports the result."""
 
     description: str
     parameters: dict[str, str]
@@ -297,7 +297,7 @@ KINDS: dict[str, Callable[[random.Random], Question]] = {
 
 
 def held_out_questions(seed: int = 0, kinds: list[str] | None = None) -> Iterator[Question]:
-    """Yield distinct questions that training never saw, the kinds in turn, without end."""
+    """Yield distinct questions that training never saw, each kind in turn, without end."""
     rng = random.Random(seed)
     seen: set[str] = set()
     chosen = kinds or list(KINDS)
@@ -312,7 +312,7 @@ def held_out_questions(seed: int = 0, kinds: list[str] | None = None) -> Iterato
                     misses = 0
                     yield question
                     break
-            else:  # a small kind is used up: begin it again once every kind is
+            else:  # this kind is used up: start over once every kind is
                 misses += 1
                 if misses > len(chosen):
                     seen.clear()
