@@ -1,4 +1,4 @@
-"""Which tokens a piece of shown text consists of: for those who ask for logprobs."""
+"""Find the tokens of each piece of shown text, for requests with logprobs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cllm.core.output import Logprobs
 
 
 class ToldToken(NamedTuple):
-    """A sampled token and its logprobs. ``at``: the character of the answer at which its text begins.
+    """A sampled token and its logprobs. ``at``: the index of the answer's character at which its text begins.
 
-    A token that only holds a part of a character begins where that character does.
+    A token that contains only a part of a character begins where that character begins.
     """
 
     token: int
@@ -20,10 +20,10 @@ class ToldToken(NamedTuple):
 
 
 class Alignment:
-    """Holds tokens back until the first character of their text is shown, as stop strings hold text back.
+    """Holds tokens back until the first character of their text is shown, because stop strings hold text back.
 
-    So the tokens that were given out spell the text that was shown, but for what a stop string cut off the last one;
-    those that lie behind the cut are never given out.
+    So the returned tokens spell the text that was shown, except for what a stop string cut off from the last one.
+    Tokens after the cut are never returned.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Alignment:
         self._num_shown = 0
 
     def add(self, token: int, text: str, logprobs: Logprobs | None) -> None:
-        """``token`` completed ``text``, which may be none; without logprobs it is not told."""
+        """Add ``token``, which completed ``text`` (possibly empty). Without logprobs it is not reported."""
         if logprobs is not None:
             self._held.append(ToldToken(token, self._num_read, logprobs))
         self._num_read += len(text)
 
     def shown(self, text: str, *, is_all: bool) -> list[ToldToken]:
-        """``text`` is shown now: the tokens that begin in it. ``is_all``: and all that is held, for nothing follows."""
+        """Return the tokens that begin in ``text``, which is shown now. ``is_all``: return all tokens held back."""
         self._num_shown += len(text)
         told = []
         while self._held and (is_all or self._held[0].at < self._num_shown):

@@ -1,7 +1,7 @@
-"""The arguments of a call as a model writes them, to JSON text, as they come and without looking back.
+"""Convert the arguments of a call, as a model writes them, to JSON text while they stream, without scanning twice.
 
-A reader has ``feed(text)``: the JSON text that it adds, and what of ``text`` does not belong to the arguments any more,
-None while they go on; and ``close()``: what completes them if nothing follows.
+A reader has two methods. ``feed(text)`` returns the JSON text that ``text`` adds, and the part of ``text`` after the
+arguments, None while they continue. ``close()`` returns what completes them if no more text follows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
-STRING_PAIR = re.compile(r'string="true|type="string')  # what some write behind the key of a string
+STRING_PAIR = re.compile(r'string="true|type="string')  # what some models write after the key of a string
 PYTHON_WORD = re.compile(r"""[^\s()\[\]{},:='"]+""")
 PYTHON_STRING = re.compile(r"""["']|\\""")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[^xuU0-7])", re.DOTALL)
@@ -32,10 +32,10 @@ class Reader(Protocol):
 
 
 class Object:
-    """A JSON object, as it stands. One that is not closed before a mark that ends the call is closed there."""
+    """A JSON object, passed on unchanged. If a mark ends the call before the object is closed, it is closed there."""
 
     def __init__(self, depth: int = 0, ends: tuple[str, ...] = ()) -> None:
-        """``depth``: how many objects are open already. ``ends``: those marks."""
+        """``depth``: the number of objects that are already open. ``ends``: the marks that end the call."""
         self._closes = ["}"] * depth
         self._outside, self._begun = outside(ends), marks_of(ends).begun
         self._held = ""
@@ -77,12 +77,12 @@ class Object:
 
 @cache
 def outside(ends: tuple[str, ...]) -> re.Pattern[str]:
-    """What matters in JSON that is not in a string."""
+    """Return a pattern for what matters in JSON outside of strings."""
     return re.compile(f'["{{}}\\[\\]]|{any_of(set(ends))}')
 
 
 class Bare:
-    """An object whose keys are bare words and whose strings stand between a mark of their own (Gemma 4)."""
+    """An object whose keys are bare words and whose strings are enclosed in a special mark (Gemma 4)."""
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
@@ -133,14 +133,14 @@ class Bare:
 
 
 class Keywords:
-    """A function's keyword arguments in Python, from bracket to bracket: values are literals, or words."""
+    """A function's keyword arguments in Python, with their parentheses. Values are literals or words."""
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._quote = ""  # of the string that it is in
-        self._closes: list[str] = []  # of the brackets that are open, what ends them in JSON
+        self._quote = ""  # of the current string, "" outside of strings
+        self._closes: list[str] = []  # for each open bracket, what closes it in JSON
         self._is_key = False
-        self._lead = ""  # the comma that stands before the next value, if there is one
+        self._lead = ""  # the comma before the next value, if any
 
     def feed(self, text: str) -> tuple[str, str | None]:
         self._buffer += text
@@ -185,7 +185,7 @@ class Keywords:
         self._lead = ""
 
     def _string(self, written: list[str]) -> bool:
-        """Up to an escape, or to the end of the string."""
+        """Consume the string through its next escape, or to its end."""
         buffer = self._buffer
         match = PYTHON_STRING.search(buffer)
         at = match.start() if match else len(buffer)
@@ -213,7 +213,7 @@ class Keywords:
 
 
 def unescaped(text: str) -> str:
-    """An escape of Python's inside of a JSON string."""
+    """Convert a Python escape to the inside of a JSON string."""
     kind, digits = text[1], text[2:]
     if kind == "u":
         return text
@@ -225,7 +225,7 @@ def unescaped(text: str) -> str:
 
 
 class Pairs:
-    """Keys and values between tags. A value that the schema calls a string is streamed, others when they are whole."""
+    """Keys and values between tags. Values that the schema calls strings are streamed; others wait for their end."""
 
     def __init__(self, tags: Tags, schema: dict[str, Any]) -> None:
         self._tags = tags
@@ -233,7 +233,7 @@ class Pairs:
         self._properties = properties if isinstance(properties, dict) else {}
         self._buffer = ""
         self._step = self._key
-        self._lead = "{"  # what stands before the next key
+        self._lead = "{"  # written before the next key
         self._types: set[str] = set()
         self._value: list[str] = []
         self._is_first = False
@@ -253,7 +253,7 @@ class Pairs:
         return False
 
     def _key(self, written: list[str]) -> bool:
-        """From between two pairs to the begin of a value."""
+        """Consume the text between two pairs, up to the beginning of a value."""
         tags, buffer = self._tags, self._buffer.lstrip()
         self._buffer = buffer
         if tags.key_open.startswith(buffer) and len(buffer) < len(tags.key_open):
@@ -282,7 +282,7 @@ class Pairs:
         return True
 
     def _piece(self) -> tuple[str, bool]:
-        """What of the value is certain, and whether that was its end."""
+        """Return the part of the value that is certain, and whether the value ends there."""
         body, found, rest = self._buffer.partition(self._value_close)
         if not found:
             keep = num_begun(body, self._value_close)
@@ -321,7 +321,7 @@ class Pairs:
 
 
 def num_begun(text: str, mark: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -329,12 +329,12 @@ def num_begun(text: str, mark: str) -> int:
 
 
 def escaped(text: str) -> str:
-    """``text`` inside of a JSON string."""
+    """Return ``text`` as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows, {} if it does not say, or is none."""
+    """Return the JSON types that a schema allows; none if it does not say, or is not a schema."""
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type", [])
@@ -344,20 +344,20 @@ def types_of(schema: Any) -> set[str]:
 
 
 def value_of(text: str, types: set[str]) -> str:
-    """JSON of a value that was written without quotes."""
+    """Return the JSON of a value that was written without quotes."""
     stripped = text.strip()
     if "string" in types:
         return "null" if stripped in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
     stripped = PYTHON.get(stripped, stripped)
     try:
-        json.loads(stripped, parse_constant=float.fromhex)  # which no constant is
+        json.loads(stripped, parse_constant=float.fromhex)  # meant to reject NaN and Infinity
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return stripped
 
 
 def object_of(text: str) -> dict[str, Any]:
-    """The arguments that a call has; of a text that was cut, what is there."""
+    """Return the arguments of a call; if their text was cut off, those that are complete or begun."""
     try:
         value = from_json(text, allow_partial="trailing-strings")
     except ValueError:

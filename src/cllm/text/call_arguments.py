@@ -1,4 +1,4 @@
-"""The arguments of a call in the ways in which forms write them, as terms of a grammar."""
+"""Write a call's arguments as terms of a grammar, for each way in which forms write them."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from cllm.text.json_schema import ASSERTIONS
 from cllm.text.lark import Rules, text_term
 from cllm.text.schema_rules import json_rule
 
-MAX_DEPTH = 16  # of a schema that is spelled out here
-SPACE = r"[ \t\n]{0,8}"  # where a model may leave some out, or write more
-HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # where there is no JSON
+MAX_DEPTH = 16  # of a schema that is written out here
+SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space
+HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # enforced without JSON
 
 
 class LarkTerms:
-    """LarkTerms for texts in which there may be control tokens."""
+    """Writes Lark terms for texts that may contain control tokens."""
 
     def __init__(self, rules: Rules, control: Mapping[str, int]) -> None:
-        """``control``: the ids of control tokens that texts may have, by their texts."""
+        """``control``: the ids of the control tokens that texts may contain, by their texts."""
         self.rules = rules
         self._control = control
         self._marks = re.compile(f"({any_of(set(control))})")
 
     def parts(self, text: str) -> list[str | int]:
-        """``text`` in pieces: plain texts and ids of control tokens."""
+        """Split ``text`` into plain texts and ids of control tokens."""
         return [self._control.get(part, part) for part in self._marks.split(text) if part]
 
     def behind_control(self, text: str) -> tuple[int | None, str]:
-        """The last control token in ``text``, if there is one, and what follows it."""
+        """Return the last control token in ``text``, None if there is none, and the text after it."""
         *_, found = [None, *self._marks.finditer(text)]
         return (self._control[found[0]], text[found.end() :]) if found else (None, text)
 
     def ids(self, texts: Iterable[str]) -> set[int]:
-        """Of those that are control tokens."""
+        """Return the ids of those ``texts`` that are control tokens."""
         return {self._control[text] for text in texts if text in self._control}
 
     def one_of(self, ids: Collection[int | None]) -> str:
-        """A term for one of these tokens, "" for none."""
+        """Return a term for one of these tokens; "" if there are none."""
         ordered = sorted(i for i in ids if i is not None)
         first = [i for i in ordered if i - 1 not in ids]
         last = [i for i in ordered if i + 1 not in ids]
         return f"<[{','.join(f'{a}-{b}' for a, b in zip(first, last, strict=True))}]>" if ordered else ""
 
     def first_part(self, text: str) -> tuple[str, str]:
-        """The first word or control token of ``text``, and the rest."""
+        """Return the first word or control token of ``text``, and the rest."""
         text = text.lstrip()
         found = self._marks.match(text) or re.match(r"\S+?(?=\s|$)", text)
         assert found, "something follows the arguments of forms without JSON"
         return found[0], text[found.end() :]
 
     def text(self, text: str) -> str:
-        """A term for exactly ``text``."""
+        """Return a term for exactly ``text``."""
         return " ".join(f"<[{part}]>" if isinstance(part, int) else text_term(part) for part in self.parts(text))
 
     def loose(self, text: str) -> str:
-        """A term for ``text`` as models write it: with more or less white space where it has some."""
+        """Return a term for ``text`` as models write it: with more or less white space where it has some."""
         return " ".join(
             f"<[{part}]>"
             if isinstance(part, int)
@@ -70,7 +70,7 @@ class LarkTerms:
         )
 
     def until(self, mark: str) -> str:
-        """Any text and then, for the first time, ``mark``, or from the control token in it on."""
+        """Return a term for text through the first ``mark``, or through the control token in it and what follows."""
         control, rest = self.behind_control(mark)
         if control is not None:
             return f"{self.rules.rule('/(?s:.*)/')} <[{control}]> {self.text(rest)}"
@@ -78,7 +78,7 @@ class LarkTerms:
 
 
 def loose_regex(text: str) -> str:
-    """A regular expression for ``text`` as models write it: with white space, or none, within the brackets of JSON."""
+    """Return a regular expression for ``text`` as models write it: with or without white space in JSON brackets."""
     spaced = re.sub(r"(?<=[\[{])|(?=[\]}])", " ", text)
     return "".join(
         SPACE if part.isspace() else re.sub(r"[^\w<>\"'=,:;-]", lambda match: rf"\x{{{ord(match[0]):x}}}", part)
@@ -87,10 +87,10 @@ def loose_regex(text: str) -> str:
 
 
 class CallArguments:
-    """Writes the arguments of one function's calls."""
+    """Writes terms for the arguments of one function's calls."""
 
     def __init__(self, calls: Calls, terms: LarkTerms, schema: dict[str, Any], unenforced: set[str] | None) -> None:
-        """``unenforced``: gets the keywords that are left out; None: they are refused."""
+        """``unenforced``: receives the keywords that are left out; if None, they are refused."""
         self._calls = calls
         self._terms = terms
         self._rules = terms.rules
@@ -98,9 +98,9 @@ class CallArguments:
         self._unenforced = unenforced
 
     def term(self, place: str) -> str | None:
-        """What stands for $arguments, $keywords or $pairs; None for any text up to what follows it.
+        """Return the term for $arguments, $keywords or $pairs; None for any text up to what follows it.
 
-        Raises BadRequest (tools) for what cannot be enforced.
+        Raises BadRequest (tools) for schemas that cannot be enforced.
         """
         if self._calls.writes_json:
             return self._json(self._schema)
@@ -126,7 +126,7 @@ class CallArguments:
         return json_rule(schema, self._rules, "tools", self._unenforced)
 
     def _pairs(self) -> str:
-        """Keys and values between tags. A value that may be a string has no quotes, so it ends with its tag."""
+        """Return a term for keys and values between tags. A value that may be a string ends only with its tag."""
         tags = self._calls.tags
         assert tags
         before, _, after = self._calls.pair.partition("$value")
@@ -154,7 +154,7 @@ class CallArguments:
         return self._interleaved(required, optional)
 
     def _bare(self, schema: Any, depth: int = 0) -> str:
-        """A value with bare keys, and strings in marks of their own."""
+        """Return a term for a value with bare keys, and with strings enclosed in the form's mark."""
         quote = self._calls.quote
         types = types_of(schema)
         if depth > MAX_DEPTH or len(types) != 1:
@@ -186,7 +186,7 @@ class CallArguments:
         return f"({string} | {scalar} | {self._any_bare_object()})"
 
     def _any_bare_object(self) -> str:
-        """Objects and lists of anything: only the brackets are told from what is in them."""
+        """Return a term for objects and lists with any contents: only brackets and strings must be closed."""
         inside = self._rules.rule(r"/[^{}\[\]<]+/")
         quoted = f"{self._terms.text(self._calls.quote)} {self._terms.until(self._calls.quote)}"
         name = self._rules.reserve()
@@ -194,14 +194,14 @@ class CallArguments:
         return name
 
     def _any_keywords(self) -> str:
-        """Any text in which strings and brackets are closed."""
+        """Return a term for any text in which strings and brackets are closed."""
         inside, name = r"""/[^"'()\[\]{}]+/ | /"(?s:[^"\\]|\\.)*"/ | /'(?s:[^'\\]|\\.)*'/""", self._rules.reserve()
         nested = " | ".join(f'"{begin}" {name} "{end}"' for begin, end in ("()", "[]", "{}"))
         self._rules.define(name, f"({inside} | {nested})*")
         return name
 
     def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[Any], str]) -> str:
-        """The properties of an object."""
+        """Return a term for the properties of an object."""
         required: list[str] = []
         optional: list[str] = []
         for key, inner, is_required in self._properties(schema):
@@ -210,7 +210,7 @@ class CallArguments:
         return self._interleaved(required, optional, text_term(comma))
 
     def _interleaved(self, required: list[str], optional: list[str], comma: str = "") -> str:
-        """The required ones in their order, and anywhere between them any of the others."""
+        """Return a term for the required members in their order, with optional ones anywhere between them."""
         if not optional:
             return f" {comma} ".join(required)
         other = self._rules.rule(" | ".join(optional))
@@ -220,7 +220,7 @@ class CallArguments:
         return f"({other} {comma})* {f' {further} {comma} '.join(required)} {further}"
 
     def _properties(self, schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-        """Name, schema and whether it is required."""
+        """Return the name and schema of each property, and whether it is required."""
         self._check(schema)
         required = schema.get("required") or []
         return [(key, inner, key in required) for key, inner in (schema.get("properties") or {}).items()]
@@ -232,7 +232,7 @@ class CallArguments:
 
 
 def names_all_properties(schema: dict[str, Any]) -> bool:
-    """Whether an object's schema is no more than a list of the properties that it may have."""
+    """Whether an object's schema only lists the properties that it may have."""
     is_list = not (schema.keys() & ASSERTIONS) - {"type", "properties", "required", "additionalProperties"}
     return is_list and schema.get("additionalProperties", "properties" not in schema) is False
 

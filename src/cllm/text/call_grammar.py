@@ -1,5 +1,7 @@
-"""A form and the declared tools to a grammar in llguidance's Lark: what a text must look like to be calls, and how
-reasoning comes before what a grammar binds."""
+"""Write the grammar of a chat message, in llguidance's Lark, from a form and the declared tools.
+
+It says how calls look, and how reasoning may precede a constrained text.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ NO_NAME = r"/[^\w.-](?s:.*)/"
 
 
 class Tool(NamedTuple):
-    """A function that may be called. strict: its schema is enforced as a whole, or refused."""
+    """A function that may be called. strict: its whole schema is enforced, or the request is refused."""
 
     schema: dict[str, Any]
     strict: bool = False
 
 
 class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What constrains a chat's next message.
+    """The constraints on a chat's next message.
 
-    tools: what may be called, by name. control: the ids of the control tokens that stand in the form's marks. answer:
-    the grammar of the message's text, "" if there must be none. calls: it may be calls in place of its text. is_loose:
-    its text is free, and only the calls in it are constrained. parallel: there may be several calls. thinks, inside: it
-    may begin with reasoning, or begins in the middle of it; begun: it begins in the middle of its text. names_only:
-    arguments of functions that are not strict are any JSON object.
+    tools: the functions that may be called, by name. control: the ids of the control tokens in the form's marks.
+    answer: the grammar of the message's text; if "", no text is allowed. calls: the message may be calls instead of
+    text. is_loose: its text is free, and only the calls in it are constrained. parallel: several calls are allowed.
+    thinks: it may begin with reasoning. inside: it begins in the middle of reasoning. begun: it begins in the middle
+    of its text. names_only: arguments of functions that are not strict may be any JSON object.
     """
 
     form: Form
@@ -55,8 +57,8 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     def enforces(self, tool: Tool) -> bool:
         """Whether the message is refused if the schema of ``tool`` cannot be enforced.
 
-        Clients set strict by default, with schemas that forms without JSON cannot follow: there it is only enforced
-        where a call is forced.
+        Clients set strict by default, with schemas that forms without JSON cannot follow. With such forms, strict
+        only counts where the whole message is constrained.
         """
         assert self.form.calls
         return tool.strict and (self.form.calls.writes_json or not self.is_loose)
@@ -65,9 +67,9 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 def message_grammar(
     message: BoundMessage, special: Collection[int] = (), unenforced: set[str] | None = None, *, careful: bool = False
 ) -> str:
-    """The grammar of a message, not compiled yet. ``special``: the ids of all special tokens.
+    """Return the grammar of a message, not compiled yet. ``special``: the ids of all special tokens.
 
-    Keywords of tools that are not strict and that cannot be enforced are added to ``unenforced``. Raises BadRequest
+    For tools that are not strict, keywords that cannot be enforced are added to ``unenforced``. Raises BadRequest
     (tools) for other schemas that cannot be enforced.
     """
     writer = LooseGrammar if message.is_loose else CallGrammar
@@ -112,7 +114,7 @@ class CallGrammar:
         return f"({terms.text(form.reasoning.open)} {terms.until(form.reasoning.close)} {space}?)?"
 
     def _calls(self) -> str:
-        """Calls and nothing else, exactly as the form writes them."""
+        """Return a term for calls and nothing else, exactly as the form writes them."""
         calls, text = self._form_calls, self._terms.text
         call = self._options(calls.write)
         parallel = self._message.parallel and not self._message.form.header
@@ -125,12 +127,12 @@ class CallGrammar:
         return self._message.form.calls
 
     def _options(self, write: str) -> str:
-        """A rule for a call of any of the tools, written as ``write`` says."""
+        """Return a rule for a call of any of the tools, written as ``write`` says."""
         return self._rules.rule(" | ".join(self._rules.rule(self._call(name, write)) for name in self._message.tools))
 
     def _call(self, name: str, write: str) -> str:
         terms: list[str] = []
-        pieces = PLACES.split(write)  # every second one is a variable
+        pieces = PLACES.split(write)  # every second piece is a variable
         for i, piece in enumerate(pieces):
             match piece if i % 2 else "":
                 case "name":
@@ -147,11 +149,11 @@ class CallGrammar:
         return " ".join(filter(None, terms))
 
     def _marks(self, text: str) -> str:
-        """A term for what the form writes around names and arguments."""
+        """Return a term for what the form writes around names and arguments."""
         return self._terms.text(text)
 
     def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
-        """A term for the arguments, and what it leaves of the ``tail`` behind them."""
+        """Return a term for the arguments, and the part of the ``tail`` after them that the term does not include."""
         if (name, place) not in self._arguments:
             self._arguments[name, place] = self._write_arguments(name, place)
         term = self._arguments[name, place]
@@ -161,7 +163,7 @@ class CallGrammar:
         return self._terms.until(end), rest
 
     def _write_arguments(self, name: str, place: str) -> str | None:
-        """A rule for the arguments of a function; None if they end with what follows them."""
+        """Return a rule for the arguments of a function; None if only the text after them ends them."""
         message, tool = self._message, self._message.tools[name]
         strict = message.enforces(tool)
         try:
@@ -184,9 +186,9 @@ class LooseGrammar(CallGrammar):
     """Writes the grammar of a free text in which only calls are constrained.
 
     A call begins with its head: what the form writes before the first variable, such as ``<tool_call>`` and
-    ``{"name":``. White space in it may differ. Text without a head stays as it is, so it may mention marks. Where calls
+    ``{"name":``. White space in it may differ. Text without a head is free, so it may mention marks. Where calls
     have no mark, the head includes the name of a declared function. Lazy terminals find heads: as soon as they match,
-    they win over the text that might go on.
+    they win over further text.
     """
 
     def write(self) -> str:
@@ -209,16 +211,16 @@ class LooseGrammar(CallGrammar):
         return self._rules.rule(f"/{regex}/", "[lazy]")
 
     def _up_to(self, mark: str) -> str:
-        """A term for text up to the end of ``mark``."""
+        """Return a term for text up to the end of ``mark``."""
         control, rest = self._terms.behind_control(mark)
         if control is None:
             return self._lazy(f"(?s:.*){loose_regex(mark)}")
         return f"{self._text} <[{control}]> {self._lazy(SPACE + loose_regex(rest)) if rest.strip() else ''}"
 
     def _parts_without(self, *marks: str) -> list[str]:
-        """LarkTerms for text up to a special token that completes none of ``marks``.
+        """Return terms for text up to a special token that completes none of ``marks``.
 
-        A token that only begins a mark is written by itself: llguidance cannot tell two sets apart that share a token.
+        A token that only begins a mark has its own term: llguidance cannot distinguish two sets that share a token.
         """
         used = dict(map(self._terms.behind_control, marks))
         other = self._terms.one_of(self._special - used.keys())
@@ -228,12 +230,12 @@ class LooseGrammar(CallGrammar):
         return [f"{self._text} {other}", *begun] if other else begun
 
     def _text_with_calls(self, thoughts: str) -> str:
-        """Text, calls, and reasoning that begins in it and goes on with ``thoughts``."""
+        """Return a term for text, calls, and reasoning that begins in the text and continues with ``thoughts``."""
         calls, reasoning = self._form_calls, self._message.form.reasoning
         whole = calls.write if calls.write.startswith(calls.open) else calls.begin + calls.write
         is_marked = whole.startswith(calls.open)
         further = ""
-        if whole != calls.write or not is_marked:  # a list, in which a further call has no head
+        if whole != calls.write or not is_marked:  # in a list, further calls have no head
             further = f"({self._options(calls.between + calls.write)})* {self._marks(calls.end)}"
         parts, ends, marks = [], [self._text], []
         if is_marked:
@@ -248,7 +250,7 @@ class LooseGrammar(CallGrammar):
         return f"{either(bare, '*')} {either(parts, '*')} {either(ends)}"
 
     def _unmarked(self, name: str, whole: str) -> str:
-        """A call without a mark: text is one if it begins like this up to the arguments."""
+        """Return a term for a call without a mark: any text that begins like it, up to the arguments, is a call."""
         lead, variable, between, place, tail = PLACES.split(whole)
         head = lead + (json.dumps(name) if variable == "name" else name) + between
         arguments, rest = self._arguments_of(name, place, tail)
@@ -256,14 +258,14 @@ class LooseGrammar(CallGrammar):
         return f"{self._lazy(SPACE + loose_regex(head.rstrip()))} {space} {arguments} {self._marks(rest)}"
 
     def _thoughts(self) -> str:
-        """A rule for reasoning from its middle on. The message may end in it."""
+        """Return a rule for reasoning from its middle on. The message may end in it."""
         assert self._message.form.reasoning
         close = self._message.form.reasoning.close
         before = either(self._parts_without(close), "*")
         return self._rules.rule(f"{before} ({self._text} | {self._up_to(close)} {self._body})")
 
     def _with_headers(self, header: Header) -> str:
-        """A rule for messages from the middle of a header on, which may say that its message is for a function."""
+        """Return a rule for messages from the middle of a header on. A header may name a function to call."""
         start, close = self._rules.reserve(), self._terms.ids([header.close])
         opening = f"{self._terms.one_of(self._terms.ids(header.open))} {start}"
         other = self._terms.one_of(self._special - self._terms.ids(header.open))
@@ -281,5 +283,5 @@ class LooseGrammar(CallGrammar):
 
 
 def either(options: Collection[str], many: str = "") -> str:
-    """A term for one of ``options``, or as ``many`` says ("?", "*"); "" if there are none."""
+    """Return a term for one of ``options``, repeated as ``many`` says ("?", "*"); "" if there are none."""
     return f"({' | '.join(options)}){many}" if options else ""

@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, at constant cost."""
+"""Convert token ids to text, one at a time, at constant cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one sequence. A character split over tokens comes out with its last one; bytes that are no UTF-8
-    come out as U+FFFD."""
+    """Converts the tokens of one sequence.
+
+    A character split over tokens is returned with its last token. Bytes that are not UTF-8 become U+FFFD.
+    """
 
     def __init__(self, pieces: list[bytes]) -> None:
         """``pieces``: the bytes of each token id."""
@@ -18,7 +20,7 @@ class Detokenizer:
         self._is_open = False  # a character has begun
 
     def feed(self, token: int) -> str:
-        """The text that ``token`` completes, possibly none."""
+        """Return the text that ``token`` completes, possibly none."""
         piece = self._pieces[token]
         if not self._is_open:
             try:
@@ -30,5 +32,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: an incomplete character becomes U+FFFD."""
+        """Return the rest of the text, at the end: an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", True)

@@ -1,4 +1,4 @@
-"""Texts over which DRY follows no repetition, to the ids of the tokens that contain them."""
+"""Convert DRY's sequence breakers, texts at which a repetition ends, to the ids of the tokens that contain them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from cllm.errors import BadRequest
 
-USUAL = ("\n", ":", '"', "*")  # those of llama.cpp
+USUAL = ("\n", ":", '"', "*")  # llama.cpp's defaults
 MAX_BREAKERS = 16
 MAX_LENGTH = 16  # characters
 PARAM = "dry_sequence_breakers"
-BETWEEN = b"\xff"  # is in no text
+BETWEEN = b"\xff"  # occurs in no UTF-8 text
 
 
 class DryBreakers:
-    """Looks texts up in a vocabulary; what was found is remembered for a few of them."""
+    """Finds the tokens of a vocabulary that contain a text, and remembers the results for 32 texts."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         """``pieces``: the bytes of each token id."""
@@ -26,9 +26,9 @@ class DryBreakers:
         self._tokens_with = lru_cache(32)(self._find)
 
     def ids(self, texts: tuple[str, ...] | None) -> tuple[int, ...]:
-        """Ids of the tokens that contain one of ``texts``; None: the usual ones.
+        """Return the ids of the tokens that contain one of ``texts``; None means the usual ones.
 
-        Raises BadRequest for too many or too long texts, and for one that no single token contains.
+        Raises BadRequest if there are too many texts, or if one is empty, too long, or in no single token.
         """
         if len(texts or ()) > MAX_BREAKERS or not all(1 <= len(text) <= MAX_LENGTH for text in texts or ()):
             message = f"Invalid '{PARAM}': at most {MAX_BREAKERS} texts of 1 to {MAX_LENGTH} characters are accepted."
@@ -47,5 +47,5 @@ class DryBreakers:
 
     @cached_property
     def _table(self) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """The bytes of all tokens, and where each one ends with what lies between it and the next."""
+        """The joined bytes of all tokens, and the index where each token ends, including the separator after it."""
         return BETWEEN.join(self._pieces), np.cumsum([len(piece) + 1 for piece in self._pieces])

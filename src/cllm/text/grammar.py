@@ -1,7 +1,7 @@
-"""What a text must follow, in the words of clients, to the grammar that the engine enforces.
+"""Convert clients' constraints on a text to the grammar that the engine enforces.
 
-A grammar is in llguidance's dialect of Lark, which embeds JSON schemas. Nothing here runs a client's regular expression
-but llguidance, whose own never backtrack.
+A grammar is in llguidance's dialect of Lark, which embeds JSON schemas. Only llguidance runs clients' regular
+expressions, and it never backtracks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 100_000  # characters of a regular expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
-NUM_TRIED = 32  # tokens
+NUM_TRIED = 32  # tokens that are tried after compiling
 TOO_FAR = f"its nested repetitions multiply to more than {MAX_EXPANSION}"
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "message"]
 
 
 class Constraint(NamedTuple):
-    """kind json_object has no value; json_schema: a schema (dict or bool); regex: a pattern that the whole text
-    matches; choice: a list of texts; grammar: a client's Lark or GBNF; message: a BoundMessage in plain types.
-    strict: a keyword of the schema that cannot be enforced is refused; otherwise it is left out.
+    """A constraint on a text. ``kind`` says what ``value`` is.
+
+    json_object: None. json_schema: a schema (dict or bool). regex: a pattern that the whole text matches. choice: a
+    list of texts. grammar: a client's Lark or GBNF. message: a BoundMessage as plain types.
+    strict: keywords of the schema that cannot be enforced are refused; otherwise they are left out.
     """
 
     kind: Kind
@@ -43,7 +45,7 @@ class Constraint(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A grammar that can be enforced ("" is none), and the keywords of its schema that it leaves out."""
+    """A grammar that can be enforced ("" means none), and the keywords of its schema that it leaves out."""
 
     grammar: str = ""
     unenforced: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ FREE = Checked()
 
 
 class Special(NamedTuple):
-    """Of a vocabulary: its size, and the texts of its special tokens by id."""
+    """The size of a vocabulary, and the texts of its special tokens by id."""
 
     vocabulary_size: int
     tokens: dict[int, str]
@@ -67,9 +69,10 @@ def to_lark(
     *,
     careful: bool = False,
 ) -> str:
-    """The grammar, not compiled yet. Keywords of a schema that is not strict and that cannot be enforced are added to
-    ``unenforced``; some of them only if it is ``careful``. ``special``: the ids of all special tokens, for a message.
-    Raises BadRequest, naming ``param``.
+    """Return the grammar, not compiled yet. Raises BadRequest, naming ``param``.
+
+    If a schema is not strict, keywords that cannot be enforced are added to ``unenforced``; some of them are only found
+    if ``careful``. ``special``: the ids of all special tokens, for a message.
     """
     value = constraint.value
     match constraint.kind:
@@ -90,7 +93,7 @@ def to_lark(
                 text = any_to_lark(check_size(value, MAX_TEXT, param))
             except BadRequest:
                 raise
-            except Exception as error:  # noqa: BLE001  # it raises that very class
+            except Exception as error:  # noqa: BLE001  # it raises Exception itself
                 raise invalid(param, str(error)) from None
             if expands_too_far(text, LARK):
                 raise invalid(param, TOO_FAR)
@@ -125,7 +128,7 @@ def invalid(param: str, why: str) -> BadRequest:
 
 
 class Checker:
-    """Compiles grammars without a model, to find out whether they can be."""
+    """Compiles grammars without a model, to find out whether they can be enforced."""
 
     def __init__(self, special: Special, max_lexer_states: int) -> None:
         self._special = special
@@ -140,7 +143,7 @@ class Checker:
         return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
 
     def check(self, constraint: Constraint, param: str) -> Checked:
-        """The grammar, which can be compiled and allows something. Raises BadRequest, naming ``param``."""
+        """Return a grammar that compiles and allows some text. Raises BadRequest, naming ``param``."""
         from llguidance import LLMatcher, LLParserLimits
 
         unenforced: set[str] = set()
@@ -148,7 +151,7 @@ class Checker:
         limits = LLParserLimits(max_lexer_states=self._max_lexer_states, verbose_errors=False)
         tokenizer = self._ours if constraint.kind == "message" else self._clients
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error() and constraint.kind in ("json_schema", "message"):  # perhaps without some leaf
+        if matcher.is_error() and constraint.kind in ("json_schema", "message"):  # retry without faulty leaves
             text = to_lark(constraint, param, unenforced, self._special.tokens, careful=True)
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if constraint.kind == "grammar":
@@ -166,7 +169,7 @@ class Checker:
         return Checked(text, tuple(sorted(unenforced)))
 
     def _try(self, matcher: LLMatcher) -> None:
-        """Follow it for a while, at random: some grammars are too large only there."""
+        """Follow the grammar for some random tokens: some grammars exceed the limits only there."""
         rng = random.Random(0)
         for _ in range(NUM_TRIED):
             mask = matcher.compute_bitmask()
@@ -182,10 +185,12 @@ def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
 
 
 def prepare(begin: list[Any]) -> Work:
-    """The work of a process that checks constraints, given with their param; it answers with the fields of Checked as
-    JSON. ``begin`` has the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
+    """Return the Work of a process that checks constraints.
+
+    Its input is a constraint and its param; its reply is the fields of Checked as JSON. ``begin``: the size of the
+    vocabulary, its special tokens as pairs, and max_lexer_states.
     """
-    importlib.import_module("llguidance")  # now, or it would be on the account of the first one
+    importlib.import_module("llguidance")  # now, or the first check would pay for it
     size, tokens, max_lexer_states = begin
     checker = Checker(Special(size, dict(tokens)), max_lexer_states)
 
@@ -202,7 +207,7 @@ def prepare(begin: list[Any]) -> Work:
 
 
 def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:
-    """A vocabulary of ``size`` with these special tokens, and one token for each byte wherever there is room."""
+    """Return a tokenizer of ``size`` tokens: the special ones, and one for each byte as far as there is room."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Bytes:

@@ -1,8 +1,8 @@
-"""JSON schemas (draft 2020-12, and what older drafts say otherwise) in fewer keywords, all of which can be enforced.
+"""Reduce JSON schemas (draft 2020-12, and what older drafts define differently) to fewer, enforceable keywords.
 
-What cannot be enforced is refused or, where only the best effort was asked for, left out and named. Apart from that,
-what comes out allows nothing that the schema forbids. It may allow less: an object whose schema has ``properties`` has
-no others unless the schema says so, and what is counted has a limit.
+Keywords that cannot be enforced are refused or, if only best effort was requested, left out and named. Apart from that,
+the result allows nothing that the schema forbids. It may allow less: an object whose schema has ``properties`` has no
+others unless the schema says so, and counts are limited.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from cllm.text.string_formats import FORMATS, patterns
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
 MAX_SCHEMAS = 10_000
 MAX_REPEAT = 10_000  # items, properties or characters that a schema may count
-MAX_UNIQUE = 6  # values of which sets are written out
+MAX_UNIQUE = 6  # values whose sets are written out
 
 Schema = dict[str, Any] | bool
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 NOT_ENFORCED = {"contains", "$recursiveRef"}
 CONDITIONAL = {"anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "contains"}
-NOT_PORTABLE = re.compile(r"\[[^\]]*(?:&&|--|~~|\[:)")  # sets in Rust's regular expressions, characters in ECMAScript's
+NOT_PORTABLE = re.compile(r"\[[^\]]*(?:&&|--|~~|\[:)")  # sets in Rust's regular expressions, plain text in ECMAScript's
 
 
 class Unenforceable(Exception):
-    """A keyword cannot be enforced where it stands."""
+    """A keyword cannot be enforced at its place."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(where, why)
@@ -44,11 +44,11 @@ class Unenforceable(Exception):
 
 
 def enforceable(schema: Any, param: str, unenforced: set[str] | None = None) -> dict[str, Any]:
-    """A schema with the keywords of which KEYWORDS gives what they become, without annotations.
+    """Return the schema with its keywords translated as KEYWORDS says, without annotations.
 
     Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused.
-    Raises BadRequest, naming ``param`` and the keyword, for those, and for a schema that is none, that is too large, or
-    that no finite value satisfies.
+    Raises BadRequest, naming ``param`` and the keyword, for refused keywords, and for a schema that is invalid, too
+    large, or satisfied by no finite value.
     """
     return Translator(schema, param, unenforced).translate()
 
@@ -60,7 +60,7 @@ def invalid_schema(param: str, where: str, why: str) -> BadRequest:
 
 
 class Translator:
-    """One schema on its way. ``where`` is the place in it, as a path."""
+    """Translates one schema. ``where`` is the current place in it, as a path."""
 
     def __init__(self, root: Any, param: str, unenforced: set[str] | None) -> None:
         self._root = root
@@ -68,9 +68,9 @@ class Translator:
         self._unenforced = unenforced
         self._num_schemas = 0
         self._places = Places(root)
-        self._names: dict[tuple[int, bool], str] = {}  # of definitions, by the ids of their schemas and whether closed
-        self._targets: list[tuple[str, Any, bool]] = []  # definitions that are not translated yet
-        # of the schemas that are being translated: the names for their options, and whether they are only references
+        self._names: dict[tuple[int, bool], str] = {}  # of definitions, by id() of their schema and whether closed
+        self._targets: list[tuple[str, Any, bool]] = []  # definitions still to translate
+        # for each schema being translated: the names for its options, and whether it is only a reference
         self._levels: list[tuple[Names | None, bool]] = []
 
     def translate(self) -> dict[str, Any]:
@@ -95,8 +95,10 @@ class Translator:
         self._unenforced.add(keyword)
 
     def _schema(self, schema: Any, where: str, depth: int, around: Names | None = ALONE) -> Schema:
-        """``around``: the properties that the schemas name of which this is a part, and which leave it to this one to
-        forbid others; None: that is not for this one to do.
+        """Translate ``schema``.
+
+        ``around``: the names in the enclosing schemas for the same value, if ``schema`` is the one that must forbid
+        other properties; None if it must not forbid them.
         """
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
@@ -115,7 +117,7 @@ class Translator:
         names = None if around is None or is_reference else self._named(schema, around)
         self._levels.append((names, is_reference))
         found: dict[str, Any] = {}
-        for keyword, value in schema.items():  # their order is that of the properties in the text
+        for keyword, value in schema.items():  # in this order, the text has its properties
             translate = KEYWORDS.get(keyword)
             if translate is not None:
                 place = f"{where}.{keyword}" if where else keyword
@@ -133,7 +135,7 @@ class Translator:
         return found
 
     def _named(self, schema: dict[str, Any], around: Names) -> Names | None:
-        """What this schema, its parts and those around it name; None if other properties are not to be forbidden."""
+        """Return what ``schema``, its parts and ``around`` name; None if other properties are not to be forbidden."""
         names = Names({**around.properties}, {**around.patterns}, around.has_properties)
         parts: list[Any] = [schema]
         seen: set[int] = set()
@@ -146,7 +148,7 @@ class Translator:
                 return None
             names.add(part)
             parts += parts_of(part, with_options=part is not schema or not has_own_options(schema))
-            with contextlib.suppress(BadRequest, Unenforceable):  # its own translation says what is wrong
+            with contextlib.suppress(BadRequest, Unenforceable):  # its own translation reports the error
                 parts += [self._resolve(part, "")] if "$ref" in part else []
         least = schema.get("minProperties", 0)
         return None if isinstance(least, int) and least > len(names.properties) else names
@@ -161,7 +163,7 @@ class Translator:
             self._refuse(where, "it must be a list")
         return value
 
-    # --- keywords: what becomes of one, as a part of the new schema --------------------------------------------------
+    # --- keywords: each method returns one keyword's translation, a part of the new schema ---------------------------
 
     def type(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         for name in value if isinstance(value, list) else [value]:
@@ -195,7 +197,7 @@ class Translator:
         return {keyword: value}
 
     def exclusive(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(value, bool):  # draft 4: it says of the other one that it is exclusive
+        if isinstance(value, bool):  # draft 4: whether the other bound is exclusive
             limit = schema.get({"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}[keyword])
             return self.number(keyword, limit, where) if value and limit is not None else {}
         return self.number(keyword, value, where)
@@ -218,11 +220,11 @@ class Translator:
         return {keyword: first} | ({"allOf": [{keyword: one} for one in more]} if more else {})
 
     def format(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
-        """Of strings; of anything else it is an annotation."""
+        """Translate the format of strings; for other types it is an annotation."""
         types = schema.get("type", "string")
         if "string" not in (types if isinstance(types, list) else [types]):
             return {}
-        if value not in FORMATS and "pattern" in schema:  # which says what it is
+        if value not in FORMATS and "pattern" in schema:  # the pattern describes it
             return {}
         if value not in FORMATS:
             names = ", ".join(sorted(FORMATS))
@@ -266,7 +268,7 @@ class Translator:
         return {} if value is False else {"allOf": [False]}
 
     def names(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
-        """Of properties: a list of them, or a pattern that they match."""
+        """Translate the names of properties to a list of them, or to a pattern that they match."""
         names = self._followed(value, where)
         if isinstance(names, bool):
             return {} if names else {"allOf": [{"maxProperties": 0}]}
@@ -292,7 +294,7 @@ class Translator:
         return {"allOf": [allowed]}
 
     def unique(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
-        """Of few possible items: each set of them in one order."""
+        """Translate to all sets of the possible items, if these are few; each set is allowed in one order only."""
         items = self._followed(schema.get("items"), where)
         listed = items.get("enum", [items["const"]] if "const" in items else None) if isinstance(items, dict) else None
         if value is False or schema.get("maxItems") in (0, 1):
@@ -301,7 +303,7 @@ class Translator:
             raise Unenforceable(
                 where, f"'{keyword}' can be enforced only where 'items' has an 'enum' of at most {MAX_UNIQUE} values"
             )
-        listed = [one for i, one in enumerate(listed) if one not in listed[:i]]  # and 1, 1.0 and True are one, alas
+        listed = [one for i, one in enumerate(listed) if one not in listed[:i]]  # 1, 1.0 and True are equal here
         sets = itertools.chain(*(itertools.combinations(listed, n) for n in range(len(listed) + 1)))
         options = [
             {"prefixItems": [{"const": one} for one in some], "items": False, "minItems": len(some)} for some in sets
@@ -310,7 +312,7 @@ class Translator:
         return {"allOf": [{"anyOf": options}]}
 
     def dependent(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
-        """Either a property is not there, or what it asks for holds."""
+        """Translate to a choice: the property is absent, or what it requires holds."""
         parts = []
         for name, needed in self._mapping(value, where).items():
             place = f"{where}.{name}"
@@ -322,7 +324,7 @@ class Translator:
         return {"allOf": parts} if parts else {}
 
     def unevaluated(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
-        """What 'additionalProperties' or 'items' would be, if what is beside and behind references were one schema."""
+        """Translate to 'additionalProperties' or 'items', as if adjacent and referenced schemas were one."""
         seen: list[Any] = []
         parts = [schema]
         while parts:
@@ -357,7 +359,7 @@ class Translator:
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _resolve(self, schema: dict[str, Any], where: str, keyword: str = "$ref") -> Any:
-        """What ``schema`` refers to."""
+        """Return what ``schema`` refers to."""
         reference = schema[keyword]
         if not isinstance(reference, str):
             self._refuse(where, "it must be a string")
@@ -388,7 +390,7 @@ class Translator:
         return target
 
     def _followed(self, option: Any, where: str) -> Any:
-        """What stands behind ``option`` if it is nothing but a reference."""
+        """Return the target of ``option`` if that is only a reference, else ``option`` itself."""
         seen: set[str] = set()
         while isinstance(option, dict) and "$ref" in option and not option.keys() & KEYWORDS.keys() - {"$ref"}:
             if option["$ref"] in seen:
@@ -438,11 +440,11 @@ KEYWORDS: dict[str, Callable[..., dict[str, Any]]] = {
     "multipleOf": T.number,
 }
 
-ASSERTIONS = KEYWORDS.keys() | NOT_ENFORCED | {"if"}  # all keywords that say something of a value
+ASSERTIONS = KEYWORDS.keys() | NOT_ENFORCED | {"if"}  # all keywords that constrain a value
 
 
 def ended(definitions: dict[str, Schema]) -> set[str]:
-    """The definitions that a finite value can satisfy, as references."""
+    """Return references to the definitions that a finite value can satisfy."""
     known: set[str] = set()
     while True:
         new = {f"#/$defs/{name}" for name, schema in definitions.items() if has_end(schema, known)}
@@ -452,7 +454,7 @@ def ended(definitions: dict[str, Schema]) -> set[str]:
 
 
 def has_end(schema: Schema, known: set[str]) -> bool:
-    """Whether a text that follows ``schema`` can come to an end, if those that refer to ``known`` can."""
+    """Whether a finite value can satisfy ``schema``, if finite values can satisfy the references in ``known``."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"] not in known:

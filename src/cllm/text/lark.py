@@ -1,4 +1,4 @@
-"""Parts of grammars in llguidance's dialect of Lark. No regular expression of a client is run by anything else."""
+"""Parts of grammars in llguidance's dialect of Lark. Only llguidance runs clients' regular expressions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 class Rules:
-    """The rules and terminals of a grammar. What reads alike is written once."""
+    """The rules and terminals of a grammar. Equal ones are written once."""
 
     def __init__(self, *, careful: bool = False) -> None:
-        """``careful``: each leaf is to be compiled by itself, which takes milliseconds, to find one at fault."""
+        """``careful``: compile each leaf separately, which takes milliseconds, to find the one at fault."""
         self.careful = careful
         self._bodies: dict[str, str] = {}  # by name
-        self._names: dict[str, str] = {}  # by what begins the name, options and body
+        self._names: dict[str, str] = {}  # by kind, options and body
 
     def __str__(self) -> str:
         return "\n".join(f"{head}: {body}" for head, body in self._bodies.items())
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a rule with this body."""
+        """Return the name of a rule with this body."""
         return self._named("r", body, options)
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal, in whose body ``&`` and ``~`` may stand."""
+        """Return the name of a terminal with this body, which may contain ``&`` and ``~``."""
         return self._named("T", body, "")
 
     def _named(self, kind: str, body: str, options: str) -> str:
@@ -35,7 +35,7 @@ class Rules:
         return self._names[key]
 
     def reserve(self) -> str:
-        """The name of a rule whose body is going to be defined: it may be used in it."""
+        """Return the name of a rule that is defined later. Its own body may use it."""
         name = f"d{len(self._names)}"
         self._names[name] = name
         return name
@@ -45,19 +45,19 @@ class Rules:
 
 
 def text_term(text: str) -> str:
-    """A term for ``text``."""
+    """Return a term for exactly ``text``."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def regex_term(pattern: str) -> str:
-    """A term for the texts that match ``pattern`` as a whole; digits are those of ASCII."""
+    """Return a term for the texts that match ``pattern`` as a whole. Only ASCII digits count as digits."""
     from llguidance import regex_to_lark
 
     return "/" + regex_to_lark(pattern, "d") + "/"
 
 
 def search_term(pattern: str) -> str:
-    """A term for the texts in which ``pattern``, as ECMAScript has it, is found; its anchors may stand at its ends."""
+    """Return a term for the texts in which the ECMAScript ``pattern`` is found. It may have anchors at its ends."""
     from llguidance import regex_to_lark
 
     options = []
@@ -70,7 +70,7 @@ def search_term(pattern: str) -> str:
 
 
 def top_level_options(pattern: str) -> list[str]:
-    """The parts of a regular expression between the bars that stand in no parentheses."""
+    """Split a regular expression at the bars outside of parentheses."""
     options, depth = [""], 0
     for part in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(part, 0)
@@ -82,19 +82,19 @@ def top_level_options(pattern: str) -> list[str]:
 
 
 def json_leaf(schema: dict[str, Any]) -> str:
-    """A term for the strings or numbers of a schema that llguidance compiles."""
+    """Return a term for a schema of strings or numbers, which llguidance compiles."""
     return "%json " + json.dumps(schema).replace("\x7f", r"\u007f")
 
 
 def fault_of(term: str) -> str:
-    """Why llguidance cannot compile a term, or ""."""
+    """Return why llguidance cannot compile a term, or ""."""
     from llguidance import LLMatcher
 
     return str(LLMatcher.validate_grammar(f"start: {term}"))
 
 
 def matches(term: str, text: str) -> bool:
-    """Whether ``text`` is one of those that the term of a terminal allows."""
+    """Whether a terminal's ``term`` allows ``text``."""
     from llguidance import LLMatcher, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), f"start: {term}", log_level=0)
@@ -103,7 +103,7 @@ def matches(term: str, text: str) -> bool:
 
 
 def reason(error: str) -> str:
-    """llguidance's, without where that is in a grammar which the client has not written."""
+    """Return llguidance's reason, without its position in a grammar that the client did not write."""
     if "NoExtension" in error:
         return "it allows no text"
     lines = error.strip().splitlines()

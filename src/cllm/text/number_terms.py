@@ -1,30 +1,30 @@
-"""Numbers of JSON as terminals of Lark: as many digits as their bounds have, but no endless tail of them."""
+"""JSON numbers as Lark terminals, with a limited number of digits, so that no number goes on forever."""
 
 from __future__ import annotations
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import NamedTuple
 
-INTEGER_DIGITS, DECIMALS, EXPONENT_DIGITS = 20, 17, 3  # at most, where bounds have no more
+INTEGER_DIGITS, DECIMALS, EXPONENT_DIGITS = 20, 17, 3  # at most, unless a bound has more
 
 ANY_FRACTION = r"(\.[0-9]+)?"
 
 
 class Bound(NamedTuple):
-    """The end of a range; ``strict``: the value itself lies outside."""
+    """The end of a range. ``strict``: the value itself is excluded."""
 
     value: Decimal
     strict: bool = False
 
     @property
     def digits(self) -> tuple[str, str]:
-        """Those before the point and those after it, without a sign and without zeros that say nothing."""
+        """The digits before and after the decimal point, without the sign and trailing zeros after the point."""
         before, _, after = f"{self.value.copy_abs():f}".partition(".")
         return before, after.rstrip("0")
 
 
 def number_terminal(low: Bound | None, high: Bound | None, *, integer: bool) -> str | None:
-    """The body of a terminal for the numbers from ``low`` to ``high``; None if there are none.
+    """Return the body of a terminal for the numbers from ``low`` to ``high``; None if there are none.
 
     With a bound, numbers are written without an exponent.
     """
@@ -48,7 +48,7 @@ def number_terminal(low: Bound | None, high: Bound | None, *, integer: bool) -> 
 
 
 def next_integer(bound: Bound, rounding: str, step: int) -> Decimal:
-    """The first integer within ``bound``."""
+    """Return the first integer within ``bound``."""
     value = bound.value.to_integral_value(rounding)
     return Decimal(int(value) + step) if bound.strict and value == bound.value else value
 
@@ -58,7 +58,7 @@ def negative(bound: Bound) -> Bound:
 
 
 def unsigned(form: str, low: Bound | None, high: Bound | None) -> str:
-    """Numbers that look like ``form`` and are not below ``low``, nor above ``high``, which is not negative."""
+    """Return a term for numbers without a sign, of ``form``, from ``low`` to ``high``, which is not negative."""
     limits = [f"/{form}/"]
     if low and (low.value > 0 or low == Bound(Decimal(0), strict=True)):
         limits.append(f"/{at_least(low)}/")
@@ -68,7 +68,7 @@ def unsigned(form: str, low: Bound | None, high: Bound | None) -> str:
 
 
 def at_least(low: Bound) -> str:
-    """A regular expression for numbers without a sign."""
+    """Return a regular expression for numbers without a sign from ``low`` on."""
     before, after = low.digits
     options = [f"[1-9][0-9]{{{len(before)},}}{ANY_FRACTION}"]
     for i, digit in enumerate(before):
@@ -84,7 +84,7 @@ def at_least(low: Bound) -> str:
 
 
 def at_most(high: Bound) -> str:
-    """A regular expression for numbers without a sign."""
+    """Return a regular expression for numbers without a sign up to ``high``."""
     before, after = high.digits
     options = [f"(0|[1-9][0-9]{{0,{len(before) - 2}}}){ANY_FRACTION}"] if len(before) > 1 else []
     for i, digit in enumerate(before):

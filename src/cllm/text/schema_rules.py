@@ -1,6 +1,6 @@
-"""Schemas, in the keywords that json_schema.py leaves, as rules of Lark; strings and multiples are left to llguidance.
+"""Write schemas, reduced by json_schema.py, as Lark rules. Strings and multiples are left to llguidance.
 
-llguidance compiles whole schemas too. But its numbers may have any number of digits, which some models never stop
+llguidance compiles whole schemas too. But it does not limit the digits of numbers, which some models never stop
 writing, and numbers beyond 2^53 are not exact.
 """
 
@@ -31,20 +31,20 @@ from cllm.text.json_schema import Schema, ended, enforceable, invalid_schema
 from cllm.text.lark import Rules, fault_of, json_leaf, reason, search_term, text_term
 from cllm.text.number_terms import Bound, number_terminal
 
-MAX_ALTERNATIVES = 10_000  # that compositions may multiply to
+MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
-MAX_MULTIPLE = 4000  # without the decimal point: llguidance has a state for each remainder, and a limit of them
-COMMA, COLON = "/, ?/", "/: ?/"  # at most one blank: a model must not be able to write them for ever
+MAX_MULTIPLE = 4000  # without the decimal point: llguidance has a state for each remainder, and limits states
+COMMA, COLON = "/, ?/", "/: ?/"  # at most one space, or a model could write them forever
 CHUNK = 1000  # characters of a long string
 CHARACTER = r'/[^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt]|\\u00(?:[01][0-9a-fA-F]|7[fF])/'  # in a string
-NAME = r'/[^"\\\x00-\x1f\x7f]*/'  # of a property, if it needs no escape
+NAME = r'/[^"\\\x00-\x1f\x7f]*/'  # of a property, without escapes
 
 
 def json_rule(schema: Any, rules: Rules, param: str, unenforced: set[str] | None = None) -> str:
-    """The name of a rule for the JSON values that ``schema`` allows, added to ``rules``.
+    """Add a rule for the JSON values that ``schema`` allows to ``rules``, and return its name.
 
     Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused. Raises
-    BadRequest for those, for what is no schema, and for one that allows nothing.
+    BadRequest for refused keywords, for an invalid schema, and for one that allows no value.
     """
     writer = SchemaRules(enforceable(schema, param, unenforced), rules, param, unenforced)
     if writer.start is None:
@@ -69,7 +69,7 @@ class SchemaRules:
         self.start = self.term({key: value for key, value in schema.items() if key != "$defs"})
 
     def term(self, schema: Schema) -> str | None:
-        """The name of a rule for the values that ``schema`` allows; None if there are none."""
+        """Return the name of a rule for the values that ``schema`` allows; None if there are none."""
         key = json.dumps(schema)
         if key not in self._terms:
             name = self._terms[key] = self._rules.reserve()
@@ -95,7 +95,7 @@ class SchemaRules:
         self._unenforced.add(keyword)
 
     def _nothing(self, why: str) -> str | None:
-        """None, after remembering the reason."""
+        """Remember the reason, and return None."""
         self.why_nothing = self.why_nothing or why
         return None
 
@@ -106,7 +106,7 @@ class SchemaRules:
             return None if schema else []
         found: Alternatives = None
         own = "properties" if "properties" in schema else next((key for key in schema if key not in IN_PLACE), "")
-        for keyword, value in schema.items():  # their order is that of the properties in the text
+        for keyword, value in schema.items():  # in this order, the text has its properties
             if keyword == own:
                 found = self._both(found, own_alternatives(schema))
             match keyword:
@@ -132,7 +132,7 @@ class SchemaRules:
                 yield alternative
 
     def _both(self, first: Alternatives, second: Alternatives) -> Alternatives:
-        """What both allow."""
+        """Return alternatives for the values that both allow."""
         if first is None or second is None:
             return second if first is None else first
         found = []
@@ -198,9 +198,9 @@ class SchemaRules:
         return self._leaf(leaf | (parts[0] if len(parts) == 1 else {"allOf": parts} if parts else {}), "pattern")
 
     def _long_string(self, low: int, high: int) -> str:
-        """In chunks: llguidance has some states for each character that it counts in one piece, and a limit of them.
+        """Return a term in chunks: llguidance has some states for each counted character of a piece, and limits them.
 
-        A chunk ends only where it is full or the string ends, as its lexer takes as much as it can.
+        A chunk ends only when it is full or the string ends, because the lexer takes as much as it can.
         """
         num_more, rest = divmod(high - CHUNK, CHUNK)
         first = self._rules.terminal(rf'"\"" {CHARACTER}{{{low},{CHUNK}}}')
@@ -209,7 +209,7 @@ class SchemaRules:
         return rf'{first} {more} {last} "\""'
 
     def _leaf(self, leaf: dict[str, Any], keyword: str) -> str | None:
-        """A rule for a leaf; without ``keyword``, if that is what llguidance cannot compile."""
+        """Return a rule for a leaf, without ``keyword`` if llguidance cannot compile it; None if it allows nothing."""
         term = json_leaf(leaf)
         if self._rules.careful and len(leaf) > 1 and (fault := fault_of(term)):
             if "Unsatisfiable" in fault:
@@ -263,7 +263,7 @@ class SchemaRules:
     def _object(self, alternative: Alternative) -> str | None:
         required = alternative["required"]
         names = [*dict.fromkeys([*alternative["properties"], *required])]
-        members: list[tuple[str, bool]] = []  # a rule for a property, and whether it must be there
+        members: list[tuple[str, bool]] = []  # a rule for a property, and whether it is required
         for name in names:
             if (value := self.term(property_of(alternative, name))) is not None:
                 key = text_term(json.dumps(name, ensure_ascii=False))
@@ -278,7 +278,7 @@ class SchemaRules:
         num_optional = sum(not is_required for _, is_required in members)
         if high < 0 or (low and not num_optional and not other):
             return self._nothing("there cannot be as many properties as it asks for")
-        most = math.inf if other else num_optional  # that may be there at all
+        most = math.inf if other else num_optional  # optional properties that are possible
         high = min(high, most)
         if low > 1 or (num_optional and (low or high < most)):
             if low == 1 and not other and high in (1, most):
@@ -291,10 +291,10 @@ class SchemaRules:
         return f'"{{" {self._members(members, other, low, high)} "}}"'
 
     def _one_optional(self, members: list[tuple[str, bool]], *, at_least_one: bool, at_most_one: bool) -> str:
-        """An object with at least or at most one of the optional properties."""
+        """Return a term for an object with at least or at most one of the optional properties."""
         options = [] if at_least_one else [self._members([member for member in members if member[1]], None, 0, 0)]
         for i, (_, is_required) in enumerate(members):
-            if not is_required:  # the first of the optional ones that are there
+            if not is_required:  # the first optional property that is present
                 kept = [
                     (member, needed or i == j)
                     for j, (member, needed) in enumerate(members)
@@ -304,7 +304,7 @@ class SchemaRules:
         return f'"{{" ({" | ".join(map(self._rules.rule, options))}) "}}"'
 
     def _other_property(self, alternative: Alternative, names: list[str]) -> str | None:
-        """A rule for a property that is not named."""
+        """Return a rule for a property that is not named; None if none is allowed."""
         patterns = {search_term(pattern): schema for pattern, schema in alternative["patternProperties"].items()}
         for pattern in [pattern for pattern in patterns if self._rules.careful and fault_of(pattern)]:
             self._cannot("patternProperties", reason(fault_of(pattern)))
@@ -326,8 +326,8 @@ class SchemaRules:
         return self._rules.terminal(rf'"\"" ({" & ".join(limits)}) "\""')
 
     def _members(self, members: list[tuple[str, bool]], other: str | None, low: int, high: float) -> str:
-        """Members in their order, and then from ``low`` to ``high`` others."""
-        begin = separated(other, low, high, is_first=True)  # where there is none yet
+        """Return a term for members in their order, followed by ``low`` to ``high`` other properties."""
+        begin = separated(other, low, high, is_first=True)  # if no member precedes
         follow = separated(other, low, high, is_first=False)
         num_leading = next((i for i, (_, is_required) in enumerate(members) if is_required), len(members))
         for i, (member, is_required) in reversed([*enumerate(members)]):
@@ -342,7 +342,7 @@ class SchemaRules:
 
 
 def separated(item: str | None, low: int, high: float, *, is_first: bool) -> str:
-    """From ``low`` to ``high`` items with commas between them and, unless one ``is_first``, in front."""
+    """Return a term for ``low`` to ``high`` items with commas between them and, unless ``is_first``, in front."""
     if item is None or high <= 0:
         return ""
     if not is_first:
@@ -359,7 +359,7 @@ def repeated(term: str, low: int, high: float) -> str:
 
 
 def narrower(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
-    """The one of two bounds that allows less: of equal ones the strict one, else the one that is ``better``."""
+    """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better`` selects."""
     if strict is not None and (inclusive is None or better(inclusive, strict) == strict):
         return Bound(Decimal(str(strict)), strict=True)
     return None if inclusive is None else Bound(Decimal(str(inclusive)))
@@ -375,7 +375,7 @@ def is_multiple(value: Any, steps: list[Any]) -> bool:
 
 
 def without_point(step: Any) -> int:
-    """The digits of a number, such as 25 of 0.25."""
+    """Return a number without its decimal point, such as 25 for 0.25."""
     number = Fraction(str(step))
     while number.denominator > 1:
         number *= 10

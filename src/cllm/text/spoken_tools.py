@@ -1,4 +1,4 @@
-"""Tools in words, for chat templates that know none."""
+"""Describe tools in words, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ To call one, answer with nothing but this, once for each call, and wait for the 
 def spoken(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], calls: Calls, template: str, *, knows_results: bool
 ) -> list[dict[str, Any]]:
-    """``messages`` in which the first of a user declares ``tools``, unless ``template`` does that by itself.
+    """Return ``messages`` with ``tools`` declared in the first user message, unless ``template`` declares them.
 
-    If it does not know calls either, those of the assistant become its text; and their results a user's, unless it
-    ``knows_results``.
+    If the template does not show calls either, the assistant's calls become its text. Their results become user
+    messages, unless the template ``knows_results``.
     """
     if "tool_calls" not in template:
         messages = without_calls(messages, calls, knows_results=knows_results)
@@ -84,7 +84,7 @@ def object_of(arguments: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> str:
-    """In Python."""
+    """Return ``value`` as a Python literal."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
