@@ -36,7 +36,7 @@ def resolve(name: str | None, quantization: str | None = None, progress: Progres
 
 
 def model_name(path: Path) -> str:
-    """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache, or the stem."""
+    """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache, or the file stem."""
     if path == BUILTIN:
         return BUILTIN_NAME
     for folder in path.parts:

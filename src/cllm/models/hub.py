@@ -1,8 +1,8 @@
 """Download models from the Hugging Face Hub to the cache that llama.cpp and all other Hugging Face tools share.
 
 ``huggingface_hub`` does the transport and reads HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. It
-resumes a download after a network failure. After the process was stopped, the file is downloaded from its beginning.
-The library is imported where it is used, because the import takes 0.6 s.
+resumes a download after a network failure. If the process is stopped, the next run downloads that file from its
+beginning. The library is imported where it is used, because the import takes 0.6 s.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from cllm.text.schema_rules import json_rule
 
 MAX_DEPTH = 16  # of a schema that is written out here
 SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space
-HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # enforced without JSON
+HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # enforced in non-JSON forms
 
 
 class LarkTerms:

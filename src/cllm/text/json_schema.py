@@ -117,7 +117,7 @@ class Translator:
         names = None if around is None or is_reference else self._named(schema, around)
         self._levels.append((names, is_reference))
         found: dict[str, Any] = {}
-        for keyword, value in schema.items():  # in this order, the text has its properties
+        for keyword, value in schema.items():  # their order sets the order of properties in the text
             translate = KEYWORDS.get(keyword)
             if translate is not None:
                 place = f"{where}.{keyword}" if where else keyword

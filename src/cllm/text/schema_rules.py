@@ -106,7 +106,7 @@ class SchemaRules:
             return None if schema else []
         found: Alternatives = None
         own = "properties" if "properties" in schema else next((key for key in schema if key not in IN_PLACE), "")
-        for keyword, value in schema.items():  # in this order, the text has its properties
+        for keyword, value in schema.items():  # their order sets the order of properties in the text
             if keyword == own:
                 found = self._both(found, own_alternatives(schema))
             match keyword:
