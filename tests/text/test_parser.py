@@ -240,6 +240,7 @@ def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
         ('(a=\'\'\'one\n"two" \'\'\', b="""3 " 4""")', {"a": 'one\n"two" ', "b": '3 " 4'}),
         ("(a=[1, 'x', (2, 3),], b={'k': [True, {}]}, c=[])", {"a": [1, "x", [2, 3]], "b": {"k": [True, {}]}, "c": []}),
         ("(unit=celsius, s='a, b=c)')", {"unit": "celsius", "s": "a, b=c)"}),
+        ("(a=NaN, b=Infinity, c=-Infinity)", {"a": "NaN", "b": "Infinity", "c": "-Infinity"}),  # which JSON lacks
     ],
 )
 def test_keywords_in_python(written: str, expected: dict) -> None:

@@ -350,7 +350,7 @@ def value_of(text: str, types: set[str]) -> str:
         return "null" if stripped in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
     stripped = PYTHON.get(stripped, stripped)
     try:
-        json.loads(stripped, parse_constant=float.fromhex)  # meant to reject NaN and Infinity
+        json.loads(stripped, parse_constant=int)  # int raises ValueError for NaN and Infinity
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return stripped
