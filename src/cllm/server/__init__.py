@@ -1,1 +1,1 @@
-"""HTTP. One folder a dialect; no tokens and no llama.cpp here, only wire formats over the service."""
+"""HTTP, one folder for each dialect. It only translates wire formats for the service, and does not use llama.cpp."""

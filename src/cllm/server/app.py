@@ -1,4 +1,4 @@
-"""The HTTP application: dialects and error handlers over one service."""
+"""The HTTP application: dialects and error handlers on top of one service."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
 
-DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # beside OpenAI's, whose form is that of all other paths
+DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # all other paths use OpenAI's form
 ROUTERS = (
-    anthropic.router,  # first, because it leaves to others what it does not know
+    anthropic.router,  # first, because it matches only requests in its own dialect
     openai.router,
     completions.router,
     embeddings.router,
@@ -66,5 +66,5 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
 
 def routes() -> list[APIRoute]:
-    """All that the OpenAPI document has, those of one dialect together, and Anthropic's that are like OpenAI's."""
+    """Return all routes, grouped by dialect, including those that are not in the OpenAPI document."""
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

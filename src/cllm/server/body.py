@@ -1,4 +1,4 @@
-"""Request bodies: how large, what type, JSON or not, and a pydantic model of them."""
+"""Reads request bodies: checks their size, type and JSON, and validates them with a pydantic model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ CODES = {
     "less_than_equal": "integer_above_max_value",
     "less_than": "integer_above_max_value",
 }
-PACE_WINDOW = 30.0  # seconds, in any of which
-PACE_BYTES = 30_000  # of a body must come
+PACE_WINDOW = 30.0  # seconds
+PACE_BYTES = 30_000  # of a body that must arrive in any PACE_WINDOW
 BODY_HASH = "cllm.body_hash"  # in the scope of a request whose body has been read
 UTF8 = {"utf_8", *(alias for alias, codec in aliases.items() if codec == "utf_8")}
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
 def stop_at_first_fault(schema: Any) -> None:
-    """Let no list of ``schema`` tell more than its first fault: a body of a few megabytes has room for millions of
-    them, each of which would be an object and a text.
+    """Make every list in ``schema`` stop validation at its first fault: a body of a few megabytes can contain millions
+    of faults, and each would become an object and a text.
     """
     if isinstance(schema, dict):
         if schema.get("type") == "list":
@@ -52,7 +52,10 @@ def stop_at_first_fault(schema: Any) -> None:
 
 
 def at_most(count: int) -> pydantic.BeforeValidator:
-    """Of an object: so many entries, counted before they are looked at, because each can have a fault."""
+    """Return a validator that limits an object to ``count`` entries.
+
+    It counts them before they are validated, because each entry can have a fault.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -65,8 +68,8 @@ def at_most(count: int) -> pydantic.BeforeValidator:
 class Body(pydantic.BaseModel):
     """Base of request models: no coercion, no NaN.
 
-    ``ignored`` are parameters that are taken and change nothing, ``refused`` those that cannot be had, each with the
-    reason; any other one is unknown. docs/api.md lists them all.
+    ``ignored`` has the parameters that are accepted without effect, ``refused`` those that are not supported, each with
+    the reason. Any other parameter is unknown. docs/api.md lists them all.
     """
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
@@ -81,11 +84,11 @@ class Body(pydantic.BaseModel):
 
 
 class Shape(pydantic.BaseModel):
-    """Base of what answers look like. For the OpenAPI document alone: nothing checks an answer on its way."""
+    """Base of answer models. They are used only for the OpenAPI document: answers are not validated."""
 
 
 class ErrorObject(Shape):
-    """OpenAI's, with always all four keys."""
+    """OpenAI's error object. All four keys are always present."""
 
     message: str
     type: str
@@ -105,17 +108,18 @@ def documented(
     stream: str = "",
     error: type[pydantic.BaseModel] = Error,
 ) -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that reads and writes by itself, as in
+    """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as in
 
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 
-    body: as given to ``read_body``; None if there is none. answer: of a 200; a Shape, whose fields with a default may
-    be missing. takes: the media type of the body. stream: that of the answer, if the route can answer as a stream too.
-    error: of the 4xx and 5xx, in the dialect's form. All are classes of a module, not of a function. Examples:
-    ``model_config = example(name=value)`` in a class; every body has one. The route's docstring is its description.
+    body: the model given to ``read_body``; None if the route reads no body. answer: the model of a 200 answer, a Shape;
+    fields with a default may be missing. takes: the media type of the body. stream: the media type of a streamed
+    answer, if the route can stream. error: the model of 4xx and 5xx answers, in the dialect's form. The models must be
+    defined at module level. A class gives its example with ``model_config = example(name=value)``; every body has one.
+    The route's docstring is its description.
 
-    openapi.py makes schemas of them when somebody asks for the document, and not before, because that takes its time;
-    tests/server/test_openapi.py sends requests made from them and compares the answers with them.
+    openapi.py makes schemas of the models when the document is first requested, because that takes time.
+    tests/server/test_openapi.py sends requests made from the schemas and compares the answers with them.
     """
     models = {"body": body, "answer": answer, "error": error}
     named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}
@@ -123,14 +127,14 @@ def documented(
 
 
 def example(**values: Any) -> pydantic.ConfigDict:
-    """The configuration of a model that is shown with ``values``."""
+    """Return the configuration of a model that has ``values`` as its example."""
     return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
 
 
 def check_parameters(value: dict[str, Any], model: type[Body], request: Request, path: str = "") -> None:
-    """Raise BadRequest for what is refused, and in strict mode for what is unknown, which else is counted.
+    """Raise BadRequest for refused parameters, and in strict mode for unknown ones. Otherwise count the unknown ones.
 
-    ``path``: where ``value`` lies in the body; objects that have a model of their own in it are looked at too.
+    ``path``: the place of ``value`` in the body. Nested objects that have a model are checked too.
     """
     for name, why in model.refused.items():
         if value.get(name) not in (None, False, "", [], {}):
@@ -155,7 +159,7 @@ def known_names(model: type[Body]) -> frozenset[str]:
 
 @functools.cache
 def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
-    """The fields that are objects with a model of their own, or one of some."""
+    """Return the fields whose value may be an object with a Body model, and the possible models of each."""
     found = {
         field.alias or name: [
             kind
@@ -168,10 +172,10 @@ def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
 
 
 async def read_body(request: Request, model: type[Model], *, any_type: bool = False) -> Model:
-    """The body of ``request`` as ``model``. Raises BadRequest: 413, 415 or 400, naming the field; and EngineError if
-    too many large bodies wait.
+    """Return the body of ``request`` as ``model``. Raises BadRequest (408, 413, 415, or 400, which names the field),
+    and EngineError if too many large bodies wait.
 
-    ``any_type``: whatever its Content-Type is, unless a page in a browser has sent it.
+    ``any_type``: accept any Content-Type, unless a page in a browser has sent the request.
     """
     headers = request.headers
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:
@@ -182,7 +186,7 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
 
 
 def read(data: bytes, model: type[Model], request: Request) -> Model:
-    """``data`` as ``model``. Raises BadRequest."""
+    """Return ``data`` as ``model``. Raises BadRequest."""
     check_structure(data)
     value = parse_json(data)
     check_parts(value)
@@ -194,7 +198,7 @@ def read(data: bytes, model: type[Model], request: Request) -> Model:
 
 
 def check_type(content_type: str) -> None:
-    """Raise BadRequest (415) for what is not announced as JSON in UTF-8, under any of its names."""
+    """Raise BadRequest (415) unless ``content_type`` is JSON in UTF-8, by any name of that encoding."""
     media_type, *parameters = content_type.lower().split(";")
     pairs = [parameter.partition("=") for parameter in parameters]
     charsets = {normalize_encoding(value.strip(' \t"')) for name, _, value in pairs if name.strip() == "charset"}
@@ -204,7 +208,7 @@ def check_type(content_type: str) -> None:
 
 
 def check_encoding(request: Request) -> None:
-    """Raise BadRequest (415) for a body that is compressed."""
+    """Raise BadRequest (415) if the body is compressed."""
     for coding in ",".join(request.headers.getlist("content-encoding")).split(","):
         if coding.strip().lower() not in ("", "identity"):
             message = f"The Content-Encoding {coding.strip()[:80]!r} is not supported."
@@ -212,7 +216,7 @@ def check_encoding(request: Request) -> None:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """The body; one over the server's limit is refused as soon as that is known, and not read to its end."""
+    """Return the body. One over the server's limit is rejected as soon as that is known, and not read to its end."""
     check_encoding(request)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
@@ -222,8 +226,8 @@ async def read_bytes(request: Request) -> bytes:
 
 
 async def parts_of(request: Request, limit: int, too_large: BadRequest) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises ``too_large`` for more than ``limit`` bytes, and BadRequest (408) if they come too
-    slowly.
+    """Yield the parts of the body as they arrive. Raises ``too_large`` if there are more than ``limit`` bytes, and
+    BadRequest (408) if they arrive too slowly.
     """
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
@@ -240,7 +244,7 @@ async def parts_of(request: Request, limit: int, too_large: BadRequest) -> Async
             raise BadRequest(message, code="body_timeout", status=408) from None
         if part is None:
             return
-        waited += clock() - begun  # and not the time that is spent here between two parts
+        waited += clock() - begun  # without the time that the caller spends between two parts
         pace.add(len(part), waited)
         size += len(part)
         if size > limit:
@@ -249,25 +253,25 @@ async def parts_of(request: Request, limit: int, too_large: BadRequest) -> Async
 
 
 class Pace:
-    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have come in the last ``window`` seconds.
+    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have arrived in the last ``window`` seconds.
 
-    Times count from the beginning of the body.
+    Times are the seconds spent waiting for the body so far.
     """
 
     def __init__(self, num_bytes: int, window: float) -> None:
         self._num_bytes = num_bytes
         self._window = window
-        self._parts: deque[tuple[float, int]] = deque()  # times and sizes of the last ones, num_bytes together
+        self._parts: deque[tuple[float, int]] = deque()  # times and sizes; no more parts than make num_bytes
         self._size = 0
-        self._since = 0.0  # until then no more than num_bytes had to come
+        self._since = 0.0  # when the current window began
 
     @property
     def deadline(self) -> float:
-        """The time at which the body is too slow if nothing comes until then."""
+        """The time at which the body is too slow if nothing arrives before it."""
         return self._since + self._window
 
     def add(self, size: int, time: float) -> None:
-        """``size`` bytes have come at ``time``."""
+        """Note that ``size`` bytes arrived at ``time``."""
         self._parts.append((time, size))
         self._size += size
         while self._size - self._parts[0][1] >= self._num_bytes:
@@ -288,7 +292,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Faults of sampling parameters under the names that a dialect has for them."""
+    """Rename sampling parameters in errors to the dialect's ``names``."""
     try:
         yield
     except BadRequest as error:
@@ -300,7 +304,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """``location`` without the names that pydantic gives to the members of a union: str, list[int], a class."""
+    """Return ``location`` without the names that pydantic gives to union members, such as str, list[int] or a class."""
 
     def is_field(part: str) -> bool:
         return part.isidentifier() and part not in UNION_MEMBERS and not part[0].isupper()
@@ -309,9 +313,9 @@ def field_path(location: tuple[int | str, ...]) -> list[int | str]:
 
 
 def explain(error: pydantic.ValidationError) -> BadRequest:
-    """The first fault of a body, in words, with the field's path as OpenAI writes it."""
+    """Return the first fault of a body, with the field's path as OpenAI writes it."""
     faults = error.errors(include_url=False, include_input=False)
-    # a value that fits no member of a union has a fault for each; the deepest is of the member that fits best
+    # a value that fits no member of a union has a fault for each; the deepest belongs to the member that fits best
     of_first_field = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
     first = max(of_first_field, key=lambda fault: len(field_path(fault["loc"])))
     param = ""

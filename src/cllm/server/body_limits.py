@@ -1,6 +1,6 @@
-"""How much a JSON body may hold, so that reading it neither stalls the event loop nor fills the memory.
+"""Limits what a JSON body may contain, so that reading it neither stalls the event loop nor fills the memory.
 
-The size in bytes is limited elsewhere. Four megabytes have room for a million lists, each of which is an object.
+The size in bytes is limited elsewhere. Four megabytes can contain a million lists, and each becomes an object.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PARTS = ("content", "tool_calls", "summary", "output")  # fields of messages, it
 
 
 def check_structure(data: bytes) -> None:
-    """Raise BadRequest if ``data``, JSON that has not been parsed, holds too many values."""
-    if is_within_limits(data):  # with what strings contain, which would be slow to leave out
+    """Raise BadRequest if ``data``, JSON that has not been parsed, contains too many values."""
+    if is_within_limits(data):  # also counts characters in strings, because removing strings is slow
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_strings = plain.count(b'"') // 2

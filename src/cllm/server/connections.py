@@ -1,4 +1,4 @@
-"""The open connections: no more than there are file descriptors for."""
+"""Limits the open connections to what the file descriptors allow."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from uvicorn.server import ServerState
 RESERVED = 48  # file descriptors for everything but connections: pipes of the engine and of text workers, a new engine
 PER_CONNECTION = 2  # the socket, and a file that is uploaded or downloaded
 WANTED = 65_536  # file descriptors
-IDLE = 0.1  # seconds after which a connection is idle; a new one needs some for its first request
-PAUSE = 1.0  # seconds until the next try to accept a connection, after the system refused one
+IDLE = 0.1  # seconds without a request before a connection may be closed; a new one needs time to send its first
+PAUSE = 1.0  # seconds before the next attempt to accept a connection, after an error
 
 log = logging.getLogger("cllm.server")
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may, up to WANTED; return how many."""
+    """Raise the limit of open files as far as possible, up to WANTED, and return it."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
-    except ImportError:  # Windows, where there is no such limit
+    except ImportError:  # Windows has no such limit
         return WANTED
     soft, hard = (WANTED if limit == RLIM_INFINITY else limit for limit in getrlimit(RLIMIT_NOFILE))
     wanted = min(hard, WANTED)
@@ -38,22 +38,22 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(num_descriptors: int) -> int:
-    """The number of connections for which ``num_descriptors`` suffice, at least 1."""
+    """Return the number of connections for which ``num_descriptors`` suffice, at least 1."""
     return max(1, (num_descriptors - RESERVED) // PER_CONNECTION)
 
 
 class Connections(ServerState):
-    """The connections of a server, at most ``limit``; it remembers which have no request, and for how long."""
+    """The connections of a server, at most ``limit``. It records which ones are idle (without a request)."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self._idle: dict[HttpToolsProtocol, float] = {}  # since when; the one that has been idle for longest first
+        self._idle: dict[HttpToolsProtocol, float] = {}  # since when; the longest idle one first
         self._has_changed = asyncio.Event()
         self._has_warned = False
 
     def mark_idle(self, connection: HttpToolsProtocol) -> None:
-        """``connection`` has no request, and may be closed when another one needs its file descriptor."""
+        """Note that ``connection`` has no request. It may be closed when another one needs its file descriptor."""
         self._idle[connection] = connection.loop.time()
         self._has_changed.set()
 
@@ -61,14 +61,14 @@ class Connections(ServerState):
         self._idle.pop(connection, None)
 
     def forget(self, connection: HttpToolsProtocol) -> None:
-        """``connection`` is closed."""
+        """Note that ``connection`` is closed."""
         self._idle.pop(connection, None)
         self._has_changed.set()
 
     async def accept(self, listener: socket.socket, protocol: Callable[[], HttpToolsProtocol]) -> None:
-        """Accept connections until it is cancelled; when all have a request, newcomers wait in the backlog.
+        """Accept connections until cancelled. While all connections have a request, new ones wait in the backlog.
 
-        One at a time: asyncio and uvloop would accept all that wait before any could be closed.
+        Accepts one at a time: asyncio and uvloop would accept all that wait before any could be closed.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -81,7 +81,7 @@ class Connections(ServerState):
                 await asyncio.sleep(PAUSE)
 
     async def _make_room(self) -> None:
-        """Return when there is room for another connection, which may take one from an idle connection."""
+        """Wait until there is room for another connection. If there is none, close the longest idle one."""
         clock = asyncio.get_running_loop().time
         while len(self.connections) >= self._limit:
             self._has_changed.clear()

@@ -1,4 +1,4 @@
-"""Sampling of requests that do not say how."""
+"""Default sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cllm.core.params import LARGEST, SamplingParams
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """The operator's choices for what a request leaves open."""
+    """The operator's defaults for parameters that a request leaves out."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -19,8 +19,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
 
     def params(self, **given: Any) -> SamplingParams:
-        """SamplingParams of a request; arguments that are None are left open. Raises BadRequest."""
+        """Return the SamplingParams of a request. Arguments that are None get the default. Raises BadRequest."""
         values = {name: value for name, value in given.items() if value is not None}
-        if "max_tokens" in values:  # more than any context holds is no mistake
+        if "max_tokens" in values:  # a limit above any context length is valid
             values["max_tokens"] = min(values["max_tokens"], LARGEST)
         return SamplingParams(**{**msgspec.structs.asdict(self), **values})

@@ -1,6 +1,6 @@
-"""Errors to answers, in the form of the dialect that was spoken. Nothing of a fault of ours but its existence gets out.
+"""Turns errors into answers, in the form of the request's dialect. Internal error details are never sent to clients.
 
-OpenAI's form is that of all paths that no other dialect claims.
+Paths that no other dialect claims use OpenAI's form.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Fault(NamedTuple):
-    """An error in OpenAI's words, which say the most; ``status`` is HTTP's, ``retry_after`` in seconds.
+    """An error in OpenAI's terms, which are the most detailed. status: the HTTP status. retry_after: seconds.
 
-    ``ticket``: claims a reserved place in the queue when the client retries.
+    ticket: claims a reserved queue position when the client retries.
     """
 
     status: int
@@ -46,11 +46,11 @@ class Fault(NamedTuple):
 
 
 Form = Callable[[Fault, str], tuple[int, dict[str, Any]]]
-"""A fault and the id of its request to the status and the body of a dialect's answer."""
+"""Takes a fault and the request id; returns the status and the body of a dialect's answer."""
 
 
 class Dialect(NamedTuple):
-    """Which requests belong to it, and how their errors look."""
+    """Recognizes the requests of a dialect, and builds their error answers."""
 
     knows: Callable[[Request], bool]
     form: Form
@@ -59,7 +59,7 @@ class Dialect(NamedTuple):
 def describe(error: Exception) -> Fault:
     if isinstance(error, BadRequest):
         return Fault(error.status, str(error), param=error.param, code=error.code)
-    if isinstance(error, RequestValidationError):  # what the framework has checked: a query
+    if isinstance(error, RequestValidationError):  # of query parameters, which the framework checks
         first = error.errors()[0]
         param = str(first["loc"][-1])
         return Fault(400, f"Invalid '{param}': {first['msg']}.", param=param, code="invalid_value")
@@ -68,7 +68,7 @@ def describe(error: Exception) -> Fault:
         return Fault(error.status_code, error.detail, code=code)
     if isinstance(error, RequestTimeout):
         return Fault(504, str(error), "timeout", code=error.code)
-    if isinstance(error, QueueFull):  # OpenAI's type of a rate limit is what was too many
+    if isinstance(error, QueueFull):  # OpenAI's type of a rate limit names what was limited
         kind = "tokens" if error.bound == "tokens" else "requests"
         return Fault(429, str(error), kind, code="queue_full", retry_after=error.retry_after, ticket=error.ticket)
     if isinstance(error, EngineError):
@@ -77,32 +77,32 @@ def describe(error: Exception) -> Fault:
 
 
 def describe_in_stream(error: Exception) -> Fault:
-    """A fault after the first byte."""
+    """Return the fault for an error after the first byte of a stream. Log unexpected errors."""
     if not isinstance(error, (BadRequest, EngineError, RequestTimeout)):
         log.error("a stream failed", exc_info=error)
     return describe(error)
 
 
 def openai_form(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
-    """OpenAI's error object, always with its four keys."""
+    """Return the status and OpenAI's error object, which always has its four keys."""
     error = {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}
     return fault.status, {"error": error}
 
 
 def error_event(error: Exception) -> bytes:
-    """A fault after the first byte: an event with OpenAI's error object, for a stream that then ends."""
+    """Return an event with OpenAI's error object, for a stream that has begun. The stream then ends."""
     return b"data: " + pydantic_core.to_json(openai_form(describe_in_stream(error))[1]) + b"\n\n"
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """Those that the path of ``request`` knows."""
+    """Return the methods that the path of ``request`` supports."""
     routes: list[Route] = request.app.state.routes
     known = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in known for method in route.methods or ()})
 
 
 def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
-    """Answer every error of ``app`` in the form of the dialect that knows the request."""
+    """Answer every error of ``app`` in the form of the request's dialect."""
 
     def answer(request: Request, fault: Fault) -> Response:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)

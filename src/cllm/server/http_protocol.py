@@ -1,4 +1,4 @@
-"""How HTTP is read from a connection: uvicorn's protocol, with the timeouts, limits and checks that it lacks."""
+"""Reads HTTP from connections: uvicorn's protocol, with the timeouts, limits and checks that it lacks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from cllm.server.sse import PROBE
 HEAD_TIMEOUT = 10.0  # seconds from the first byte of a request to the end of its head
 MAX_HEAD = 65_536  # bytes of the request line, the header fields and the trailer fields
 MAX_FIELDS = 200  # header and trailer fields of a request
-READ_TIMEOUT = 60.0  # seconds in which a client must take LEAST_READ of what waits for it, or all
+READ_TIMEOUT = 60.0  # seconds in which a client must read LEAST_READ of the pending data, or all of it
 LEAST_READ = 65_536  # bytes
-LINGER_PAUSE = 5.0  # seconds that a client may pause while it sends what is discarded
-LINGER_TIMEOUT = 30.0  # seconds that it may send altogether
-LINGER_BYTES = 1 << 30  # bytes that it may send
+LINGER_PAUSE = 5.0  # seconds that a client may pause while it sends data that is discarded
+LINGER_TIMEOUT = 30.0  # seconds that it may send in total
+LINGER_BYTES = 1 << 30  # bytes that it may send in total
 FIRST_PROBE, LONGEST_PROBE = 0.05, 15.0  # seconds between two probes of a half-closed connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")  # RFC 9110, 7.2
 
 
 class Protocol(HttpToolsProtocol):
-    """Refuses what is not HTTP or has too large a head, ends connections whose clients do not send a head or do not
-    read their answer, and lets a client that is still sending read an early answer. ``parts_of`` in body.py decides
-    how slowly a body may come. An Upgrade field is ignored, which RFC 9110, 7.8 allows.
+    """Rejects input that is not HTTP or has too large a head. Closes connections whose clients do not send a head or do
+    not read their answer. Lets a client that is still sending read an early answer. ``parts_of`` in body.py limits how
+    slowly a body may arrive. An Upgrade field is ignored, which RFC 9110, 7.8 allows.
 
-    A client may shut down its sending side after its request (half-close) and gets the answer. One that closes the
-    connection looks the same at first, so a half-closed connection is probed: what is written to a closed connection
-    is answered with a reset, and the next write fails.
+    A client may shut down its sending side after its request (half-close) and still gets the answer. A client that
+    closes the connection looks the same at first, so a half-closed connection is probed: data written to a closed
+    connection is answered with a reset, and the next write fails.
     """
 
     server_state: Connections
@@ -47,10 +47,10 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._num_unparsed_bytes = 0  # since the last end of a head, part of a body or end of a body
         self._num_head_bytes = self._num_fields = 0
-        self._refusal: tuple[HTTPStatus, str] | None = None  # why nothing more is parsed
+        self._refusal: tuple[HTTPStatus, str] | None = None  # why parsing has stopped
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._is_half_closed = False
-        self._is_discarding = False  # whatever still comes
+        self._is_discarding = False  # all further input
         self._num_discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
@@ -88,7 +88,7 @@ class Protocol(HttpToolsProtocol):
         else:
             self._await_reading()
 
-    # --- what it sends ------------------------------------------------------------------------------------------------
+    # --- what the client sends ----------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._is_discarding or self._refusal is not None:
@@ -105,8 +105,8 @@ class Protocol(HttpToolsProtocol):
             self._time_head()
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. It stops behind a head that asks for an upgrade and skips its body; a new parser then reads
-        the same head without the Upgrade field, and what follows.
+        """Feed the parser. It stops after a head that asks for an upgrade and would skip the body. A new parser then
+        reads the same head without the Upgrade field, and the rest of the data.
         """
         head, rest = b"", memoryview(data)
         while True:
@@ -161,7 +161,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
             self._stop_parser(HTTPStatus.NOT_IMPLEMENTED, "This server is not a proxy: CONNECT is not supported.")
-        if self.parser.should_upgrade():  # the head comes again, without the Upgrade field
+        if self.parser.should_upgrade():  # the head is parsed again, without the Upgrade field
             return
         self._num_unparsed_bytes = 0
         if self._head_timer is not None:
@@ -171,7 +171,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.server_state.mark_busy(self)
         cycle = self.cycle
-        cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # as much as it uses
+        cycle.transport = AnswerTransport(self.transport, self)  # type: ignore[assignment]  # has what the cycle uses
         cycle.scope["state"][IS_INCOMPLETE] = lambda: cycle.more_body
 
     def _check_fields(self) -> None:
@@ -199,7 +199,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _stop_parser(self, status: HTTPStatus, message: str) -> NoReturn:
-        """End a callback of the parser, which calls ``send_400_response`` in the end."""
+        """Abort a callback of the parser. ``_parse`` then calls ``send_400_response``."""
         self._refusal = status, message
         raise ValueError(message)
 
@@ -207,20 +207,20 @@ class Protocol(HttpToolsProtocol):
         self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer what is not a request, once the complete requests before it are answered, and close the connection."""
+        """Answer invalid input once the complete requests before it are answered, and close the connection."""
         if self._is_discarding or self.transport.is_closing():
             return
         if self._is_busy():
             if self.cycle is not self._running or not self.cycle.more_body:
                 self._refusal = status, message
-                if self.cycle.more_body:  # its body was refused
+                if self.cycle.more_body:  # its body is invalid
                     self.pipeline.popleft()
                     self.cycle = self.pipeline[0][0] if self.pipeline else self._running  # type: ignore[assignment]
                 return
-            if self.cycle.response_started:  # there is no place for another answer
+            if self.cycle.response_started:  # too late for another answer
                 self.transport.abort()
                 return
-            self._disconnect(self.cycle)  # what was refused is its body
+            self._disconnect(self.cycle)  # its body is what is invalid
         content = to_json(openai_form(Fault(status, message, code="invalid_http"))[1])
         request_id = new_request_id().encode()
         head: list[tuple[bytes, Any]] = [
@@ -235,7 +235,7 @@ class Protocol(HttpToolsProtocol):
         self.linger()
 
     def _disconnect(self, cycle: RequestResponseCycle) -> None:
-        """Tell the application that the client of ``cycle`` has gone."""
+        """Tell the application that the client of ``cycle`` has disconnected."""
         cycle.disconnected = True
         cycle.message_event.set()
 
@@ -247,7 +247,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._running is not None:
-            self._running.scope["state"].clear()  # which refers to what refers to it
+            self._running.scope["state"].clear()  # breaks a reference cycle
         super().on_response_complete()
         if self._is_discarding or self.transport.is_closing() or self._is_busy():
             return
@@ -262,8 +262,8 @@ class Protocol(HttpToolsProtocol):
             self._time_head()
 
     def linger(self) -> None:
-        """Close the connection once the client has read its answer: closing it while the client still sends would
-        reset it, and the answer would be lost. What the client sends is discarded, within limits.
+        """Close the connection once the client has read its answer. Closing it while the client still sends would reset
+        it and lose the answer. What the client sends is discarded, within limits.
         """
         if self._is_discarding or self.transport.is_closing():
             return
@@ -277,7 +277,10 @@ class Protocol(HttpToolsProtocol):
         self._closing_timer = self.loop.call_later(LINGER_PAUSE, self._check_lingering, 0, LINGER_TIMEOUT)
 
     def _check_lingering(self, num_bytes_before: int, seconds_left: float) -> None:
-        """Close the connection if nothing has come since the last check; ``seconds_left`` as of that check."""
+        """Close the connection if nothing has arrived since the last check, or time is up.
+
+        ``seconds_left``: as of the last check.
+        """
         seconds_left -= LINGER_PAUSE
         if seconds_left <= 0 or self._num_discarded_bytes == num_bytes_before:
             self.transport.close()
@@ -287,7 +290,7 @@ class Protocol(HttpToolsProtocol):
         )
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn always closes the connection
-        """The client sends nothing more. Return whether the connection stays open for its answer."""
+        """Note that the client sends nothing more. Return whether the connection stays open for its answer."""
         if self._is_discarding or not self._is_busy() or self.cycle.more_body:
             return False
         if not self._is_half_closed:
@@ -296,7 +299,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        """Write something that the client skips, now and in ``seconds``."""
+        """Write something that the client skips, now and again in ``seconds``."""
         if self.transport.is_closing() or not self._is_busy() or self._running is None:
             return
         scope = self._running.scope
@@ -308,7 +311,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class AnswerTransport:
-    """What an answer is written to: the connection, which is not closed before the client has sent its request."""
+    """The connection that an answer is written to. ``close`` lingers while the client still sends its request."""
 
     def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
         self.write = transport.write
@@ -324,8 +327,8 @@ class AnswerTransport:
 
 
 def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """``app``, whose answer in ``cycle`` ends with the connection if it has no length: clients of HTTP/1.0 do not read
-    chunks (RFC 9112, 6.1).
+    """Return ``app`` without chunks in ``cycle``: an answer without a length ends with the connection, because clients
+    of HTTP/1.0 cannot read chunks (RFC 9112, 6.1).
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server and the service behind it. To import this and to open them takes a second."""
+"""The HTTP server and the service behind it. Importing this module and opening both takes a second."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cllm.service import Service
 log = logging.getLogger("cllm.server")
 
 KEEP_ALIVE = 75  # seconds; longer than the idle time of the usual clients and proxies, so that they close first
-LAST_WORDS = 2  # seconds for streams that were ended to say so
+LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but at SIGTERM running streams get ``drain_timeout`` seconds and then an error of their own.
+    """uvicorn, but after SIGTERM running streams get ``drain_timeout`` seconds to finish, and then end with an error.
 
-    The second signal ends them at once.
+    A second signal ends them immediately.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, batches: Batches | None, drain_timeout: float) -> None:
@@ -47,13 +47,13 @@ class HttpServer(uvicorn.Server):
         self._drain_timeout = drain_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Signals come to ``handle_exit`` from now on; those that came before are in ``early``."""
+        """Start accepting connections. Signals now reach ``handle_exit``; earlier ones are in ``early``."""
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)
-        await super().startup([])  # connections are accepted here
+        await super().startup([])  # without sockets, because ``_accept`` accepts the connections
         self._accepting = [self._loop.create_task(self._accept(listener)) for listener in sockets or ()]
         if self.service.vocabulary.chat_template:
-            self._starting = self._loop.create_task(self.service.renderer.start())  # beside the engine, which loads
+            self._starting = self._loop.create_task(self.service.renderer.start())  # while the engine loads
         if self._batches is not None:
             self._batches.start()
 
@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
         await self.server_state.accept(listener, protocol)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # the handler runs between any two instructions, streams are not to be written to there
+        if self.should_exit:  # a signal handler can interrupt any code, so it must not write to streams itself
             self._loop.call_soon_threadsafe(self._end_streams)
         self.service.draining = True
         super().handle_exit(sig, frame)
@@ -91,7 +91,7 @@ class HttpServer(uvicorn.Server):
 
 
 def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient) -> HttpServer:
-    """A server that does not listen yet. Raises StartupError."""
+    """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     timeout, aliases = settings.scheduler.request_timeout, settings.model.aliases
     service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases)
@@ -111,7 +111,7 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
 
 
 def heads_as_gets(app: ASGIApp) -> ASGIApp:
-    """``app``, to which a HEAD is a GET; uvicorn sends the headers alone."""
+    """Return ``app`` with HEAD requests turned into GET. uvicorn sends only the headers of the answer."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
@@ -120,6 +120,6 @@ def heads_as_gets(app: ASGIApp) -> ASGIApp:
 
 
 def make_recorder(settings: Settings) -> Recorder | None:
-    """Raises StartupError."""
+    """Return the recorder of the trace file, or None if no file is set. Raises StartupError."""
     path = settings.scheduler.trace_file
     return None if path is None else Recorder(Path(path).expanduser())

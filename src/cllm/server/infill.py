@@ -20,7 +20,7 @@ class Snippet(NamedTuple):
 
 
 async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
-    """Tokens that ask for what lies between ``prefix`` and ``suffix``. Raises BadRequest if the model knows no such."""
+    """Return a prompt for the text between ``prefix`` and ``suffix``. Raises BadRequest if the model cannot fill in."""
     marks = find_marks(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     behind = await service.encode(suffix, "suffix", terms, plain=True)
@@ -28,7 +28,7 @@ async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms)
 
 
 def find_marks(service: Service, param: str) -> tuple[int, int, int]:
-    """The tokens before the prefix, the suffix and the middle. Raises BadRequest if the model has none."""
+    """Return the tokens that mark the prefix, the suffix and the middle. Raises BadRequest if the model has none."""
     if (marks := service.vocabulary.infill_tokens) is None:
         message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
         raise BadRequest(message, param=param, code="unsupported_parameter")

@@ -19,7 +19,7 @@ from cllm.server.sse import until_disconnect
 T = TypeVar("T")
 
 LARGE = 10_000  # bytes; a smaller body has less than 1,000 messages and parts
-MAX_WAITING_BYTES = 64_000_000  # of large requests; reading so many takes a few seconds
+MAX_WAITING_BYTES = 64_000_000  # of large requests; reading that many takes a few seconds
 NUM_BYTES = "cllm.num_bytes"  # in the scope of a request
 
 thread = ThreadPoolExecutor(1, "cllm-large")
@@ -27,7 +27,7 @@ waiting: dict[Request, int] = {}  # the requests that wait for the thread, and t
 
 
 def admit(request: Request, num_bytes: int) -> None:
-    """Remember that ``num_bytes`` belong to ``request``.
+    """Record that ``num_bytes`` belong to ``request``.
 
     Raises EngineError if that makes ``request`` large and too many bytes of large requests wait already.
     """
@@ -38,7 +38,7 @@ def admit(request: Request, num_bytes: int) -> None:
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on what belongs to ``request``; computed in the thread if that is large.
+    """Return the result of ``work`` on the data of ``request``. If that is large, ``work`` runs in the thread.
 
     Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it never does.
     """

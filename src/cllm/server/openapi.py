@@ -1,4 +1,4 @@
-"""The OpenAPI document, at /openapi.json, and a page that shows it, at /docs, which needs nothing from elsewhere."""
+"""The OpenAPI document at /openapi.json, and a page at /docs that shows it and loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
 
-MEDIA_TYPES = ("takes", "stream")  # beside the models of an operation
+MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are not models
 
 
 def install(app: FastAPI) -> None:
-    """Let ``app.openapi`` tell what the routes have said with ``documented``; it is made once, when it is asked for."""
+    """Let ``app.openapi`` include what routes declare with ``documented``. It is built once, on the first request."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -35,14 +35,14 @@ def install(app: FastAPI) -> None:
 
 
 def filled(document: dict[str, Any]) -> dict[str, Any]:
-    """``document`` with the schemas of all models that its operations name."""
+    """Return ``document`` with the schemas of all models that its operations name."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     named = [operation.pop("x-models", {"error": "cllm.server.body:Error"}) for operation in operations]
     models = {name: model_of(name) for models in named for role, name in models.items() if role not in MEDIA_TYPES}
     references, definitions = models_json_schema(
         [(model, "validation") for model in models.values()], ref_template="#/components/schemas/{model}"
     )
-    document["components"] = {"schemas": definitions.get("$defs", {})}  # in place of the framework's form of an error
+    document["components"] = {"schemas": definitions.get("$defs", {})}  # replaces the framework's error form
     for operation, roles in zip(operations, named, strict=True):
         fill(
             operation, {role: references[models[name], "validation"] for role, name in roles.items() if name in models}
@@ -59,14 +59,14 @@ def filled(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(name: str) -> type[pydantic.BaseModel]:
-    """The class that is called ``module:class``."""
+    """Return the class with the name ``module:class``."""
     module, _, qualname = name.partition(":")
     model: type[pydantic.BaseModel] = getattr(sys.modules[module], qualname)
     return model
 
 
 def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Put the schemas of one operation where they belong."""
+    """Add the schemas of one operation to it."""
     responses = operation["responses"]
     responses.pop("422", None)
     if "body" in schemas:
@@ -82,7 +82,7 @@ def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
 
 
 def page() -> tuple[bytes, str]:
-    """The page, and a policy under which a browser runs its script and its style, and nothing else."""
+    """Return the page, and a content security policy that allows only its own script and style."""
     html = resources.files("cllm.server").joinpath("docs.html").read_text()
 
     def digest(tag: str) -> str:

@@ -1,4 +1,4 @@
-"""Serves paths of clients whose base URL lacks /v1, or has it where the client adds it."""
+"""Serves clients whose base URL lacks /v1, or contains it although the client adds it too."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def install(app: FastAPI) -> None:
 
 
 def has_route(app: FastAPI, scope: Scope) -> bool:
-    """Whether the path of ``scope`` has a route, for any method."""
+    """Return whether the path of ``scope`` has a route, for any method."""
     routes: list[Route] = app.state.routes
     return any(route.matches(scope)[0] is not Match.NONE for route in routes)

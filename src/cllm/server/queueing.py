@@ -1,4 +1,4 @@
-"""What clients say about waiting, and what they are told about it: extensions of every dialect that generates."""
+"""Queueing extensions of all dialects: request fields for priority and timeouts, and headers about the queue."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cllm.process.reservations import Claim
 from cllm.server.body import BODY_HASH, Body
 
 TICKET = "x-cllm-retry-ticket"  # a header of a rejection, which the client sends back when it retries
-BATCH_OWNER = "cllm.batch_owner"  # in the scope of a request that a batch makes: on whose account it was created
+BATCH_OWNER = "cllm.batch_owner"  # in the scope of a batch's request: the account that created the batch
 
 Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
 
 
 class TermsBody(Body):
-    """Fields of a body that say for whom it is computed, how urgently, and until when."""
+    """Request fields for the account, the priority, the timeouts and the sharing of the cache."""
 
     user: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="On whose account this goes; those who wait are served fairly. A token goes before."
@@ -43,7 +43,7 @@ class TermsBody(Body):
     )
 
     def terms(self, request: Request, user: str | None = None) -> Terms:
-        """``user``: who else the body names as its user."""
+        """Return how the request is scheduled. ``user``: a user that another field of the body names."""
         key = account(request, self.user or user)
         asked: PriorityName | None = "batch" if BATCH_OWNER in request.scope else self.priority
         return Terms(
@@ -57,15 +57,15 @@ class TermsBody(Body):
 
 
 def priority_of(asked: PriorityName | None, of_key: PriorityName | None) -> Priority:
-    """The class of a request: what it asks for, but not a higher one than its key has."""
+    """Return the priority that a request asks for, but not a higher one than that of its account."""
     asked = asked or of_key or "normal"
     return max(Priority[asked.upper()], Priority[(of_key or asked).upper()])
 
 
 def account(request: Request, user: str | None) -> str:
-    """On whose account a request goes: a name made from its token, else from the user that it names, else "".
+    """Return the account of a request: a name made from its API key, else from ``user``, else "".
 
-    The token is what Authorization holds, or else x-api-key.
+    The API key is taken from Authorization, or else from x-api-key. A request of a batch has the batch's account.
     """
     token = re.sub(r"^bearer(\s+|$)", "", request.headers.get("authorization", "").strip(), flags=re.IGNORECASE)
     token = token or request.headers.get("x-api-key", "").strip()
@@ -77,13 +77,17 @@ def account(request: Request, user: str | None) -> str:
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
-    """What every dialect says of an answer beside it: its place in the queue, and what it was not held to."""
+    """Return the headers that every dialect adds to an answer: its queue position, and schema keywords that were not
+    enforced.
+    """
     unenforced = answer.generation.unenforced
     return place_headers(answer.place) | ({"x-cllm-unenforced-keywords": ", ".join(unenforced)} if unenforced else {})
 
 
 def place_headers(place: Place) -> dict[str, str]:
-    """Where the request stood when it came: what is ahead of it (0: it runs at once), and the time that takes."""
+    """Return headers with the request's queue position on arrival (0: it runs immediately), and the estimated time to
+    its first token.
+    """
     return {
         "x-cllm-queue-position": str(place.position),
         "x-cllm-estimated-ttft-ms": str(round(place.seconds * 1000)),

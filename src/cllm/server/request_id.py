@@ -1,5 +1,5 @@
-"""Headers that every answer has: the id of its request, by which a client and the operator speak of the same thing, and
-whether the connection is closed.
+"""Headers of every answer: the request id, with which clients and the operator identify a request, and whether the
+connection is closed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ IS_INCOMPLETE = "cllm.is_incomplete"  # in the scope's state: a function that sa
 
 
 def new_request_id() -> str:
-    """``req_`` and 24 hex digits."""
+    """Return ``req_`` and 24 hex digits."""
     return f"req_{secrets.token_hex(12)}"
 
 
 def request_id(request: Request) -> str:
-    """Ours, never the client's."""
+    """Return the id that this server gave the request. Ids from clients are ignored."""
     name: str = request.scope.setdefault(KEY, new_request_id())
     return name
 
 
 def with_answer_headers(app: ASGIApp) -> ASGIApp:
-    """``app``, whose answers all have the headers; one that has set x-request-id keeps it.
+    """Return ``app`` with the headers added to all its answers. An answer that has set x-request-id keeps it.
 
-    An answer that begins before its request has come whole, which is an error, closes the connection.
+    An answer that begins before the whole request has arrived (always an error) closes the connection.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:

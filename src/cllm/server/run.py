@@ -1,7 +1,7 @@
-"""Runs the HTTP server and its engine, from the socket to the last goodbye.
+"""Runs the HTTP server and its engine, from opening the socket to the shutdown.
 
-The engine process is started first. While it loads, the rest is imported and opened here, so that a start takes as long
-as the longer of the two.
+The engine process is started first. While it loads, this process imports and opens the rest, so the start takes only as
+long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartupError if the address cannot be had."""
+    """Return a listening socket. Raises StartupError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -50,18 +50,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What stands for every address of this machine, and the one by which the machine itself calls it."""
+"""Maps each wildcard address to the loopback address that reaches it from this machine."""
 
 
 def address(listener: socket.socket) -> str:
-    """The URL to call from this machine."""
+    """Return the URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = ALL_ADDRESSES.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def address_elsewhere(listener: socket.socket) -> str | None:
-    """The URL to call from other machines if it listens on all addresses; else None."""
+    """Return the URL for clients on other machines if the socket listens on all addresses; else None."""
     host, port = listener.getsockname()[:2]
     return f"http://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
 
@@ -76,10 +76,9 @@ async def run(
     on_ready: Callable[[Service], None],
     launched: Popen[bytes] | None,
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; ``early`` are those that came before the server could take them,
-    ``launched`` a process that is to be the engine.
+    """Serve until SIGTERM or SIGINT. Return whether the server has served. Raises StartupError if it cannot start.
 
-    False if it has not served. Raises StartupError if it cannot be.
+    early: signals that arrived before the server could handle them. launched: a process that becomes the engine.
     """
     vocabulary_is_sound: Future[None] = Future()
 
@@ -100,14 +99,14 @@ async def run(
         server = opened = await asyncio.to_thread(
             open_server, settings, params, model_name, engine, vocabulary_is_sound.result
         )
-        gc.enable()  # which __main__ has turned off for the imports
+        gc.enable()  # __main__ has turned it off for the imports
 
         def started(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
                 opened.should_exit = True
             else:
                 gc.collect()
-                gc.freeze()  # what is loaded by now stays: nobody has to look through it again
+                gc.freeze()  # what is loaded by now stays, so later collections need not scan it
                 on_ready(opened.service)
 
         opened.early = early
@@ -132,7 +131,10 @@ def open_server(
     engine: EngineClient,
     wait_for_engine: Callable[[], object],
 ) -> HttpServer:
-    """Import and open it; the vocabulary is read meanwhile, after ``wait_for_engine``, which raises what it raises."""
+    """Import and open the server. Meanwhile a thread calls ``wait_for_engine`` and then reads the vocabulary.
+
+    Raises StartupError, and any exception of the thread.
+    """
     with ThreadPoolExecutor(1) as thread:
         vocabulary = thread.submit(read_vocabulary, params, wait_for_engine)
         from cllm.server import http_server
@@ -141,7 +143,7 @@ def open_server(
 
 
 def read_vocabulary(params: EngineParams, wait_for_engine: Callable[[], object]) -> Vocabulary:
-    from cllm.engine.build import build_vocabulary  # half a second: NumPy and llama.cpp
+    from cllm.engine.build import build_vocabulary  # takes half a second: NumPy and llama.cpp
 
     return build_vocabulary(params, wait_for_engine)
 
@@ -164,14 +166,17 @@ def run_forever(
     on_ready: Callable[[Service], None],
     launched: Popen[bytes] | None = None,
 ) -> None:
-    """``run`` in an event loop of its own: uvloop where there is one. Raises KeyboardInterrupt if it came too early."""
+    """Call ``run`` in a new event loop, with uvloop if it is installed.
+
+    Raises KeyboardInterrupt if SIGINT arrived before the server could serve.
+    """
     try:
         import uvloop
 
         factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
     except ImportError:
         factory = None
-    # uvicorn raises a signal again once it has shut down, which would end us before the engine has ended
+    # uvicorn raises a signal again once it has shut down, which would end this process before the engine has ended
     signals: list[int] = []
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))

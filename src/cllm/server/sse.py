@@ -1,4 +1,4 @@
-"""Answers that end when the client goes away: server-sent events, and plain ones."""
+"""Answers that end when the client disconnects: streams, such as server-sent events, and plain ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.answer import Answer, Delta
 
 T = TypeVar("T")
 
-HEARTBEAT = 15.0  # seconds of silence after which proxies and clients are told that we are alive
+HEARTBEAT = 15.0  # seconds of silence after which a heartbeat is sent, so that proxies and clients keep waiting
 HEARTBEAT_BYTES = b": ping\n\n"
 DIRECT_SEND = "cllm.send"
 PROBE = "cllm.probe"  # in the scope's state: a function that writes something a reader of the stream skips
@@ -26,7 +26,7 @@ class ClientGone(Exception):
 
 
 class Events(Protocol):
-    """An answer in the words of a dialect, as ready bytes. ``end`` or ``fault`` is the last that is asked for."""
+    """Formats an answer as bytes in a dialect's format. The last call is ``end`` or ``fault``."""
 
     def begin(self) -> bytes: ...
     def deltas(self, deltas: list[Delta]) -> bytes: ...
@@ -35,7 +35,7 @@ class Events(Protocol):
 
 
 def streaming(app: ASGIApp) -> ASGIApp:
-    """``app``, whose streams send past the layers between: these look at the beginning of an answer only."""
+    """Return ``app`` with streams that bypass the layers in between, which only look at the beginning of an answer."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, DIRECT_SEND: send}, receive, send)
@@ -44,13 +44,13 @@ def streaming(app: ASGIApp) -> ASGIApp:
 
 
 class EventStream(Response):
-    """Sends an answer as it comes.
+    """Sends an answer as it is generated.
 
-    Tokens are written where they arrive, in the call that brings them: to wake a task for each of them would cost more
-    than all the rest. What comes while a client does not read is kept and sent as one.
+    Tokens are written in the call that delivers them: waking a task for each token would cost more than everything
+    else. What arrives while a client does not read is collected and sent together.
 
-    A disconnect is watched for beside, so that the end comes, and what was held for the stream is given back, as soon
-    as the client has gone, whether or not there is something to write.
+    A task watches for a disconnect, so that the stream ends and releases its resources as soon as the client has gone,
+    even if there is nothing to write.
     """
 
     media_type = "text/event-stream"
@@ -63,16 +63,16 @@ class EventStream(Response):
         media_type: str | None = None,
         heartbeat: bytes = HEARTBEAT_BYTES,
     ) -> None:
-        """``heartbeat`` breaks silence: bytes that readers of the stream skip, as a space before a line of JSON."""
+        """``heartbeat``: bytes sent after silence, which readers skip, such as a space before a line of JSON."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._answer = answer
         self._events = events
         self._heartbeat = heartbeat
-        self._writing: asyncio.Task[None] | None = None  # that waits until the client has read
+        self._writing: asyncio.Task[None] | None = None  # waits until the client has read
         self._num_sent = 0
-        self._is_last = False  # nothing follows what was written last
+        self._is_last = False  # nothing follows the latest data
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -104,7 +104,7 @@ class EventStream(Response):
             raise error
 
     async def _beat(self, watching: asyncio.Task[None]) -> None:
-        """Return when all has been sent or the client has gone; break silence meanwhile."""
+        """Send heartbeats until everything has been sent or the client has gone."""
         while True:
             sent = self._num_sent
             if (await asyncio.wait({self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED))[0]:
@@ -117,11 +117,11 @@ class EventStream(Response):
             self._write(self._heartbeat)
 
     def _pump(self) -> None:
-        """Write all that has come."""
+        """Write everything that has arrived."""
         try:
             while self._writing is None and not self._is_last and (data := self._take()) is not None:
                 self._write(data)
-        except Exception as error:  # noqa: BLE001  # of this stream alone; others are in the same call
+        except Exception as error:  # noqa: BLE001  # ends only this stream; others are in the same call
             self._end(error)
 
     def _take(self) -> bytes | None:
@@ -133,7 +133,7 @@ class EventStream(Response):
             if self._answer.finished:
                 self._is_last = True
                 data += self._events.end()
-        except Exception as error:  # noqa: BLE001  # the status line has gone out: it must go into the stream
+        except Exception as error:  # noqa: BLE001  # the status line has been sent: it goes into the stream
             self._is_last = True
             data = self._events.fault(error)
         return data
@@ -169,7 +169,7 @@ class EventStream(Response):
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
-    """Do ``work`` on the spot; if it has to wait, a task ends it."""
+    """Run ``work`` until it has to wait. Return a task that finishes it, or None if it has finished."""
     steps = work.__await__()
     try:
         future = next(steps)
@@ -179,7 +179,7 @@ def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
 
 
 async def end(steps: Generator[Any, Any, None], future: asyncio.Future[Any]) -> None:
-    """Go on with work that waits for ``future``."""
+    """Finish work that waits for ``future``."""
     try:
         while True:
             await asyncio.wait([future])
@@ -197,7 +197,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; it is cancelled, and ClientGone raised, if the client goes away before."""
+    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise ClientGone."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(disconnected(request.receive))
     try:

@@ -1,4 +1,4 @@
-"""What the answer must follow, in the words of OpenAI (``response_format``) and vLLM (``structured_outputs``)."""
+"""Constraints on the answer, in the formats of OpenAI (``response_format``) and vLLM (``structured_outputs``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.text.grammar import FREE, Checked, Constraint
 
 
 class JsonSchema(Body):
-    """With ``strict``, a keyword that cannot be enforced is refused. Clients of llama-server send no name."""
+    """With ``strict``, a keyword that cannot be enforced is rejected. ``name`` is optional."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
@@ -24,7 +24,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """``schema`` beside json_object is llama.cpp's way to say json_schema."""
+    """json_object with a ``schema`` is llama-server's form of json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -47,7 +47,9 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's, which has names that do not matter here: there is one backend, and blanks are always bounded."""
+    """vLLM's structured outputs. ``disable_fallback`` and ``disable_any_whitespace`` have no effect: there is one
+    backend, and whitespace is always limited.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -60,15 +62,15 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = None
 
     def constraints(self) -> dict[str, Constraint]:
-        """By field."""
+        """Return the constraints by field name."""
         return constraints_of(
             "structured_outputs.", json=self.json_, regex=self.regex, choice=self.choice, grammar=self.grammar
         ) | ({"structured_outputs.json_object": Constraint("json_object")} if self.json_object else {})
 
 
 class ConstrainedBody(Body):
-    """``guided_*`` are vLLM's names until 0.12, which clients still send; those without a prefix llama-server's and
-    SGLang's.
+    """Fields that constrain the answer. ``guided_*`` are vLLM's names until 0.12, which clients still send. Those
+    without a prefix are llama-server's and SGLang's.
     """
 
     response_format: ResponseFormat | None = None
@@ -83,8 +85,8 @@ class ConstrainedBody(Body):
     ebnf: str | None = None
 
     async def grammar(self, service: Service) -> Checked:
-        """What binds the answer. Raises BadRequest if there is more than one constraint, or it cannot be enforced, and
-        EngineError if too many grammars are being checked.
+        """Return the constraint on the answer. Raises BadRequest if there is more than one or it cannot be enforced,
+        and EngineError if too many grammars are being checked.
         """
         constraints = constraints_of(
             "guided_",
@@ -108,7 +110,7 @@ class ConstrainedBody(Body):
 
 
 def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
-    """By their fields, those that are not None."""
+    """Return the constraints of the fields that are not None, by prefixed name. Raises BadRequest for invalid JSON."""
     found = {name: value for name, value in fields.items() if value is not None}
     for name in found.keys() & {"json", "json_schema"}:
         try:

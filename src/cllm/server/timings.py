@@ -23,7 +23,7 @@ class Timings(Shape):
 
 
 def build_timings(generation: Generation) -> dict[str, Any]:
-    """The fields of Timings for what has been generated so far."""
+    """Return the fields of Timings for the tokens generated so far."""
     usage, times = generation.usage, generation.times
     return {
         "cache_n": usage.cached_tokens,
@@ -33,7 +33,7 @@ def build_timings(generation: Generation) -> dict[str, Any]:
 
 
 def build_part(name: str, count: int, seconds: float) -> dict[str, Any]:
-    """The fields for ``count`` tokens that took ``seconds``; a rate is 0 if it cannot be computed."""
+    """Return the fields for ``count`` tokens that took ``seconds``. A rate is 0 if its divisor is 0."""
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1000,

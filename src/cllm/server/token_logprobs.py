@@ -1,4 +1,4 @@
-"""Logprobs as objects, one a token: what OpenAI's chats and Ollama have in common."""
+"""Logprobs as one object for each token, the format of OpenAI's chats and of Ollama."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def token_objects(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> list[dict[str, Any]]:
-    """``bytes`` put together are the text; ``token`` is for reading, where a part of a character is U+FFFD."""
+    """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display: a part of a
+    character is U+FFFD in it.
+    """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = vocabulary.text_of(token)

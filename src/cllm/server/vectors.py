@@ -1,4 +1,4 @@
-"""Vectors as JSON."""
+"""Encodes embeddings as JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy.typing as npt
 
 from cllm.embedding import Vectors
 
-AT_ONCE = 16  # vectors that are written before others may have the event loop
+AT_ONCE = 16  # vectors encoded before the event loop may run other tasks
 
 
 async def written(vectors: Vectors, write: Callable[[int, npt.NDArray[np.float32]], bytes]) -> bytes:
-    """Each as ``write`` has it, with commas between; others may run in between, there may be megabytes."""
+    """Encode each vector with ``write`` and join them with commas. Other tasks run in between, because the result may
+    have megabytes.
+    """
     parts = []
     for i, vector in enumerate(vectors):
         if i % AT_ONCE == 0:
