@@ -1,1 +1,1 @@
-"""OpenAI's dialect: chat completions, completions, models."""
+"""OpenAI's dialect: chat completions, completions, responses, embeddings, files, batches, models."""

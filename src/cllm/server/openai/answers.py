@@ -1,4 +1,4 @@
-"""What OpenAI's answers look like, for the OpenAPI document."""
+"""Models of OpenAI's answers, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokensDetails(Shape):
 
 
 class Usage(Shape):
-    """prompt_tokens and completion_tokens; of an embedding the first and total_tokens alone."""
+    """Embeddings have only ``prompt_tokens`` and ``total_tokens``."""
 
     prompt_tokens: int
     total_tokens: int
@@ -184,7 +184,7 @@ class InfillSettings(SamplingSettings):
 
 
 class Infilled(Shape):
-    """All fields, or those that ``response_fields`` names."""
+    """Has all fields, or those that ``response_fields`` names."""
 
     content: str = ""
     stop: bool = True

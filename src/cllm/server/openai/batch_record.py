@@ -1,7 +1,7 @@
-"""What is known of a batch, and its files: the record, and the answers that it has so far.
+"""The record of a batch, and its files: the record on disk, and the answers so far.
 
-``batches/ID.json`` is replaced as a whole; answers are added to ``ID.output`` or ``ID.errors``, a line each, and a line
-that a crash has cut off is taken away, so that a line is there once or not at all.
+``batches/ID.json`` is always replaced as a whole. Each answer is a line appended to ``ID.output`` or ``ID.errors``. A
+line that a crash has cut off is removed, so that a line exists once or not at all.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("cllm.batches")
 
 FINAL = {"completed", "failed", "expired", "cancelled"}
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # of a file that are listed
+MAX_ERRORS = 100  # that are listed for a file
 
 
 class BatchRecord(msgspec.Struct):
-    """The fields are OpenAI's, and beside them: owner, on whose account it is computed; window and output_expires_after
-    in seconds; ending, what it will be once its files are whole; usage, as it was when it last was counted.
+    """OpenAI's fields, and these. owner: the account of the batch. output_expires_after: in seconds. ending: the status
+    that the batch will have once its files are complete. times: Unix times by status. usage: as last counted.
     """
 
     id: str
@@ -56,7 +56,7 @@ class BatchRecord(msgspec.Struct):
     usage: dict[str, int] = {}
 
     def public(self) -> dict[str, Any]:
-        """As OpenAI's clients see it."""
+        """Return the batch as OpenAI's clients see it."""
         statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         times = {f"{status}_at": self.times.get(status) for status in statuses}
         content = {
@@ -88,7 +88,7 @@ class Answered(NamedTuple):
 
 
 def tokens_of(line: dict[str, Any]) -> dict[str, int]:
-    """The tokens of an answer: of a chat, a completion, embeddings or a response; {} if it has none."""
+    """Return the token counts of an answer (a chat, a completion, embeddings or a response); {} if it has none."""
     usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
@@ -113,7 +113,7 @@ def usage_object(usage: dict[str, int]) -> dict[str, Any]:
 
 
 class BatchFiles:
-    """The files of one batch. All methods but ``add`` block, and are called one at a time, by one thread."""
+    """The files of one batch. All methods except ``add`` block, and are called by one thread, one at a time."""
 
     def __init__(self, folder: Path, batch_id: str) -> None:
         self._record = folder / f"{batch_id}.json"
@@ -125,14 +125,14 @@ class BatchFiles:
         write_whole(self._record, msgspec.json.encode(record))
 
     def add(self, line: bytes, *, succeeded: bool) -> None:
-        """Add an answer, which is on the disk after the next ``flush``."""
+        """Add an answer, which is on disk after the next ``flush``."""
         self._unwritten[self.output if succeeded else self.errors].append(line)
 
     def flush(self) -> None:
-        """Bring all that was added to the disk: the slowest part, and the same for one as for many.
+        """Write all added answers to disk. This is the slowest part, and takes as long for one answer as for many.
 
-        What an OSError has kept from the disk is written the next time, so that nobody's line is lost in the flush of
-        somebody else.
+        Answers that an OSError kept from the disk are written by the next flush, because a flush also writes answers
+        that tasks other than its caller have added.
         """
         for path, lines in self._unwritten.items():
             if taken := lines.copy():
@@ -140,7 +140,7 @@ class BatchFiles:
                 del lines[: len(taken)]
 
     def answered(self) -> Answered:
-        """Which lines have an answer. What a crash has cut off is taken away."""
+        """Return which lines have an answer, and their tokens. Remove lines that a crash has cut off."""
         self.flush()
         usage: Counter[str] = Counter()
         return Answered(set(answers_in(self.output, usage)), set(answers_in(self.errors, usage)), dict(usage))
@@ -162,7 +162,7 @@ def load_records(folder: Path) -> Iterator[BatchRecord]:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append ``data`` and bring it to the disk; all of it, or, with an OSError, nothing."""
+    """Append ``data`` and sync it to disk. If that raises OSError, append nothing."""
     with path.open("ab", buffering=0) as file:
         size, rest = file.tell(), memoryview(data)
         try:
@@ -176,7 +176,10 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def answers_in(path: Path, usage: Counter[str]) -> Iterator[str]:
-    """The custom_ids of the answers in a file; their tokens are added to ``usage``."""
+    """Yield the custom_ids of the answers in a file, and add their tokens to ``usage``.
+
+    Remove a line that a crash has cut off.
+    """
     if not path.exists():
         return
     whole = 0
@@ -202,7 +205,7 @@ class Line(pydantic.BaseModel):
 
 
 def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dict[str, Any]]]:
-    """The number of requests in a file, and what is wrong with them as OpenAI lists it; nothing is, if it is []."""
+    """Return the number of requests in a file, and the list of errors in them, in OpenAI's format."""
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
     for number, text in numbered_lines(path, max_line):
@@ -236,7 +239,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
 
 
 def fault_of(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
-    """Code, message and field of what is wrong with a request; "" if nothing is."""
+    """Return the code, the message and the field of a request's error; the code is "" if there is none."""
     if line.custom_id in seen:
         return "duplicate_custom_id", f"Another line has the custom_id {line.custom_id!r} too.", "custom_id"
     if line.method != "POST":
@@ -249,7 +252,9 @@ def fault_of(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str |
 
 
 def numbered_lines(path: Path, max_line: int) -> Generator[tuple[int, bytes], None, None]:
-    """The lines that are not blank, from 1; of one that is too long, a beginning that is too long."""
+    """Yield the lines that are not blank, with their numbers from 1. End with a line that is too long, of which only
+    the first bytes are read.
+    """
     with path.open("rb") as file:
         number = 0
         while text := file.readline(max_line + 2):

@@ -1,7 +1,7 @@
-"""Computes batches beside everything else, in the class batch, and goes on with them after a restart or a crash.
+"""Computes batches alongside other requests, with the priority ``batch``. Continues them after a restart or a crash.
 
-A line is computed by the route that it names, in this process and without HTTP. Its answer is on the disk before it is
-counted. Lines in flight when the server ends have no answer yet, and are computed again.
+A line is computed by the route that it names, in this process and without HTTP. Its answer is on disk before it is
+counted. Lines in flight when the server stops have no answer yet, so the next server computes them again.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ T = TypeVar("T")
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MAX_UNFINISHED = 100
-MAX_RECORDS = 1000  # the oldest that have ended leave
+MAX_RECORDS = 1000  # beyond that, the oldest batches that have ended are deleted
 TRIES = 3  # of a line, if the engine fails
-PAUSE = 0.1  # seconds between two looks at an engine that is not ready
-MISSING = {  # why a line has no answer, by what its batch has become
+PAUSE = 0.1  # seconds between two checks of an engine that is not ready
+MISSING = {  # why a line has no answer, by the status of its batch
     "expired": "The completion window has ended before this request could be computed.",
     "cancelled": "The batch was cancelled before this request was computed.",
 }
 
 INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-DISK_PAUSE = 2.0  # seconds between two tries to write to a disk that is full
-LINES_AT_ONCE = 500  # of those that have no answer, in one write
+DISK_PAUSE = 2.0  # seconds between two attempts to write to a full disk
+LINES_AT_ONCE = 500  # unanswered lines that are reported in one write
 
 log = logging.getLogger("cllm.batches")
 
 
 class Batches:
-    """All batches, and the files that they read and write. Batches are computed side by side, in turns."""
+    """All batches, and the files that they read and write. Batches run concurrently and take turns."""
 
     def __init__(self, app: FastAPI, folder: Path, files: FileStore, max_lines_at_once: int) -> None:
         self.files = files
@@ -63,13 +63,13 @@ class Batches:
         self._records: dict[str, BatchRecord] = {}
         self._parts: dict[str, BatchFiles] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._working: dict[str, asyncio.Task[None]] = {}  # on the lines of a batch
+        self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
         self._slots = asyncio.Semaphore(max_lines_at_once)
         self._disk = ThreadPoolExecutor(1, "cllm-batches")  # one thread, so that files are written in order
         files.is_read = lambda file_id: self.reader_of(file_id) is not None
 
     def open(self) -> None:
-        """Take the folder, and go on with what an earlier server has left. Raises BadRequest (503)."""
+        """Open the folder, and continue the batches of an earlier server. Raises BadRequest (503)."""
         if self._folder.is_open:
             return
         self._folder.open()
@@ -89,13 +89,13 @@ class Batches:
                 self._start(record)
 
     def start(self) -> None:
-        """Go on with what is there, if anything is; called when the event loop runs."""
+        """Continue the batches of an earlier server, if there is a folder. Call this when the event loop runs."""
         if self._folder.path.exists():
             with contextlib.suppress(BadRequest):  # which has been logged
                 self.open()
 
     async def stop(self) -> None:
-        """Compute nothing any longer; what has no answer yet is left to the next server."""
+        """Stop computing. The next server computes the lines that have no answer yet."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -104,12 +104,12 @@ class Batches:
         self._folder.close()
 
     async def create(self, record: BatchRecord) -> None:
-        """Begin with a batch; its record is on the disk when this returns. Raises BadRequest if there is no room."""
+        """Start a batch. Its record is on disk when this returns. Raises BadRequest if there is no room."""
         if sum(other.status not in FINAL for other in self._records.values()) >= MAX_UNFINISHED:
             message = f"{MAX_UNFINISHED} batches are being computed or wait; please retry when one has ended."
             raise BadRequest(message, code="too_many_batches", status=429)
         self.files.check_room(2)
-        self._records[record.id] = record  # from now on its input file stays
+        self._records[record.id] = record  # from now on its input file cannot be deleted
         try:
             await self._in_thread(self._files_of(record).save, record)
         except OSError as error:
@@ -123,7 +123,7 @@ class Batches:
         self._start(record)
 
     def get(self, batch_id: str, owner: str) -> BatchRecord:
-        """Raises BadRequest (404) for what is not there, or another's."""
+        """Return a batch. Raises BadRequest (404) if it does not exist or belongs to another account."""
         record = self._records.get(batch_id)
         if record is None or record.owner != owner:
             message = f"There is no batch {batch_id[:100]!r}."
@@ -131,17 +131,17 @@ class Batches:
         return record
 
     def owned_by(self, owner: str) -> list[BatchRecord]:
-        """The newest first."""
+        """Return the batches of ``owner``, newest first."""
         records = [record for record in self._records.values() if record.owner == owner]
         return sorted(records, key=lambda record: record.created_at, reverse=True)
 
     def reader_of(self, file_id: str) -> str | None:
-        """A batch that has not done with a file."""
+        """Return the id of a batch that still needs a file, or None."""
         readers = (r.id for r in self._records.values() if r.input_file_id == file_id and r.status not in FINAL)
         return next(readers, None)
 
     async def cancel(self, record: BatchRecord) -> None:
-        """Let a batch end with the answers that it has. Raises BadRequest if it is too late for that."""
+        """End a batch with the answers that it has. Raises BadRequest if it is too late for that."""
         if record.status not in ("validating", "in_progress", "cancelling"):
             message = f"The batch is {record.status}; it cannot be cancelled any longer."
             raise BadRequest(message, param="batch_id", code="invalid_status")
@@ -165,7 +165,7 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
     async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``; while the disk is full a batch waits."""
+        """Return the result of ``work``. While the disk is full, wait and retry."""
         while True:
             try:
                 return await self._in_thread(work, *arguments)
@@ -176,13 +176,13 @@ class Batches:
                 await asyncio.sleep(DISK_PAUSE)
 
     async def _turn(self, record: BatchRecord, status: str) -> None:
-        """Give ``record`` another status, here and on the disk."""
+        """Change the status of ``record``, in memory and on disk."""
         record.status = status
         record.times = {**record.times, status: int(time.time())}
         await self._on_disk(self._files_of(record).save, record)
 
     async def _run(self, record: BatchRecord) -> None:
-        """From the status that it has to its end."""
+        """Run a batch from its current status to its end."""
         try:
             if record.status == "validating":
                 await self._validate(record)
@@ -206,7 +206,7 @@ class Batches:
         return int(self._app.state.settings.server.max_body_mb) * 1_000_000
 
     async def _work(self, record: BatchRecord) -> str:
-        """Answer lines, up to the end or as long as may be; how the batch ends."""
+        """Answer lines until all are answered or the batch expires, is cancelled or fails. Return its final status."""
         if record.status == "cancelling":
             return "cancelled"
         self._working[record.id] = work = asyncio.create_task(self._answer_all(record))
@@ -251,13 +251,13 @@ class Batches:
                     task.add_done_callback(lambda _: self._slots.release())
 
     async def _lines(self, record: BatchRecord) -> AsyncGenerator[dict[str, Any], None]:
-        """The requests of a batch."""
+        """Yield the requests of a batch."""
         lines = (from_json(text) for _, text in numbered_lines(self.files.path(record.input_file_id), self._max_line()))
         while (line := await asyncio.to_thread(next, lines, None)) is not None:
             yield line
 
     async def _recount(self, record: BatchRecord) -> set[str]:
-        """The lines that have an answer; in the record, how many, and their tokens."""
+        """Return the custom_ids that have an answer. Set their number and their tokens in ``record``."""
         completed, failed, record.usage = await self._on_disk(self._files_of(record).answered)
         record.completed, record.failed = len(completed), len(failed)
         return completed | failed
@@ -273,18 +273,18 @@ class Batches:
             record.failed += 1
 
     def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
-        """To be flushed. Raises BadRequest if there is no room for an answer."""
+        """Add a line, to be flushed. Raises BadRequest if there is no room for an answer."""
         head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
         data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
         self.files.take_room(len(data), check=error == b"null")
         self._files_of(record).add(data, succeeded=succeeded)
 
     async def _compute(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, bytes, str]:
-        """Status, content and request id of the answer to one line."""
+        """Return the status, the content and the request id of the answer to one line."""
         service: Service = self._app.state.service
         tries = 0
         while True:
-            while not service.ready:  # noqa: ASYNC110  # rarely, so that nobody has to say when it is
+            while not service.ready:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
             request = request_of(self._app, record, to_json(body))
             try:
@@ -307,9 +307,9 @@ class Batches:
                 await asyncio.sleep(getattr(error, "retry_after", PAUSE))
 
     async def _finish(self, record: BatchRecord) -> None:
-        """Bring a batch whose lines are done to its end; may be begun again after a crash."""
+        """Complete a batch whose lines are done. This can be repeated after a crash."""
         parts = self._files_of(record)
-        if record.output_file_id is None and record.error_file_id is None:  # else all has been counted, and may be gone
+        if record.output_file_id is None and record.error_file_id is None:  # else counted, and files may have moved
             answered = await self._recount(record)
             if record.ending in MISSING:
                 await self._say_what_is_missing(record, answered)
@@ -341,13 +341,13 @@ class Batches:
 
 
 def endpoint_of(app: FastAPI, path: str) -> APIRoute:
-    """The route of an endpoint."""
+    """Return the route of an endpoint."""
     routes: list[APIRoute] = app.state.routes
     return next(route for route in routes if route.path == path)
 
 
 def request_of(app: FastAPI, record: BatchRecord, body: bytes) -> Request:
-    """The request of one line, as its route reads it; its client never goes away."""
+    """Return the request of one line, as its route reads it. Its client never disconnects."""
     scope = {
         "type": "http",
         "app": app,

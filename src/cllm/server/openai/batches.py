@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in a file, computed when nothing else is to be computed."""
+"""/v1/batches: computes the requests in a file, with the lowest priority."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchBody(Body):
 
 
 def make(app: FastAPI, settings: Settings) -> Batches | None:
-    """The batches and files of an application; None if its settings have no folder for them."""
+    """Return the batches and files of an application; None if its settings have no folder for them."""
     storage = settings.storage
     if storage.folder is None:
         return None
@@ -54,10 +54,10 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
 
 @router.post("", openapi_extra=documented(BatchBody, BatchObject))
 async def create(request: Request) -> dict[str, Any]:
-    """Compute all requests of a file that was uploaded before, when nobody waits for an answer.
+    """Compute all requests of an uploaded file, with the lowest priority.
 
-    The answers come in a file too, failures in another, in no order. A batch goes on after a crash or a restart, with a
-    server of the same model. Files and batches are seen with the token alone that made them.
+    The answers are written to one file and the errors to another, in any order. A batch continues after a crash or a
+    restart, if the server has the same model. Files and batches are visible only with the API key that created them.
     """
     batches = opened(request)
     body = await read_body(request, BatchBody)
@@ -86,20 +86,20 @@ async def create(request: Request) -> dict[str, Any]:
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
-    """The batches of this token, the newest first."""
+    """List the batches of this API key, newest first."""
     records = opened(request).owned_by(account(request, None))
     return page([record.public() for record in records], after, limit)
 
 
 @router.get("/{batch_id}", openapi_extra=documented(answer=BatchObject))
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
-    """How far a batch is, and where its answers are."""
+    """Return the progress of a batch, and the ids of its output files once it has ended."""
     return opened(request).get(batch_id, account(request, None)).public()
 
 
 @router.post("/{batch_id}/cancel", openapi_extra=documented(answer=BatchObject))
 async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
-    """End a batch with the answers that it has so far."""
+    """Cancel a batch. It keeps the answers that it has so far."""
     batches = opened(request)
     record = batches.get(batch_id, account(request, None))
     await batches.cancel(record)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: plain prompts, echoed or filled in if that is wanted, one or the best of several answers."""
+"""POST /v1/completions: continues plain prompts, with options to echo them, fill in text or return the best answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_STREAMED = 50_000  # the same for a streamed request
 
 @router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
 async def completions(request: Request) -> Response:
-    """A prompt, or some, continued; with ``stream`` as server-sent events."""
+    """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
     check_model(body.model, service)
@@ -72,7 +72,9 @@ async def completions(request: Request) -> Response:
 
 
 def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
-    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of a prompt at once."""
+    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of a prompt in one
+    chunk.
+    """
     if not body.echo or body.logprobs is None:
         return
     count, limit = sum(map(len, prompts)) * (1 + body.logprobs), MAX_STREAMED if body.stream else MAX_ECHOED
@@ -83,7 +85,7 @@ def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
 
 
 class Words:
-    """Choices as OpenAI words them. ``echoed``: what comes before the answers to each prompt."""
+    """Formats choices as OpenAI does. ``echoed``: the text before the answers to each prompt."""
 
     def __init__(self, service: Service, body: CompletionBody, answer: Answer, echoed: list[str]) -> None:
         self.body = body
@@ -96,17 +98,17 @@ class Words:
         return self.answer.generation.params
 
     def echoed(self, index: int) -> str:
-        """What comes before the text of the choice ``index``."""
+        """Return the text before that of the choice ``index``."""
         return self._echoed[index // self.params.n]
 
     def knows_prompt(self, index: int) -> bool:
-        """Whether the logprobs of its prompt are there, if they are wanted."""
+        """Return whether the logprobs of the choice's prompt are complete, or were not requested."""
         i = index // self.params.n
         wanted = self.params.prompt_logprobs is not None
         return not wanted or len(self.answer.prompt_logprobs[i]) >= len(self.answer.generation.prompts[i]) - 1
 
     def logprobs(self, index: int, told: list[ToldToken], *, with_prompt: bool) -> dict[str, Any] | None:
-        """The object ``logprobs`` of tokens of the choice ``index``; ``with_prompt``: and of what is echoed."""
+        """Return the ``logprobs`` object for tokens of the choice ``index``. ``with_prompt``: include its prompt."""
         if self.body.logprobs is None:
             return None
         own = completion_logprobs(self._vocabulary, told, len(self.echoed(index)))
@@ -119,7 +121,7 @@ class Words:
 
 @dataclass
 class Continuation:
-    """The text of one choice so far. ``index`` counts over all prompts, ``n`` for each."""
+    """The text of one choice so far. ``index`` counts the choices of all prompts; each prompt has ``n``."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -132,7 +134,7 @@ class Continuation:
 
 
 async def collect(answer: Answer, words: Words) -> list[Continuation]:
-    """All choices of a generation; of those that only compete for the best, the best ones, the best first."""
+    """Return all choices of a generation. With ``best_of``, return the best ones of each prompt, best first."""
     n = answer.generation.params.n
     choices = [Continuation(i) for i in range(len(answer.generation.prompts) * n)]
     async for deltas in answer:
@@ -151,7 +153,7 @@ async def collect(answer: Answer, words: Words) -> list[Continuation]:
 
 
 class CompletionChunks(Chunks):
-    """The chunks of a stream of completions: the first one of a choice brings what is echoed."""
+    """The chunks of a stream of completions. The first chunk of a choice contains the echoed prompt."""
 
     def __init__(self, words: Words, head: dict[str, Any]) -> None:
         options = words.body.stream_options
@@ -160,7 +162,7 @@ class CompletionChunks(Chunks):
         self._words = words
         self._begun: set[int] = set()
         self._is_plain = not words.body.echo and words.body.logprobs is None
-        self._held: list[Delta] = []  # until the logprobs of their prompt have come
+        self._held: list[Delta] = []  # until the logprobs of their prompt have arrived
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         if self._is_plain:

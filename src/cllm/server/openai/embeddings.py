@@ -29,7 +29,7 @@ MAX_INPUTS = 2048
 
 
 class EmbeddingsBody(TermsBody):
-    """Texts, or their token ids, and how their vectors are wanted."""
+    """Texts or their token ids, and the format of the embeddings."""
 
     model_config = example(input=["What is 27 plus 45?", "Paris is in France."], encoding_format="float")
 
@@ -39,7 +39,7 @@ class EmbeddingsBody(TermsBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """One or more texts, or token ids of them. Raises BadRequest if there are none or too many."""
+        """Return one or more texts, or their token ids. Raises BadRequest if there are none or too many."""
         inputs: Any = self.input
         if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
             inputs = [inputs]
@@ -50,7 +50,7 @@ class EmbeddingsBody(TermsBody):
         return checked
 
     def names(self, count: int) -> list[str]:
-        """What the inputs are called in errors."""
+        """Return the names of the inputs in errors."""
         is_list = isinstance(self.input, list) and not isinstance(self.input[0], int)
         return names("input", count) if is_list else ["input"]
 
@@ -58,7 +58,7 @@ class EmbeddingsBody(TermsBody):
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
-    """Vectors of texts: of length 1, so that the product of two is how much alike their texts are."""
+    """Return the embeddings of texts. Their length is 1, so the dot product of two is the similarity of their texts."""
     service: Service = request.app.state.service
     body = await read_body(request, EmbeddingsBody)
     check_model(body.model, service)

@@ -1,7 +1,7 @@
-"""Files of clients on disk. Nothing that a client names becomes a path.
+"""Stores clients' files on disk. No name that a client chooses becomes a path.
 
-A file is ``files/ID.data``, and exists once ``files/ID.json`` says what it is. Both are written under another name,
-brought to the disk and renamed, so that what is found after a crash is whole.
+The content of a file is ``files/ID.data``. It counts only if ``files/ID.json`` describes it. Both are written under
+another name, synced to disk and renamed, so that both are complete after a crash.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SUFFIXES = (".json", ".data", ".part", ".new")
 
 try:
     import fcntl
-except ImportError:  # Windows has none; there it is up to the operator that two servers have two folders
+except ImportError:  # Windows has no fcntl; there the operator must give each server its own folder
     fcntl = None  # type: ignore[assignment]
 
 
 class StoredFile(msgspec.Struct):
-    """owner: on whose account it lies here. bytes: its size. created_at, expires_at: Unix times."""
+    """owner: the account that it belongs to. bytes: its size. created_at, expires_at: Unix times."""
 
     id: str
     owner: str
@@ -43,7 +43,7 @@ class StoredFile(msgspec.Struct):
 
 
 class StateFolder:
-    """A folder that one server uses at a time; it is made when something is put into it."""
+    """A folder that only one server uses at a time. ``open`` creates it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class StateFolder:
         return self._lock is not None
 
     def open(self) -> None:
-        """Raises BadRequest (503) if it cannot be had."""
+        """Create the folder if necessary, and lock it. Raises BadRequest (503) if that fails."""
         if self.is_open:
             return
         lock = None
@@ -79,19 +79,19 @@ class StateFolder:
 
 
 class FileStore:
-    """At most ``max_files`` files; of all that is kept the size is at most ``max_bytes``."""
+    """At most ``max_files`` files. Together with the answers of batches, they take at most ``max_bytes``."""
 
     def __init__(self, folder: Path, max_files: int, max_bytes: int) -> None:
         self._folder = folder
         self._max_files = max_files
         self._max_bytes = max_bytes
         self._files: dict[str, StoredFile] = {}
-        self._num_pending = 0  # files on their way to the disk
+        self._num_pending = 0  # files that are being written
         self._num_bytes = 0
-        self.is_read: Callable[[str], bool] = lambda _: False  # somebody reads the file with this id, so it stays
+        self.is_read: Callable[[str], bool] = lambda _: False  # whether a batch still needs a file, by its id
 
     def load(self) -> None:
-        """Find what an earlier server has left; of its files, what is not whole goes. Others are none of ours."""
+        """Load the files of an earlier server. Delete its incomplete files, and leave files of other programs alone."""
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(msgspec.MsgspecError, OSError):
                 file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
@@ -104,17 +104,17 @@ class FileStore:
                 path.unlink()
 
     def path(self, file_id: str) -> Path:
-        """Where the content lies of a file that is known."""
+        """Return the path of a file's content."""
         return self._folder / f"{file_id}.data"
 
     def check_room(self, num_files: int) -> None:
-        """Raises BadRequest if there is no room for so many more."""
+        """Raise BadRequest if there is no room for ``num_files`` more."""
         if len(self._files) + self._num_pending + num_files > self._max_files:
             message = f"No more than {self._max_files} files are kept (storage.max_files); delete some."
             raise BadRequest(message, param="file", code="storage_full")
 
     def take_room(self, num_bytes: int, num_files: int = 0, *, check: bool = True) -> None:
-        """Raises BadRequest if there is no room for so much more, unless it is there already."""
+        """Reserve room. With ``check``, raise BadRequest if there is not enough."""
         if check:
             self.check_room(num_files)
         if check and self._num_bytes + num_bytes > self._max_bytes:
@@ -128,9 +128,9 @@ class FileStore:
         self._num_bytes -= num_bytes
 
     def write(self, file: StoredFile, content: BinaryIO) -> None:
-        """Bring ``content`` to the disk; the room for it has been taken. ``keep`` is to follow.
+        """Write ``content`` to disk. Call ``take_room`` before and ``keep`` afterwards.
 
-        Raises BadRequest (507) if the disk does not take it.
+        Raises BadRequest (507) if the disk is full or fails.
         """
         part = self._folder / f"{file.id}.part"
         try:
@@ -145,18 +145,18 @@ class FileStore:
             raise disk_fault(error) from None
 
     def adopt(self, file: StoredFile, part: Path) -> None:
-        """Make ``part``, which is on the disk, the content of ``file``. After a crash this is done or can be done."""
-        write_whole(self._folder / f"{file.id}.json", msgspec.json.encode(file))  # worth nothing before the next line
+        """Make ``part``, which is on disk, the content of ``file``. After a crash this is done or can be repeated."""
+        write_whole(self._folder / f"{file.id}.json", msgspec.json.encode(file))  # does not count before the next line
         part.replace(self.path(file.id))
         sync_folder(self._folder)
 
     def keep(self, file: StoredFile, num_pending: int = 0) -> None:
-        """Let ``file``, which has been written, be known."""
+        """Register ``file``, which has been written."""
         self._num_pending -= num_pending
         self._files[file.id] = file
 
     def get(self, file_id: str, owner: str, param: str = "file_id") -> StoredFile:
-        """Raises BadRequest (404) for what is not there, or another's."""
+        """Return a file. Raises BadRequest (404) if it does not exist or belongs to another account."""
         self._forget_expired()
         file = self._files.get(file_id)
         if file is None or file.owner != owner:
@@ -168,7 +168,7 @@ class FileStore:
         return self.path(file.id).open("rb")
 
     def owned_by(self, owner: str) -> list[StoredFile]:
-        """The oldest first."""
+        """Return the files of ``owner``, oldest first."""
         self._forget_expired()
         return sorted((file for file in self._files.values() if file.owner == owner), key=lambda file: file.created_at)
 
@@ -186,7 +186,7 @@ class FileStore:
 
 
 def disk_fault(error: OSError) -> BadRequest:
-    """What clients are told of a disk that is full, or does not write for another reason."""
+    """Log a disk error, and return the error for clients (507)."""
     log.warning("the disk does not take what clients leave: %s", error)
     message = "The server's disk does not take this now: it is full, or it fails."
     return BadRequest(message, code="disk_full", status=507)
@@ -199,14 +199,14 @@ def new_id() -> str:
 def new_file(
     owner: str, filename: str, purpose: str, num_bytes: int, expires_after: int | None, file_id: str = ""
 ) -> StoredFile:
-    """``expires_after``: seconds from now on."""
+    """Return the record of a new file. ``expires_after``: seconds from now."""
     now = int(time.time())
     expires_at = None if expires_after is None else now + expires_after
     return StoredFile(file_id or new_id(), owner, filename, purpose, num_bytes, now, expires_at)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file at ``path``: after a crash it has its old content or the new one."""
+    """Replace the file at ``path`` atomically: after a crash it has its old content or the new one."""
     part = path.with_suffix(".new")
     with part.open("wb") as target:
         target.write(content)
@@ -217,7 +217,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where a folder can be opened."""
+    """Sync the names in a folder to disk, on systems where a folder can be opened."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_DIRECTORY)
         try:

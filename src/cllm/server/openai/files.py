@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write."""
+"""/v1/files: the input and output files of batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cllm.server.queueing import account
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 
 CHUNK = 1 << 20
-MAX_OTHER_BYTES = 65_536  # of an upload: its other fields, and what is between
+MAX_OTHER_BYTES = 65_536  # of an upload, for its other fields and the separators
 MAX_FIELDS = 10
 MAX_NAME = 1024  # characters
 
@@ -42,7 +42,7 @@ def check_name(name: str) -> str:
 
 
 class UploadBody(Body):
-    """Sent as multipart/form-data; ``expires_after`` as expires_after[anchor] and expires_after[seconds]."""
+    """Sent as multipart/form-data, with ``expires_after`` as expires_after[anchor] and expires_after[seconds]."""
 
     model_config = example(
         file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
@@ -60,7 +60,7 @@ class UploadBody(Body):
 
 @router.post("", openapi_extra=documented(UploadBody, FileObject, takes="multipart/form-data"))
 async def upload(request: Request) -> dict[str, Any]:
-    """Keep a file: the requests of a batch."""
+    """Upload a file with the requests of a batch."""
     store = opened(request).files
     form = await read_form(request)
     try:
@@ -95,7 +95,7 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """The files of this token, the newest first."""
+    """List the files of this API key, newest first."""
     files = opened(request).files.owned_by(account(request, None))
     objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
@@ -103,13 +103,13 @@ async def list_files(
 
 @router.get("/{file_id}", openapi_extra=documented(answer=FileObject))
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
-    """What is known of a file."""
+    """Return the description of a file."""
     return file_object(opened(request).files.get(file_id, account(request, None)))
 
 
 @router.get("/{file_id}/content", openapi_extra=documented(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
-    """What a file holds, byte by byte."""
+    """Return the content of a file."""
     store = opened(request).files
     file = store.get(file_id, account(request, None))
     headers = {"content-length": str(file.bytes)}
@@ -129,7 +129,10 @@ async def delete(request: Request, file_id: str) -> dict[str, Any]:
 
 
 def opened(request: Request) -> Batches:
-    """Raises BadRequest where there is no folder for files, or it is another server's."""
+    """Return the batches, with their folder open.
+
+    Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
+    """
     batches: Batches | None = request.app.state.batches
     if batches is None:
         raise BadRequest("Files and batches are turned off here (storage.folder).", code="storage_off", status=404)
@@ -144,7 +147,7 @@ def chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def fields_of(form: FormData) -> dict[str, Any]:
-    """The fields of a form, a[b] as b within a."""
+    """Return the fields of a form; a[b] becomes b within a."""
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         outer, _, inner = name.partition("[")
@@ -160,7 +163,7 @@ def fields_of(form: FormData) -> dict[str, Any]:
 
 
 async def read_form(request: Request) -> FormData:
-    """The form, its file in memory or, if it is large, on disk. Raises BadRequest: 415, 413 or 400."""
+    """Return the form, with its file in memory or, if it is large, on disk. Raises BadRequest: 400, 408, 413 or 415."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
         message = f"The Content-Type must be multipart/form-data, not {content_type[:80]!r}."

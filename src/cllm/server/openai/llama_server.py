@@ -38,7 +38,7 @@ class Extra(Body):
 
 
 class InfillBody(GenerationBody):
-    """The text before and after the cursor, and how to sample."""
+    """The text before and after the cursor, and sampling parameters."""
 
     model_config = example(input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0)
     ignored: ClassVar = {
@@ -71,7 +71,7 @@ class InfillBody(GenerationBody):
 async def infill(request: Request) -> Response:
     """Fill in the text between a prefix and a suffix. 400 if the model has no tokens for that.
 
-    A prompt that is too long is shortened, and ``truncated`` is true: editors send more context than may fit.
+    A prompt that is too long is shortened, and ``truncated`` is true, because editors may send more than fits.
     """
     service: Service = request.app.state.service
     body = await read_body(request, InfillBody)
@@ -126,7 +126,7 @@ class InfillEvents:
         }
 
     def content(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The object for ``text``. The last one has the figures of the whole answer too."""
+        """Return the object for ``text``. The last one also has the figures of the whole answer."""
         found: dict[str, Any] = {"index": 0, "content": text, "stop": is_last}
         if is_last:
             usage, last = self._generation.usage, self._last
@@ -160,14 +160,14 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def value_at(content: Any, path: str) -> Any:
-    """The value at ``path``, where a/b is b within a; None if it does not exist."""
+    """Return the value at ``path``, where a/b is b within a; None if it does not exist."""
     for name in path.split("/"):
         content = content.get(name) if isinstance(content, dict) else None
     return content
 
 
 def settings_of(params: Any) -> dict[str, Any]:
-    """Sampling settings under llama-server's names. ``params``: SamplingParams or SamplingDefaults."""
+    """Return sampling settings under llama-server's names. ``params``: SamplingParams or SamplingDefaults."""
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "temperature": params.temperature,
@@ -179,7 +179,7 @@ def settings_of(params: Any) -> dict[str, Any]:
 
 @router.get("/props", openapi_extra=documented(answer=Props))
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
-    """The context length, the chat template and the input modalities of the model."""
+    """Return the model's context length, chat template and input modalities."""
     service: Service = request.app.state.service
     check_model(model, service)
     info, vocabulary = service.info, service.vocabulary

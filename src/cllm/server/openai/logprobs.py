@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's words: of chats one object a token, of completions lists side by side."""
+"""Logprobs in OpenAI's formats: one object for each token in chats, parallel lists in completions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cllm.text.detokenizer import Detokenizer
 
 
 def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str, Any]:
-    """The object ``logprobs`` of a chat's choice."""
+    """Return the ``logprobs`` object of a chat's choice."""
     return {"content": token_objects(vocabulary, told), "refusal": None}
 
 
 def completion_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken], offset: int) -> dict[str, Any]:
-    """The object ``logprobs`` of a completion's choice, whose text begins at the character ``offset``."""
+    """Return the ``logprobs`` object of a completion's choice, whose text begins at the character ``offset``."""
     return {
         "tokens": [readable(vocabulary, one.token) for one in told],
         "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in told],
@@ -28,7 +28,7 @@ def completion_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken], offse
 
 
 def prompt_logprobs(vocabulary: Vocabulary, prompt: list[int], logprobs: list[Logprobs]) -> dict[str, Any]:
-    """The same of an echoed prompt; nothing can be said of its first token."""
+    """Return the ``logprobs`` object of an echoed prompt. Its first token has no logprob."""
     others = list(zip(prompt[1:], logprobs, strict=True))
     return {
         "tokens": [readable(vocabulary, token) for token in prompt],
@@ -39,12 +39,15 @@ def prompt_logprobs(vocabulary: Vocabulary, prompt: list[int], logprobs: list[Lo
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The objects of two texts as that of both."""
+    """Return one object for two texts that follow each other."""
     return {key: first[key] + second[key] for key in first}
 
 
 def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, float]:
-    """By text, the most probable tokens and the one that came; of those that read the same the most probable."""
+    """Return the logprobs of the most probable tokens and of ``token``, by text.
+
+    If several tokens have the same text, the most probable one counts.
+    """
     found: dict[str, float] = {}
     for other, logprob in [*logprobs.top, (token, logprobs.logprob)]:
         found.setdefault(readable(vocabulary, other), max(logprob, LEAST))
@@ -52,7 +55,7 @@ def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, fl
 
 
 def readable(vocabulary: Vocabulary, token: int) -> str:
-    """The text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
+    """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
     data = vocabulary.text_of(token)
     try:
         return data.decode()
@@ -61,7 +64,7 @@ def readable(vocabulary: Vocabulary, token: int) -> str:
 
 
 def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
-    """The character of the whole text at which each token begins."""
+    """Return the character of the whole text at which each token begins."""
     detokenizer, at, found = Detokenizer(vocabulary.pieces), 0, []
     for token in tokens:
         found.append(at)
@@ -70,5 +73,5 @@ def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
 
 
 def said(vocabulary: Vocabulary, tokens: list[int]) -> str:
-    """What tokens say; control tokens say nothing."""
+    """Return the text of tokens. Control tokens have none."""
     return b"".join(vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Lists of objects, a page at a time."""
+"""Splits lists of objects into pages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from cllm.errors import BadRequest
 
 
 def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return at most ``limit`` of the ``objects`` that follow the one with the id ``after``; "" is the beginning.
+    """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or "" is the beginning.
 
-    Raises BadRequest if that is not among them.
+    Raises BadRequest if no object has that id.
     """
     begin = 0
     if after:

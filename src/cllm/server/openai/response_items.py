@@ -23,7 +23,7 @@ def new_id(kind: str) -> str:
 
 
 class Part(Body):
-    """A part of a message's content. Parts that are not text are refused."""
+    """A part of a message's content. Parts that are not text are rejected."""
 
     type: str
     text: str | None = None
@@ -159,7 +159,7 @@ MODELS: dict[str, type[Body]] = {
 
 
 def tag_of(item: Any) -> str:
-    """The tag of the model for ``item``. The type may be missing from messages and references."""
+    """Return the tag of the pydantic model for ``item``. The type may be missing from messages and references."""
     if not isinstance(item, dict):
         return f"item:{type(item).__name__}"
     kind = item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
@@ -244,7 +244,7 @@ def place_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> Non
 
 
 def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message if it is the assistant's, else a new one."""
+    """Return the last message if it is the assistant's, else append a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]

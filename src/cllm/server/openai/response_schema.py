@@ -1,4 +1,4 @@
-"""What clients of the Responses API send, and its translation to a chat, which is what is computed."""
+"""Request bodies of the Responses API, and their translation to chats."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ class ResponseBody(GenerationBody):
             raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as item resources, including references and items that will be left out."""
+        """Return the input as item resources, including references and items that will be left out."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input).resource()] if self.input else []
         return [item.resource() for item in self.input or []]
 
     def chat(self, items: list[dict[str, Any]]) -> ChatBody:
-        """The chat that asks for the same after ``items``. Raises BadRequest."""
+        """Return the equivalent chat request for the conversation ``items``. Raises BadRequest."""
         own = {*ResponseBody.__annotations__, "max_tokens"}
         shared = (set(GenerationBody.model_fields) - own) & self.model_fields_set
         values = self.model_dump(include=shared, by_alias=True)
@@ -226,16 +226,16 @@ class ResponseBody(GenerationBody):
 
 
 def renamed(error: BadRequest) -> BadRequest:
-    """``error`` about a chat, in this dialect's names."""
+    """Return ``error`` about a chat with the names of this dialect."""
     param, message = error.param or "", str(error)
     for name, here in NAMES.items():
         if param == name or param.startswith((f"{name}[", f"{name}.")):
-            rest = "" if name == "messages" else param[len(name) :]  # one message is made of several items
+            rest = "" if name == "messages" else param[len(name) :]  # because several items become one message
             message = message.replace(f"'{param}", f"'{here}{rest}").replace(f"'{name}", f"'{here}")
             return BadRequest(message, param=here + rest, code=error.code, status=error.status)
     return error
 
 
 def force_function(name: str) -> dict[str, Any]:
-    """The ``tool_choice`` of a chat that forces the function ``name``."""
+    """Return the ``tool_choice`` of a chat that forces the function ``name``."""
     return {"type": "function", "function": {"name": name}}

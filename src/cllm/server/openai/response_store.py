@@ -1,4 +1,4 @@
-"""Responses that are kept for those who go on from them: in memory, bounded, the ones not used for longest leave."""
+"""Stores responses in memory, so that requests can continue from them. The least recently used are removed first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``response`` and ``items`` (what was sent with it) are JSON, so that what they take is known.
+    """``response`` and ``items`` (the input of the request) are JSON, so that their size is known.
 
     item_ids: the ids of the output items, for item_reference.
     """
@@ -36,7 +36,7 @@ class Stored:
 
 
 class ResponseStore:
-    """At most ``max_count`` responses in ``max_bytes``. Each is known to its owner alone."""
+    """At most ``max_count`` responses in ``max_bytes``. Each is visible only to its owner."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
@@ -46,7 +46,7 @@ class ResponseStore:
         self._response_ids: dict[str, str] = {}  # output item id -> response id
 
     def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keep ``response``, unless it is too large alone; those not used for longest make room."""
+        """Store ``response``, unless it alone is too large. The least recently used ones make room."""
         item_ids = tuple(item["id"] for item in response["output"])
         stored = Stored(
             owner, msgspec.json.encode(response), to_json(items), response["previous_response_id"], item_ids
@@ -66,7 +66,7 @@ class ResponseStore:
             del self._response_ids[item_id]
 
     def get(self, response_id: str, owner: str, param: str = "response_id") -> Stored:
-        """Raises BadRequest (404) for what is not there, or another's."""
+        """Return a response. Raises BadRequest (404) if it does not exist or belongs to another account."""
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             raise BadRequest(
@@ -80,19 +80,19 @@ class ResponseStore:
         return stored
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Raises BadRequest (404)."""
+        """Delete a response. Raises BadRequest (404) as ``get`` does."""
         self.get(response_id, owner)
         self._remove(response_id)
 
     def with_items(self, item_ids: Iterable[str], owner: str) -> list[Stored]:
-        """The responses kept for ``owner`` whose output has an item with one of these ids. They count as used."""
+        """Return the responses of ``owner`` whose output has an item with one of these ids. They count as used."""
         response_ids = dict.fromkeys(self._response_ids.get(item_id, "") for item_id in item_ids)
         return [self._use(name) for name in response_ids if name in self._stored and self._stored[name].owner == owner]
 
     def turns(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[Stored]:
-        """A response and those before it, the first one first. They count as used.
+        """Return a response and all those before it, oldest first. They count as used.
 
-        Raises BadRequest (404) if one of them is not there.
+        Raises BadRequest (404) if one of them does not exist.
         """
         response_ids: list[str] = []
         while response_id is not None:
@@ -106,5 +106,5 @@ class ResponseStore:
 
 
 def history_of(turns: list[Stored]) -> list[dict[str, Any]]:
-    """All items that were sent and given."""
+    """Return all input and output items of ``turns``."""
     return [item for turn in turns for item in (*from_json(turn.items), *turn.output())]

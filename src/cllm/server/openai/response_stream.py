@@ -1,4 +1,4 @@
-"""Deltas to the items and events of a response. What does not change within an item is encoded once."""
+"""Turns deltas into the items and events of a response. What does not change within an item is encoded once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OutputItem:
     """
 
     def __init__(self, channel: Channel, index: int, call: int, tool: Called) -> None:
-        """``index``: its place in the output. ``call``: which call of the answer this is; ``tool``: what it calls."""
+        """``index``: the place in the output. ``call``: the number of the call in the answer, to the tool ``tool``."""
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
         self.id, self.call_id = new_id("ctc" if tool.is_custom else PREFIXES[channel]), new_id("call")
         self._texts: list[str] = []
@@ -90,7 +90,7 @@ class OutputItem:
         }
 
     def resource(self, status: str) -> dict[str, Any]:
-        """The item as it stands; while it is in progress, as it stood at its beginning."""
+        """Return the item with its content so far; with the status in_progress, without content."""
         begun = status != "in_progress"
         text = self.text if begun else ""
         item: dict[str, Any]
@@ -108,7 +108,7 @@ class OutputItem:
 
 
 class ResponseEvents:
-    """The events of one response: see Events; and the response itself, which ``response`` is in the end. Its logprobs
+    """The events of one response; implements Events. After ``end``, ``response`` is the complete response. Its logprobs
     are JSON that msgspec copies.
     """
 
@@ -120,7 +120,7 @@ class ResponseEvents:
         called: Mapping[str, Called],
         logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
     ) -> None:
-        """``head``: the response before anything was computed. ``on_end`` gets it when all has been.
+        """``head``: the response before generation. ``on_end`` gets the complete response.
 
         ``called``: the tool behind each function, by the function's name. ``logprobs``: makes the logprobs object for
         some tokens, if the client asked for it.
@@ -193,7 +193,7 @@ class ResponseEvents:
         status = "incomplete" if self._finish == "length" else "completed"
         data = b""
         if self._item is None and not self._output:
-            data = self._open(Channel.TEXT)  # the model has said nothing, which is an answer too
+            data = self._open(Channel.TEXT)  # the model generated nothing: answer with an empty message
         data += self._close(status)
         usage = usage_object(self._generation.usage)
         self.response = {**self.response, "status": status, "output": self._output, "usage": usage}

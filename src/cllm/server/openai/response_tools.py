@@ -1,4 +1,4 @@
-"""Tools of the Responses API: declared to the model as functions, and found again by the function that it calls."""
+"""Tools of the Responses API. They are declared to the model as functions; a call is mapped back to its tool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FunctionTool(Function):
         return {"type": "function", "parameters": None, "strict": None, **self.model_dump(exclude_unset=True)}
 
     def function(self) -> dict[str, Any]:
-        """The declaration of the function for a chat."""
+        """Return the declaration of the function for a chat."""
         return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
@@ -65,7 +65,7 @@ class OtherTool(Body):
 
 
 def tag_of(tool: Any) -> str:
-    """The tag of the model for ``tool``."""
+    """Return the tag of the pydantic model for ``tool``."""
     kind = tool.get("type") or "function" if isinstance(tool, dict) else type(tool).__name__
     if not isinstance(kind, str):
         return "tool:None"
@@ -127,14 +127,14 @@ class Toolset:
                 self.called[name] = Called(tool.name, namespace.name if namespace else None, is_custom)
 
     def flat_names(self, name: str, namespace: str | None) -> list[str]:
-        """Names of the functions for the tool ``name``; without a namespace, those of all namespaces."""
+        """Return the names of the functions for the tool ``name``; without a namespace, those of all namespaces."""
         if (exact := flat_name(name, namespace)) in self.called:
             return [exact]
         return [flat for flat, called in self.called.items() if namespace is None and called.name == name]
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name of the function for a tool."""
+    """Return the name of the function for a tool."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with the responses that are kept."""
+"""POST /v1/responses, and the routes for stored responses."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 @router.post("", openapi_extra=documented(ResponseBody, ResponseObject, stream="text/event-stream"))
 async def create(request: Request) -> Response:
-    """Answer, and keep the answer, so that the next request can go on from it by its id.
+    """Generate a response and store it, so that a later request can continue from it by its id.
 
-    What is kept lies in memory, so many responses and so many bytes (storage.max_responses, storage.max_responses_mb);
-    the ones not used for longest make room, and a restart forgets all. They are seen with their own token alone.
+    Responses are stored in memory, limited by number and size (storage.max_responses, storage.max_responses_mb). The
+    least recently used ones are removed first, and a restart removes all. A response is visible only with the API key
+    that created it.
     """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
@@ -63,7 +64,7 @@ async def create(request: Request) -> Response:
 
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> Response:
-    """How many tokens the prompt of such a response has."""
+    """Count the prompt tokens of a response, without generating it."""
     service: Service = request.app.state.service
     body, _, skipped = await translate(request, await read_body(request, ResponseBody))
     with renaming_fields():
@@ -74,7 +75,7 @@ async def input_tokens(request: Request) -> Response:
 
 @router.get("/{response_id}", openapi_extra=documented(answer=ResponseObject))
 async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
-    """A response that is kept."""
+    """Return a stored response."""
     if stream:
         message = "'stream' is for responses in the background, and there are none."
         raise BadRequest(message, param="stream", code="unsupported_parameter")
@@ -84,14 +85,14 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
 
 @router.delete("/{response_id}", openapi_extra=documented(answer=Deleted))
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
-    """Forget a response; those that go on from it cannot be gone on from any longer."""
+    """Delete a stored response. Later responses of the same conversation can no longer be continued."""
     kept(request).delete(response_id, account(request, None))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel", openapi_extra=documented(answer=ResponseObject))
 async def cancel(request: Request, response_id: str) -> Response:
-    """Always refused: nothing is computed in the background."""
+    """Always rejected, because nothing is computed in the background."""
     kept(request).get(response_id, account(request, None))
     message = "Only responses in the background can be cancelled, and there are none; to end one, close its connection."
     raise BadRequest(message, param="response_id", code="unsupported_operation")
@@ -105,7 +106,7 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """What the model has read: the items that were sent, and those of the responses before."""
+    """List the items that the model has read: the input of the request, and the items of all responses before it."""
     owner = account(request, None)
     stored = kept(request).get(response_id, owner)
     turns = kept(request).turns(stored.previous_id, owner)
@@ -125,7 +126,7 @@ def kept(request: Request) -> ResponseStore:
 
 @contextmanager
 def renaming_fields() -> Iterator[None]:
-    """Name the fields of this dialect in the errors of a chat."""
+    """Use the field names of this dialect in errors about the chat."""
     try:
         yield
     except BadRequest as error:
@@ -160,7 +161,10 @@ async def translate(request: Request, body: ResponseBody) -> tuple[ChatBody, lis
 
 
 def check_turns(request: Request, turns: list[Stored]) -> None:
-    """Raise BadRequest if responses are together larger than a body may be: a prompt is to be made of them."""
+    """Raise BadRequest if the responses together are larger than a body may be, because all of them go into a prompt.
+
+    Otherwise count their bytes as the request's. Raises EngineError if too many large requests wait.
+    """
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     num_bytes = sum(stored.num_bytes for stored in turns)
     if num_bytes > limit:
@@ -170,7 +174,7 @@ def check_turns(request: Request, turns: list[Stored]) -> None:
 
 
 def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
-    """What is done with a response that has ended."""
+    """Return a function that stores a finished response, unless the request forbids it."""
     owner, store = account(request, None), kept(request)
     return lambda response: store.add(owner, response, items) if response["store"] else None
 
@@ -182,7 +186,7 @@ async def collect(answer: Answer, events: ResponseEvents) -> None:
 
 
 def response_head(request: Request, body: ResponseBody, generation: Generation) -> dict[str, Any]:
-    """The response before anything was computed: what was asked for, defaults filled in."""
+    """Return the response before generation: the request's parameters, with defaults filled in."""
     text_format = body.text.format.resource() if body.text else {"type": "text"}
     choice = body.tool_choice or "auto"
     head = {

@@ -35,7 +35,7 @@ MANY_LOGPROBS = 5_000
 
 @router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
-    """The next message of a conversation; with ``stream`` as server-sent events."""
+    """Generate the next message of a conversation. With ``stream``, the answer is server-sent events."""
     body = await read_body(request, ChatBody)
     check_model(body.model, request.app.state.service)
     generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
@@ -43,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def chat_generation(request: Request, body: ChatBody, request_id: str, param: str = "messages") -> Generation:
-    """What is to be computed for a chat, ready to be submitted; ``param`` names its messages in errors."""
+    """Return the generation for a chat, ready to be submitted. ``param`` names its messages in errors."""
     service: Service = request.app.state.service
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
@@ -54,15 +54,15 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The served model, under its name and under each alias that is not a pattern; ``root`` is its name."""
+    """List the served model under its name and under each alias that is not a pattern. ``root`` is its name."""
     service: Service = request.app.state.service
     return {"object": "list", "data": [model_object(service, name) for name in service.names]}
 
 
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """The served model, by its name or an alias."""
-    if not name:  # the list's path with a slash behind it
+    """Return the served model, by its name or an alias."""
+    if not name:  # the list's path with a trailing slash
         return await models(request)
     service: Service = request.app.state.service
     check_model(name, service)
@@ -79,7 +79,7 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "cllm",
         "root": service.model_name,
         "context_length": info.context_length if info else None,
-        "max_model_len": info.context_length if info else None,  # the same in the words of vLLM, which clients look for
+        "max_model_len": info.context_length if info else None,  # the same under vLLM's name, which clients look for
     }
 
 
@@ -91,7 +91,7 @@ def check_model(name: str | None, service: Service) -> None:
 
 
 def head_of(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
-    """What every answer and every chunk begins with; the same fingerprint and seed give the same text."""
+    """Return the fields that begin every answer and every chunk. The same fingerprint and seed give the same text."""
     sha = hashlib.sha256(f"{__version__} {service.info.fingerprint}".encode()).hexdigest()
     return {
         "id": generation.request_id,
@@ -111,7 +111,7 @@ def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
 
 
 async def respond(request: Request, body: ChatBody, generation: Generation) -> Response:
-    """Stream the generation, or collect it; what can be refused is refused before the first byte."""
+    """Stream the generation, or collect it. A request is only rejected before the first byte."""
     service: Service = request.app.state.service
     head = head_of(service, generation, "chat.completion.chunk" if body.stream else "chat.completion")
     answer = service.submit(generation)
@@ -135,7 +135,7 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
 
 
 async def collect(answer: Answer) -> list[Whole]:
-    """All choices of a generation."""
+    """Return all choices of a generation."""
     choices = [Whole() for _ in range(answer.generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
@@ -146,9 +146,9 @@ async def collect(answer: Answer) -> list[Whole]:
 async def choices_answer(
     answer: Answer, head: dict[str, Any], choices: Iterable[dict[str, Any]], num_tokens: int
 ) -> Response:
-    """The answer ``head`` with ``choices``, which have the logprobs of ``num_tokens``.
+    """Return the answer ``head`` with ``choices``, which have the logprobs of ``num_tokens``.
 
-    If these are many, it is written in another thread; one choice after the other, because each holds the GIL.
+    If there are many logprobs, another thread encodes the answer, one choice after the other: encoding holds the GIL.
     """
     generation = answer.generation
     content = {**head, "usage": usage_object(generation.usage), "timings": build_timings(generation)}

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send, checked field by field; bounds of sampling are those of core/params.py."""
+"""Request bodies of OpenAI's clients. The ranges of sampling parameters are checked in core/params.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_VARIABLES_BYTES = 10_000
 
 
 def read_limit(value: Any) -> Any:
-    """Read -1 as None: clients of llama-server ask for no limit so."""
+    """Read -1 as None, because clients of llama-server use it for no limit."""
     return None if type(value) is int and value == -1 else value
 
 
@@ -45,7 +45,7 @@ Metadata = Annotated[
     at_most(MAX_METADATA),
 ]
 
-# Of SamplingParams, under the names that llama-server and vLLM have for them.
+# Fields of SamplingParams, under the names that llama-server and vLLM use.
 EXTENSIONS = (
     "include_stop_str_in_output",
     "min_tokens",
@@ -70,7 +70,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(TermsBody, ConstrainedBody):
-    """What chat completions and completions have in common."""
+    """Fields that all generating routes of this dialect have in common."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "use_beam_search": "there is no beam search",
@@ -117,7 +117,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
     @property
     def counts_always(self) -> bool:
-        """True if every chunk of a stream is to bring the usage."""
+        """Whether every chunk of a stream includes the usage."""
         options = self.stream_options
         return options is not None and options.include_usage and options.continuous_usage_stats
 
@@ -126,7 +126,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
         return self.n_predict if "n_predict" in given and "max_tokens" not in given else self.max_tokens
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Raises BadRequest for values out of range."""
+        """Return the sampling parameters. Raises BadRequest for values out of range."""
         bias = None
         if self.logit_bias is not None:
             if not all(key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias):
@@ -155,18 +155,18 @@ class GenerationBody(TermsBody, ConstrainedBody):
         )
 
     def logprobs_wanted(self) -> dict[str, int | None]:
-        """What of SamplingParams asks for logprobs."""
+        """Return the fields of SamplingParams that request logprobs."""
         return {}
 
     def with_breakers(self, params: SamplingParams, breakers: DryBreakers) -> SamplingParams:
-        """``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
+        """Return ``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
         texts = None if self.dry_sequence_breakers is None else tuple(self.dry_sequence_breakers)
         if not params.uses_dry and texts is None:
             return params
         return msgspec.structs.replace(params, dry_breakers=breakers.ids(texts))
 
     def check_stream(self) -> None:
-        """Raise BadRequest for wishes about a stream where there is none."""
+        """Raise BadRequest for usage options of a stream if the answer is not streamed."""
         options = self.stream_options
         if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
             raise self.refuse("stream_options", "needs 'stream' to be true; else the usage is always there")
@@ -176,14 +176,14 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
 
 class TextPart(Body):
-    """``text``, in the Responses API input_text or output_text; or what an assistant has said as ``refusal``."""
+    """A part of the type text (in the Responses API input_text or output_text), or an assistant's refusal."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
     def said(self) -> str | None:
-        """None if it is no text."""
+        """Return the text; None if the part is not text."""
         if self.type == "refusal":
             return self.refusal
         return self.text if self.type in ("text", "input_text", "output_text") else None
@@ -218,7 +218,7 @@ class Message(Body):
         return self
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """The message as chat templates know it. Raises BadRequest for parts that are not text."""
+        """Return the message in the format of chat templates. Raises BadRequest for parts that are not text."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self._text(param),
@@ -310,7 +310,7 @@ TemplateVariables = Annotated[
 
 
 def drop_nulls(variables: dict[str, Any] | None) -> dict[str, Any]:
-    """Drop variables that are null."""
+    """Return ``variables`` without those that are null."""
     return {name: value for name, value in (variables or {}).items() if value is not None}
 
 
@@ -364,7 +364,7 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens or super().num_new_tokens()
 
     def check(self) -> None:
-        """Raise BadRequest for what would change the answer and cannot be done yet."""
+        """Raise BadRequest for parameters that contradict each other."""
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
             raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
@@ -375,7 +375,7 @@ class ChatBody(GenerationBody):
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def chat(self) -> Chat:
-        """Raises BadRequest for messages that no template can take."""
+        """Return the conversation. Raises BadRequest for messages that no template can render."""
         mode, allowed = self._tool_choice()
         self._check_results()
         chat = Chat(
@@ -391,7 +391,7 @@ class ChatBody(GenerationBody):
         return continuing(chat) if self.continue_final_message else chat
 
     def _check_results(self) -> None:
-        """Raise BadRequest for the result of a call that nobody made."""
+        """Raise BadRequest for the result of a call that no earlier message has made."""
         made: set[str] = set()
         for i, message in enumerate(self.messages):
             made |= {call.id for call in message.tool_calls or []}
@@ -411,7 +411,8 @@ class ChatBody(GenerationBody):
 
 
 def continuing(chat: Chat) -> Chat:
-    """``chat``, to go on with its last message. Raises BadRequest if that is not an assistant's, or has calls."""
+    """Return ``chat``, set to continue its last message. Raises BadRequest if that is not an assistant's or has calls.
+    """
     if chat.messages[-1]["role"] != "assistant" or "tool_calls" in chat.messages[-1]:
         message = "Invalid 'continue_final_message': the last message must be an assistant's, without tool calls."
         raise BadRequest(message, param="continue_final_message", code="invalid_value")
@@ -433,11 +434,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def chooses(self) -> bool:
-        """True if more are computed than are given out."""
+        """Whether more choices are generated than returned."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     def check(self) -> None:
-        """Raise BadRequest for what cannot be had together."""
+        """Raise BadRequest for parameters that cannot be combined."""
         self.check_stream()
         if self.best_of is not None and self.best_of < (self.n or 1):
             message = f"Invalid 'best_of': it must not be less than n, {self.n}."
@@ -456,7 +457,7 @@ class CompletionBody(GenerationBody):
         return {"logprobs": ranked, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or more prompts, as text or as token ids. Raises BadRequest if there are none or too many."""
+        """Return one or more prompts, as text or as token ids. Raises BadRequest if there are none or too many."""
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]

@@ -1,4 +1,4 @@
-"""What the answers about responses, files and batches look like, for the OpenAPI document."""
+"""Models of the answers about responses, files and batches, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResponseUsage(Shape):
 
 
 class ResponseObject(Shape):
-    """``output`` has items of the types message, reasoning and function_call."""
+    """``output`` has items of the types message, reasoning, function_call and custom_tool_call."""
 
     id: str
     object: Literal["response"]
@@ -130,7 +130,7 @@ class BatchInputDetails(Shape):
 
 
 class BatchUsage(Shape):
-    """Of all answers together, once the batch has ended."""
+    """Tokens of all answers together. Complete once the batch has ended."""
 
     input_tokens: int
     input_tokens_details: BatchInputDetails

@@ -1,4 +1,4 @@
-"""Deltas to OpenAI's chunks. What does not change within a stream is encoded once."""
+"""Turns deltas into OpenAI's chunks. What does not change within a stream is encoded once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def call_id() -> str:
 
 
 class Chunks:
-    """The chunks of one stream: see Events. Whatever happens, [DONE] comes last."""
+    """The chunks of one stream; implements Events. [DONE] is always the last one, also after an error."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class Chunks:
         include_usage: bool,
         logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
     ) -> None:
-        """``head``: id, object, created and model, which every chunk repeats. ``logprobs``: the object of a delta's."""
+        """``head``: id, object, created and model, which every chunk repeats. ``logprobs`` makes the logprobs object
+        of a delta.
+        """
         self._generation = generation
         self._chat = chat
         self._include_usage = include_usage
@@ -60,7 +62,7 @@ class Chunks:
         return self._head + b'{"index":%d,' % index + rest + self._end
 
     def _open(self, delta: Delta) -> bytes:
-        """The first chunk of a chat's choice. A choice that begins with a call may have no content."""
+        """Return the first chunk of a chat's choice. A choice that begins with a call may have no content."""
         self._unopened.remove(delta.index)
         content = b'""' if delta.channel == Channel.TEXT else b"null"
         return self._choice(delta.index, b'"delta":{"role":"assistant","content":' + content + self._going)
@@ -72,7 +74,7 @@ class Chunks:
         return self._choice(index, self._text + to_json(text) + end)
 
     def finish(self, index: int, reason: str) -> bytes:
-        """The last chunk of a choice. The last one of the stream has the timings, unless a usage chunk follows."""
+        """Return the last chunk of a choice. The stream's last one has the timings, unless a usage chunk follows."""
         self._num_going -= 1
         if not self._num_going and not self._include_usage:
             self._end = b"]," + self._timings()
@@ -108,7 +110,7 @@ class Chunks:
         return data + self.finish(delta.index, delta.finish) if delta.finish else data
 
     def count(self) -> None:
-        """Let the next chunks bring the usage so far."""
+        """Include the usage so far in the next chunks."""
         self._end = b'],"usage":' + to_json(usage_object(self._generation.usage)) + b"}\n\n"
 
     def begin(self) -> bytes:
@@ -128,7 +130,7 @@ class Chunks:
 
 
 class Counted:
-    """``chunks`` of which each one brings the usage so far."""
+    """Wraps ``chunks`` so that each one includes the usage so far."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -140,7 +142,7 @@ class Counted:
 
 
 class Whole:
-    """A choice that is answered at once."""
+    """Collects a choice that is not streamed."""
 
     def __init__(self) -> None:
         self.text: list[str] = []

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template, in the words of llama-server and of vLLM, which both are understood."""
+"""/tokenize, /detokenize and /apply-template, which accept the parameters of llama-server and of vLLM."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cllm.text.chat_template import without_fences
 router = APIRouter(tags=["Tokens"])
 
 MAX_TOKENS = 1_000_000  # of a text
-MAX_PIECES = 100_000  # tokens that are shown with their texts
+MAX_PIECES = 100_000  # tokens that are returned with their texts
 
 
 class ConversationBody(Body):
-    """What a template is given beside the messages."""
+    """Parameters of the chat template, without the messages."""
 
     refused: ClassVar = {
         "chat_template": "the model's own is used",
@@ -53,10 +53,10 @@ class TemplateBody(ConversationBody):
 
 
 class TokenizeBody(ConversationBody):
-    """One of ``content``, ``prompt`` and ``messages``.
+    """Give one of ``content``, ``prompt`` and ``messages``.
 
-    Tokens that the model wants before and behind a text are added to a prompt (vLLM), and to content if asked for
-    (llama-server).
+    The tokens that the model expects before and after a text are added to ``prompt`` by default (as in vLLM), but not
+    to ``content`` (as in llama-server).
     """
 
     model_config = example(content="What is 27 plus 45?", with_pieces=True)
@@ -80,7 +80,10 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize", openapi_extra=documented(TokenizeBody, Tokenized))
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of a conversation in the model's chat template; with the text of each if asked for."""
+    """Return the token ids of a text, or of a conversation in the model's chat template.
+
+    With ``with_pieces`` or ``return_token_strs``, also return the text of each token.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody)
     check_model(body.model, service)
@@ -125,7 +128,7 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
 
 @router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, control tokens by their names; as ``content`` and, the same, as ``prompt``."""
+    """Return the text of token ids, with control tokens by name. ``content`` and ``prompt`` are the same text."""
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody)
     check_model(body.model, service)
@@ -135,7 +138,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.post("/apply-template", openapi_extra=documented(TemplateBody, Templated))
 async def apply_template(request: Request) -> Response:
-    """The prompt that the model's chat template makes of messages; nothing is generated."""
+    """Render messages with the model's chat template, and return the prompt. Nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
     check_model(body.model, service)
@@ -144,7 +147,7 @@ async def apply_template(request: Request) -> Response:
 
 
 async def render(request: Request, messages: list[Message], body: ConversationBody) -> str:
-    """Rendered, with fences. Raises BadRequest."""
+    """Return the rendered conversation, with fences around plain text. Raises BadRequest."""
     service: Service = request.app.state.service
 
     def translate() -> Chat:
@@ -159,7 +162,7 @@ async def render(request: Request, messages: list[Message], body: ConversationBo
 
 
 def text_of(service: Service, tokens: list[int]) -> str:
-    """Raises BadRequest for ids that are not in the vocabulary."""
+    """Return the text of ``tokens``. Raises BadRequest for ids that are not in the vocabulary."""
     size = service.vocabulary.size
     for i, token in enumerate(tokens):
         if not 0 <= token < size:
@@ -169,7 +172,7 @@ def text_of(service: Service, tokens: list[int]) -> str:
 
 
 def piece(vocabulary: Vocabulary, token: int) -> str | list[int]:
-    """The text of a token, or its bytes if they are not text by themselves."""
+    """Return the text of a token, or its bytes if they are not valid UTF-8."""
     data = vocabulary.text_of(token)
     try:
         return data.decode()
