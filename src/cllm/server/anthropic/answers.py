@@ -1,4 +1,4 @@
-"""What Anthropic's clients get, for the OpenAPI document."""
+"""Models of Anthropic's answers, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ErrorDetails(Shape):
 
 
 class ErrorObject(Shape):
-    """details: for a fault that Anthropic's clients handle by themselves."""
+    """``details``: for an error that Anthropic's clients handle themselves."""
 
     type: str
     message: str
@@ -42,7 +42,7 @@ class OutputDetails(Shape):
 
 
 class Usage(Shape):
-    """Tokens that were reused are not among input_tokens."""
+    """``input_tokens`` does not include the tokens from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -1,4 +1,4 @@
-"""Which requests are Anthropic's, and the form of their errors."""
+"""Recognizes Anthropic's requests, and builds their error answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TYPES = {
 }
 
 
-# By the refused parameter: the code on which Anthropic's clients send the request again without it.
+# For a rejected parameter: the code after which Anthropic's clients retry without it.
 ERROR_CODES = {"thread": "thread_unsupported_request"}
 
 
 def speaks_anthropic(request: HTTPConnection) -> bool:
-    """Messages are Anthropic's alone; the models' path is OpenAI's too, and the headers tell."""
+    """Return whether the request is in this dialect. Outside /v1/messages, its headers decide."""
     path, headers = request.scope["path"], request.headers
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return True
@@ -33,7 +33,7 @@ def speaks_anthropic(request: HTTPConnection) -> bool:
 
 
 def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
-    """Too many requests for this server, whoever sends them, is 529 here; 429 is somebody's own limit."""
+    """Build an error answer. A full queue is 529, because it affects all clients; 429 is a client's own limit."""
     status = 529 if fault.code == "queue_full" else fault.status
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": fault.message}

@@ -33,7 +33,7 @@ VERSION = re.compile(r"20[2-9]\d-[01]\d-[0-3]\d")
 
 
 class Route(APIRoute):
-    """For requests that speak this dialect; the same path may be another one's too."""
+    """Matches only requests in this dialect, because other dialects have some of the same paths."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] != "http" or not speaks_anthropic(HTTPConnection(scope)):
@@ -48,7 +48,7 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
     "/messages", openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error)
 )
 async def messages(request: Request) -> Response:
-    """The next message of a conversation, whole or as a stream of events."""
+    """Generate the next message of a conversation, whole or as a stream of events."""
     service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, MessagesBody)
@@ -72,7 +72,7 @@ async def messages(request: Request) -> Response:
 
 @router.post("/messages/count_tokens", openapi_extra=documented(CountBody, TokenCount, error=Error))
 async def count_tokens(request: Request) -> dict[str, int]:
-    """The prompt's tokens, counted by the tokenizer and the template that would be used."""
+    """Count the tokens of a prompt, with the chat template and the tokenizer that a generation would use."""
     service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, CountBody)
@@ -87,7 +87,7 @@ async def models(
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
-    """One page: there is one model, and nothing after or before it."""
+    """List the served model. There is only one page."""
     check_version(request)
     data = [] if after_id or before_id else [model_object(request.app.state.service)]
     name = data[0]["id"] if data else None
@@ -96,7 +96,7 @@ async def models(
 
 @router.get("/models/{name:path}", include_in_schema=False)
 async def model(request: Request, name: str) -> dict[str, Any]:
-    if not name:  # the list's path with a slash behind it
+    if not name:  # the list's path with a trailing slash
         return await models(request)
     check_version(request)
     check_model(name, request.app.state.service)
@@ -117,7 +117,7 @@ def model_object(service: Service) -> dict[str, Any]:
 
 
 def check_version(request: Request) -> None:
-    """Raise BadRequest for what is no version of the API; they are dates, and all are answered alike."""
+    """Raise BadRequest if the API version is not a date. All versions get the same answers."""
     version = request.headers.get("anthropic-version")
     if version is not None and not VERSION.fullmatch(version):
         message = f"anthropic-version: {version[:40]!r} is not a version; one is 2023-06-01."

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send, and its translation: messages of blocks to those that chat templates know."""
+"""Anthropic's request bodies, and the translation of their content blocks to the messages of chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512
 
-NAMES = {"stop": "stop_sequences"}  # of sampling parameters, where Anthropic has others
+NAMES = {"stop": "stop_sequences"}  # Anthropic's names of sampling parameters, where they differ
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "xhigh": Effort.XHIGH, "max": Effort.XHIGH}
 CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "auto": "auto",
@@ -31,7 +31,7 @@ ONE_KIND = "there is one kind of service for all; priority and deadline_ms say w
 CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
 NOWHERE = "nothing is run on the server; declare a client tool"
 
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")  # those with fields of their own
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")  # types with fields of their own
 # Where blocks of other types have texts, in the order in which they are read.
 TEXT_FIELDS = (
     *("title", "context", "url", "source", "tool_name", "text", "data", "content", "tool_references"),
@@ -39,12 +39,12 @@ TEXT_FIELDS = (
 )
 UNREADABLE = ("image", "base64", "url", "file")  # types of blocks and of their sources
 BILLING = "x-anthropic-billing-header:"
-"""How a block of Claude Code's system prompt begins that is for Anthropic's accounts; it differs in every session, and
-so would keep the prompts from sharing their prefix."""
+"""The beginning of a block in Claude Code's system prompt that is for Anthropic's accounting. The block is left out: it
+differs in every session, so prompts could not share a prefix."""
 
 
 def text_in(value: Any) -> str:
-    """The texts in a block of any type."""
+    """Return the texts in a block of any type."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def text_in(value: Any) -> str:
 
 
 class Block(Body):
-    """A content block of any type; which fields it must have is checked where it is translated."""
+    """A content block of any type. Its required fields are checked when it is translated."""
 
     ignored: ClassVar = {
         "cache_control": CACHED,
@@ -88,7 +88,7 @@ class Block(Body):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether nothing is read of it, and it is not refused for that."""
+        """Whether the block is left out: it has no text, and its type is not rejected for that."""
         return self.type not in (*BLOCKS, "document") and not self.text
 
 
@@ -101,7 +101,7 @@ class Message(Body):
 
 
 class Tool(Body):
-    """A tool of the client's; the server's own are refused by their type."""
+    """A tool that the client runs. Tools that Anthropic's servers run are rejected by their type."""
 
     ignored: ClassVar = {
         "allowed_callers": "calls are the model's own",
@@ -174,7 +174,7 @@ class Metadata(Body):
 
 
 class CountBody(Body):
-    """What makes a prompt: POST /v1/messages/count_tokens."""
+    """POST /v1/messages/count_tokens: the fields that make a prompt."""
 
     model_config = example(model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}])
 
@@ -201,7 +201,9 @@ class CountBody(Body):
     output_format: OutputFormat | None = Field(default=None, description="The earlier name of output_config.format.")
 
     def chat(self) -> Chat:
-        """Raises BadRequest for what a model of text cannot read, and for a choice among tools that are not there."""
+        """Return the conversation. Raises BadRequest for content that is not text, and for the choice of a tool that
+        does not exist.
+        """
         tools, choice = self.tools or [], self.tool_choice or ToolChoice(type="auto")
         thinking = self.thinking
         effort = self.output_config.effort if self.output_config else None
@@ -224,7 +226,7 @@ class CountBody(Body):
         return self._continuing(chat) if chat.messages[-1]["role"] == "assistant" else chat
 
     def _continuing(self, chat: Chat) -> Chat:
-        """``chat``, to go on with its last message. Raises BadRequest where Anthropic does."""
+        """Return ``chat``, set to continue its last message. Raises BadRequest where Anthropic does."""
         last = chat.messages[-1]
         if "tool_calls" in last:
             raise invalid("messages", "after a tool_use block the user's next message must have its tool_result block")
@@ -239,25 +241,27 @@ class CountBody(Body):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def skipped_blocks(self) -> list[str]:
-        """The types of the content blocks of which nothing is read."""
+        """Return the types of the content blocks that are left out."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         inner = [part for block in blocks if isinstance(block.content, list) for part in block.content]
         return [block.type for block in (*blocks, *inner) if block.is_skipped]
 
     def output_schema(self) -> tuple[dict[str, Any], str] | None:
-        """What the answer must be, and where the body says so."""
+        """Return the schema of the answer and the path of its field, or None."""
         if self.output_config and self.output_config.format:
             return self.output_config.format.schema_, "output_config.format.schema"
         return (self.output_format.schema_, "output_format.schema") if self.output_format else None
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Turns of the same role are one, results of tools are messages of their own before the user's text."""
+        """Return the messages for the chat template. Consecutive turns of the same role are merged. Tool results become
+        separate messages before the user's text.
+        """
         system = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
         texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
         texts = [text for text in texts if not text.startswith(BILLING)]
         messages: list[dict[str, Any]] = [{"role": "system", "content": texts}] if any(texts) else []
-        called: dict[str, str] = {}  # names by the ids of calls
+        called: dict[str, str] = {}  # names by call id
         for i, message in enumerate(self.messages):
             path = f"messages[{i}].content"
             if not message.content and message.role != "assistant":
@@ -311,7 +315,7 @@ class MessagesBody(CountBody, TermsBody):
         return super().terms(request, user or (self.metadata.user_id if self.metadata else None))
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Raises BadRequest for values out of range."""
+        """Return the sampling parameters. Raises BadRequest for values out of range."""
         budget = self.thinking.budget_tokens if self.thinking else None
         if budget is not None and budget >= self.max_tokens:
             raise invalid("thinking.budget_tokens", f"it must be below max_tokens, {self.max_tokens}, not {budget}")
@@ -334,7 +338,7 @@ def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[
         elif block.type == "tool_use":
             function = {"name": needed(block.name, at, "name"), "arguments": needed(block.input, at, "input")}
             turn["tool_calls"].append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
-        elif block.type != "redacted_thinking":  # which nobody but its author can read
+        elif block.type != "redacted_thinking":  # only its author can read it
             turn["content"].append(text_of(block, at))
     return [turn]
 
@@ -364,7 +368,7 @@ TURNS = {"assistant": assistant_turn, "user": user_turn, "system": system_turn}
 
 
 def finished(turn: dict[str, Any]) -> dict[str, Any]:
-    """``turn`` with texts for lists of texts, and without what it does not have."""
+    """Return ``turn`` with its lists of texts joined, and without empty fields other than ``content``."""
     whole = {
         key: "\n".join(filter(None, turn[key])) if key in ("content", "reasoning_content") else turn[key]
         for key in turn
@@ -373,7 +377,9 @@ def finished(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(block: Block, path: str) -> str:
-    """Raises BadRequest for a block that has no place here, or that must not be left out and cannot be read."""
+    """Return the text of a block. Raises BadRequest if its type is not allowed here, or if it has no text and must not
+    be left out.
+    """
     if block.is_skipped:
         return ""
     if block.type != "text" and (block.type in BLOCKS or not block.text):

@@ -1,4 +1,4 @@
-"""Deltas to Anthropic's messages: a list of content blocks, whole or event by event."""
+"""Turns deltas into Anthropic's messages: a list of content blocks, whole or event by event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 SIGNATURE = "cllm"
-"""Under every thinking block; where these come back they are read whatever their signature is."""
+"""The signature of every thinking block. Blocks that clients send back are read with any signature."""
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # For each channel: the type of its block's deltas and the field that has their text.
@@ -28,7 +28,7 @@ DELTAS = {
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Tokens that were reused are not among the input tokens, but beside them."""
+    """Return the usage. ``input_tokens`` does not include the tokens from the cache."""
     cached = min(usage.cached_tokens, usage.prompt_tokens)
     return {
         "input_tokens": usage.prompt_tokens - cached,
@@ -40,7 +40,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def message_object(generation: Generation, model: str) -> dict[str, Any]:
-    """A message that has not ended, without content."""
+    """Return a message that has not ended, without content."""
     return {
         "id": generation.request_id,
         "type": "message",
@@ -59,7 +59,7 @@ def ending(last: Delta) -> dict[str, Any]:
 
 
 def empty_block(delta: Delta) -> dict[str, Any]:
-    """The block that ``delta`` begins."""
+    """Return the block that ``delta`` begins, without content."""
     if delta.channel is Channel.CALL:
         return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.name, "input": {}}
     if delta.channel is Channel.REASONING:
@@ -68,7 +68,7 @@ def empty_block(delta: Delta) -> dict[str, Any]:
 
 
 async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) -> dict[str, Any]:
-    """The whole message; without ``shows_thinking`` its blocks of thinking are empty."""
+    """Return the whole message. Without ``shows_thinking``, its thinking blocks are empty."""
     blocks: list[dict[str, Any]] = []
     texts: list[list[str]] = []
     where, last = None, Delta(0, "", 0)
@@ -93,10 +93,10 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
 
 
 class MessageEvents:
-    """The events of one stream: see Events. One block is open at a time."""
+    """The events of one stream; implements Events. One block is open at a time."""
 
     def __init__(self, generation: Generation, model: str, request_id: str, *, shows_thinking: bool = True) -> None:
-        """Without ``shows_thinking`` blocks of thinking are empty."""
+        """Without ``shows_thinking``, thinking blocks are empty."""
         self._generation = generation
         self._model = model
         self._request_id = request_id
