@@ -1,1 +1,1 @@
-"""Ollama's dialect: generate, chat, embed, and what it tells of models."""
+"""Ollama's dialect: generate, chat, embed, and routes about models."""

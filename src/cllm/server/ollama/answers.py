@@ -1,4 +1,4 @@
-"""What Ollama's clients get, for the OpenAPI document. Durations are in nanoseconds."""
+"""Models of Ollama's answers, for the OpenAPI document. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Error(Shape):
 
 
 class Figures(Shape):
-    """done_reason is load or unload where there was no prompt, and then there are no figures."""
+    """Without a prompt, ``done_reason`` is load or unload, and there are no counts and durations."""
 
     model: str
     created_at: str
@@ -76,7 +76,7 @@ class Details(Shape):
 
 
 class Entry(Shape):
-    """size in bytes; digest: 64 hex digits for the contents of the file."""
+    """size: in bytes. digest: 64 hex digits that identify the content of the file."""
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""What Ollama's clients want to know of a model, from its file's header."""
+"""Information on a model for Ollama's clients, from the header of its file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
 
 
 class Card(msgspec.Struct, frozen=True):
-    """modified: when the file was written; digest: 64 hex digits for the contents; size in bytes."""
+    """modified: when the file was written. digest: 64 hex digits that identify its content. size: in bytes."""
 
     digest: str
     modified: str
@@ -30,7 +30,7 @@ class Card(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=1)
 def read_card(path: str) -> Card:
-    """The card of a file, or of the fake backend, which has none (""). Raises StartupError."""
+    """Return the card of a file, or of the fake backend, which has no file (""). Raises StartupError."""
     if not path:
         details = details_of("fake", "", "", "")
         return Card(hashlib.sha256(b"fake").hexdigest(), time_text(0), 0, details, {"general.architecture": "fake"}, "")
@@ -62,13 +62,13 @@ def details_of(family: str, form: str, parameters: str, quantization: str) -> di
 
 
 def num_parameters(header: GgufHeader) -> int:
-    """Of the whole model if the header tells, else of the tensors in this file."""
+    """Return the parameter count of the whole model if the header has it, else that of the tensors in this file."""
     count = header.metadata.get("general.parameter_count")
     return count if isinstance(count, int) and count > 0 else sum(math.prod(t.shape) for t in header.tensors)
 
 
 def commonest_type(header: GgufHeader) -> str:
-    """The type of most of the weights."""
+    """Return the type that most of the weights have."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors:
         sizes[tensor.type] = sizes.get(tensor.type, 0) + math.prod(tensor.shape)
@@ -76,7 +76,7 @@ def commonest_type(header: GgufHeader) -> str:
 
 
 def count_text(count: int) -> str:
-    """A number of parameters for a person: ``3.1M``, ``8.0B``."""
+    """Return a number of parameters for display: ``3.1M``, ``8.0B``."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -88,7 +88,7 @@ def time_text(seconds: float) -> str:
 
 
 def modelfile(name: str, template: str, parameters: dict[str, Any], license_text: str) -> str:
-    """The file from which Ollama would make the model; where the weights lie on this machine is not shown."""
+    """Return the Modelfile from which Ollama would make the model. It does not show the path of the weights."""
     lines = ["# Modelfile of the model that cLLM serves", f"FROM {name}"]
     lines += [f"TEMPLATE {quoted(template)}"] if template else []
     lines += [f"PARAMETER {key} {quoted(str(value))}" for key, value in parameters.items()]
@@ -97,7 +97,7 @@ def modelfile(name: str, template: str, parameters: dict[str, Any], license_text
 
 
 def quoted(text: str) -> str:
-    """``text`` as a Modelfile's reader takes it for one value."""
+    """Return ``text`` quoted as one value of a Modelfile."""
     if "\n" not in text and text == text.strip():
         return text
     mark = '"""' if '"' in text else '"'

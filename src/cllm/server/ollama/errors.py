@@ -1,4 +1,4 @@
-"""Which requests are Ollama's, and the form of their errors."""
+"""Recognizes Ollama's requests, and builds their error answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def speaks_ollama(request: Request) -> bool:
 
 
 def form(fault: Fault, _: str) -> tuple[int, dict[str, Any]]:
-    """A full queue is 503, as Ollama has it."""
+    """Build an error answer. A full queue is 503, as in Ollama."""
     return 503 if fault.code == "queue_full" else fault.status, {"error": fault.message}
 
 

@@ -1,4 +1,4 @@
-"""POST /api/pull: a model from the hub into the local cache, where ``cllm serve`` finds it."""
+"""POST /api/pull: downloads a model from the hub into the local cache, where ``cllm serve`` finds it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cllm.server.ollama.schema import PullBody
 from cllm.server.ollama.stream import MEDIA_TYPE
 from cllm.server.sse import until_disconnect
 
-INTERVAL = 0.25  # seconds between two looks at a download
-PULLING = asyncio.Lock()  # one at a time
+INTERVAL = 0.25  # seconds between two progress reports
+PULLING = asyncio.Lock()  # one download at a time
 
 
 class Abandoned(Exception):
-    """Nobody waits for the download any longer."""
+    """The client no longer waits for the download."""
 
 
 class Download:
-    """One that goes on in a thread; its progress by files. It may be looked at while it goes on."""
+    """A download in a thread, and its progress for each file, which may be read while it runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Download:
         self.files[file] = (done, total)
 
     async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What Ollama says of a download. Raises StartupError; when it is closed early, the download ends."""
+        """Yield Ollama's status objects for the download. Raises StartupError. Closing the iterator ends the download."""
         async with PULLING:
             yield {"status": "pulling manifest"}
             async with contextlib.aclosing(self._progress()) as progress:
@@ -64,7 +64,7 @@ class Download:
 
 
 def present(body: PullBody) -> Response:
-    """The answer for a model that is here already."""
+    """Return the answer for a model that needs no download."""
     if body.stream is False:
         return JSONResponse({"status": "success"})
     lines = b"".join(to_json({"status": status}) + b"\n" for status in ("pulling manifest", "success"))
@@ -72,7 +72,7 @@ def present(body: PullBody) -> Response:
 
 
 async def pull(request: Request, body: PullBody) -> Response:
-    """Raises BadRequest for what is not to be had; what comes up later is a line of the stream."""
+    """Download a model. Raises BadRequest if that is not possible. Errors of a running stream become a line of it."""
     if not request.app.state.settings.server.allow_pull:
         message = "This server downloads no models for its clients; its setting server.allow_pull is false."
         raise BadRequest(message, status=403, code="forbidden")

@@ -1,4 +1,4 @@
-"""Ollama's routes for one model, which is loaded as long as the server runs."""
+"""Ollama's routes for one model, which stays loaded as long as the server runs."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ from cllm.text.grammar import FREE, Checked
 router = APIRouter(tags=["Ollama"])
 
 API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is; clients ask for it and refuse to speak to older ones."""
+"""The version of Ollama whose API this is. Clients ask for it and reject versions that are too old."""
 
 NEVER = "2999-12-31T00:00:00Z"
 
 
 @router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
 async def version() -> dict[str, str]:
-    """The version of Ollama's API; the server's own is at /."""
+    """Return the version of Ollama's API. The server's own version is at /."""
     return {"version": API_VERSION}
 
 
 @router.post("/api/generate", openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error))
 async def generate(request: Request) -> Response:
-    """Continue a prompt: as the first message of a chat, or with ``raw`` as it is."""
+    """Answer a prompt as the first message of a chat. With ``raw``, continue it as it is."""
     service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, GenerateBody)
@@ -94,7 +94,7 @@ async def generate(request: Request) -> Response:
 
 @router.post("/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error))
 async def chat(request: Request) -> Response:
-    """The next message of a conversation."""
+    """Generate the next message of a conversation."""
     service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, ChatBody)
@@ -108,7 +108,7 @@ async def chat(request: Request) -> Response:
 
 
 async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingParams, Checked]:
-    """How the answer's tokens are chosen, and what ``format`` asks of it. Raises BadRequest."""
+    """Return the sampling parameters, and the constraint that ``format`` sets. Raises BadRequest."""
     service: Service = request.app.state.service
     if body.think and "thinking" not in service.capabilities:
         raise BadRequest(f"{body.model[:100]!r} does not support thinking.", param="think", code="unsupported_value")
@@ -119,7 +119,7 @@ async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingPar
 async def respond(
     request: Request, body: GenerationBody, generation: Generation, clock: Clock, *, chat: bool
 ) -> Response:
-    """Stream the generation, which is the default, or collect it; refusals come before the first byte."""
+    """Stream the generation, which is the default, or collect it. A request is only rejected before the first byte."""
     service: Service = request.app.state.service
     clock.submit()
     answer = service.submit(generation)
@@ -134,7 +134,7 @@ async def respond(
 
 @router.post("/api/embed", openapi_extra=documented(EmbedBody, Embedded, error=Error))
 async def embed_texts(request: Request) -> Response:
-    """Vectors of one or more texts."""
+    """Return the embeddings of one or more texts."""
     service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, EmbedBody)
@@ -160,7 +160,7 @@ async def embed_texts(request: Request) -> Response:
 
 @router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))
 async def embeddings(request: Request) -> Response:
-    """The vector of one text."""
+    """Return the embedding of one text."""
     service: Service = request.app.state.service
     body = await read(request, EmbeddingsBody)
     check_model(body.model, service)
@@ -173,14 +173,14 @@ async def embeddings(request: Request) -> Response:
 
 @router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
 async def tags(request: Request) -> Response:
-    """The models that are here: the one that is served."""
+    """List the available models: the served one."""
     card = await card_of(request)
     return json_answer({"models": [{**entry(request, card), "modified_at": card.modified}]})
 
 
 @router.get("/api/ps", openapi_extra=documented(answer=Running, error=Error))
 async def running(request: Request) -> Response:
-    """The models that are loaded."""
+    """List the loaded models."""
     service: Service = request.app.state.service
     info = service.engine.info
     if info is None:
@@ -202,7 +202,7 @@ async def running(request: Request) -> Response:
 
 @router.post("/api/show", openapi_extra=documented(ShowBody, Shown, error=Error))
 async def show(request: Request) -> Response:
-    """What the model's file says of it, and what it can."""
+    """Return the metadata in the model's file, and the model's capabilities."""
     service: Service = request.app.state.service
     body = await read(request, ShowBody)
     check_model(body.wanted(), service)
@@ -229,7 +229,7 @@ async def show(request: Request) -> Response:
 
 @router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
 async def pull_model(request: Request) -> Response:
-    """Download a model into the hub's cache, if the server's settings allow it; the served model is there already."""
+    """Download a model into the hub's cache, if the server's settings allow it. The served model needs no download."""
     body = await read(request, PullBody)
     service: Service = request.app.state.service
     if service.serves(body.wanted()):
@@ -238,7 +238,7 @@ async def pull_model(request: Request) -> Response:
 
 
 async def read(request: Request, model: type[Model]) -> Model:
-    """The body, whatever it is announced as: Ollama does not look at that, and clients of it announce nothing."""
+    """Return the body, with any Content-Type: Ollama ignores it, and its clients send none."""
     return await read_body(request, model, any_type=True)
 
 

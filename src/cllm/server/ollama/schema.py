@@ -1,4 +1,4 @@
-"""What Ollama's clients send, and its translation."""
+"""Ollama's request bodies, and their translation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cllm.text.grammar import Constraint
 MAX_TOOLS = 512
 MAX_TEXTS = 2048  # of one request for embeddings
 
-NAMES = {  # of sampling parameters, where Ollama has others
+NAMES = {  # Ollama's names of sampling parameters
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     **{
@@ -38,7 +38,7 @@ ModelName = Annotated[str, Field(min_length=1)]
 
 
 def truncated(value: Any) -> Any:
-    """An integer for a number with a decimal point, as Ollama reads options."""
+    """Return a number with a decimal point as an integer, as Ollama reads options."""
     return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
@@ -46,7 +46,7 @@ Integer = Annotated[int, BeforeValidator(truncated)]
 
 
 class Options(Body):
-    """How tokens are chosen; what is left out is the operator's default."""
+    """Sampling parameters. Those that are left out get the operator's defaults."""
 
     ignored: ClassVar = {
         **dict.fromkeys(
@@ -81,9 +81,9 @@ class Options(Body):
     frequency_penalty: float | None = None
 
     def params(self, defaults: SamplingDefaults, logprobs: int | None) -> SamplingParams:
-        """Raises BadRequest for values out of range."""
+        """Return the sampling parameters. Raises BadRequest for values out of range."""
         limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
-        if self.num_predict is not None and limit is None:  # what the operator has as default does not hold
+        if self.num_predict is not None and limit is None:  # the operator's default limit does not apply
             defaults = msgspec.structs.replace(defaults, max_tokens=None)
         with named(NAMES):
             return defaults.params(
@@ -106,7 +106,7 @@ class Options(Body):
 
 
 class GenerationBody(TermsBody):
-    """What /api/generate and /api/chat have in common."""
+    """Fields that /api/generate and /api/chat have in common."""
 
     ignored: ClassVar = {
         "truncate": "a prompt that does not fit is refused, not cut",
@@ -132,14 +132,14 @@ class GenerationBody(TermsBody):
         return self.keep_alive is not None and not re.search("[1-9]", str(self.keep_alive))
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Raises BadRequest for values out of range."""
+        """Return the sampling parameters. Raises BadRequest for values out of range."""
         if self.top_logprobs and not self.logprobs:
             message = "Invalid 'top_logprobs': it needs 'logprobs' to be true."
             raise BadRequest(message, param="top_logprobs", code="invalid_value")
         return (self.options or Options()).params(defaults, (self.top_logprobs or 0) if self.logprobs else None)
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be. Raises BadRequest for a format that does not exist."""
+        """Return the constraint on the answer. Raises BadRequest for a format that does not exist."""
         if self.format in (None, ""):
             return None
         if isinstance(self.format, dict):
@@ -150,7 +150,7 @@ class GenerationBody(TermsBody):
         return Constraint("json_object")
 
     def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
-        """Raises BadRequest for an effort that does not exist."""
+        """Return a chat that thinks as ``think`` says. Raises BadRequest for an effort that does not exist."""
         effort = EFFORTS.get(self.think) if isinstance(self.think, str) else None
         if isinstance(self.think, str) and effort is None:
             message = "Invalid 'think': it is true, false, low, medium, high or max."
@@ -225,14 +225,16 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def chat(self) -> Chat:
-        """Raises BadRequest for images."""
+        """Return the conversation. Raises BadRequest for images."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         chat = self.chat_of(self._messages(), tools)
         is_begun = chat.messages and chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]
         return chat.continuing() if is_begun else chat
 
     def _messages(self) -> list[dict[str, Any]]:
-        """A result without an id belongs to the first call by its name, or to the first one, that has none yet."""
+        """Return the messages for the chat template. A tool result without an id belongs to the first unanswered call
+        with its name, or else to any unanswered call.
+        """
         messages = []
         calls = Calls()
         for i, given in enumerate(self.messages or []):
@@ -254,14 +256,14 @@ class ChatBody(GenerationBody):
 
 
 class Calls:
-    """The calls of a conversation by their ids, and those that nobody has spoken of yet by their names."""
+    """The calls of a conversation: names by id, and ids of unanswered calls by name."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
         self._open: dict[str, deque[str]] = {}
 
     def add(self, call: ToolCall, key: str) -> dict[str, Any]:
-        """The call as templates know it; ``key``: its id, if it has none."""
+        """Return the call in the format of chat templates. ``key``: the id for a call that has none."""
         key, function = call.id or key, call.function
         self.names[key] = function.name
         self._open.setdefault(function.name, deque()).append(key)
@@ -272,7 +274,7 @@ class Calls:
         }
 
     def first(self, name: str | None) -> str | None:
-        """The id of the first call by ``name``, or of any, which is then spoken of."""
+        """Return the id of the first unanswered call by ``name``, or else of any, and count it as answered."""
         name = name if name in self._open else next(iter(self._open), "")
         if name not in self._open:
             return None
@@ -299,7 +301,7 @@ class EmbedBody(TermsBody):
 
 
 class EmbeddingsBody(TermsBody):
-    """POST /api/embeddings, the earlier form."""
+    """POST /api/embeddings, the earlier form of /api/embed."""
 
     model_config = example(model="cllm-builtin", prompt="What is 27 plus 45?")
 
@@ -310,13 +312,13 @@ class EmbeddingsBody(TermsBody):
 
 
 class NameBody(Body):
-    """What speaks of a model."""
+    """A request about a model."""
 
     model: str | None = None
     name: str | None = Field(default=None, description="The earlier name of model.")
 
     def wanted(self) -> str:
-        """Raises BadRequest if there is none."""
+        """Return the name of the model. Raises BadRequest if there is none."""
         name = self.model or self.name
         if not name:
             raise BadRequest("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")

@@ -1,4 +1,4 @@
-"""Deltas to Ollama's objects: one for the whole answer, or one a line as it comes."""
+"""Turns deltas into Ollama's objects: one for the whole answer, or a stream with one object a line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEDIA_TYPE = "application/x-ndjson"
 
 
 class Clock:
-    """When a request came, was handed over, had its first token; in nanoseconds."""
+    """When a request arrived, was submitted and got its first token, in nanoseconds."""
 
     def __init__(self) -> None:
         self.came = self.submitted = self.first = time.perf_counter_ns()
@@ -36,11 +36,11 @@ class Clock:
             self._begun, self.first = True, time.perf_counter_ns()
 
     def durations(self) -> dict[str, int]:
-        """The model is always loaded, so that loading takes what checking and tokenizing took."""
+        """Return the total and the load duration. The model is always loaded, so loading is checking and tokenizing."""
         return {"total_duration": time.perf_counter_ns() - self.came, "load_duration": self.submitted - self.came}
 
     def figures(self, generation: Generation) -> dict[str, int]:
-        """To wait for others counts as reading the prompt."""
+        """Return the durations and the token counts. Time in the queue counts as evaluating the prompt."""
         now = time.perf_counter_ns()
         return {
             **self.durations(),
@@ -57,13 +57,13 @@ def head_object(model: str) -> dict[str, Any]:
 
 
 def no_prompt(model: str, *, unloads: bool, chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks Ollama to load or unload the model."""
+    """Return the answer to a request without a prompt, which asks Ollama to load or unload the model."""
     reason = "unload" if unloads else "load"
     return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": reason}
 
 
 def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool) -> dict[str, Any]:
-    """What a model has said, in the words of chat or of generate."""
+    """Return generated text in the format of chat or of generate."""
     more = {"thinking": thinking} if thinking else {}
     if not chat:
         return {"response": text, **more}
@@ -73,7 +73,7 @@ def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = Non
 
 
 class Calls:
-    """The function calls of an answer; each is told when it is complete, because its arguments are an object."""
+    """The function calls of an answer. Each is sent when it is complete, because its arguments are an object."""
 
     def __init__(self) -> None:
         self.complete: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ class Calls:
         self._parts.append(delta.text)
 
     def end(self) -> None:
-        """The call that has been fed, if there is one, is complete."""
+        """Complete the call that has been fed, if there is one."""
         if self._name:
             function = {"index": self._call, "name": self._name, "arguments": object_of("".join(self._parts))}
             self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
@@ -101,7 +101,7 @@ def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
 
 
 async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole answer."""
     told: list[ToldToken] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
     calls, last = Calls(), Delta(0, "", 0)
@@ -121,7 +121,7 @@ async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabula
 
 
 class Lines:
-    """The lines of one stream: see Events."""
+    """The lines of one stream; implements Events."""
 
     def __init__(self, generation: Generation, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> None:
         self._generation = generation
@@ -160,7 +160,7 @@ class Lines:
         return self._called() + head + to_json(delta.text) + self._tail
 
     def _called(self) -> bytes:
-        """A line with the calls that are complete."""
+        """Return a line with the calls that are complete; nothing if there are none."""
         calls, self._calls.complete = self._calls.complete, []
         if not calls:
             return b""
