@@ -1,4 +1,4 @@
-"""What the answers of cLLM's own routes look like, for the OpenAPI document."""
+"""Models of the answers of cLLM's own routes, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ready(Shape):
 
 
 class ModelInformation(Shape):
-    """The model and the sizes in force; more fields than these."""
+    """The model and the sizes in use. The answer has more fields than these."""
 
     model_name: str
     name: str
@@ -47,7 +47,7 @@ class ModelInformation(Shape):
 
 
 class Explained(Shape):
-    """What the last steps did, who runs, who waits for what."""
+    """What the last steps did, which requests run, and what others wait for."""
 
     steps: list[dict[str, Any]]
 
@@ -67,7 +67,7 @@ class Decoded(Shape):
 
 
 class Generated(Shape):
-    """Of one prompt; of several, ``results`` has one of these for each, and the numbers are of all together."""
+    """The answer to one prompt. For several, ``results`` has the answer to each, and the numbers are totals."""
 
     model_config = example(
         id="1",
@@ -137,11 +137,11 @@ class RankedText(Shape):
 
 
 class Reranked(pydantic.RootModel[Ranking | list[RankedText]]):
-    """A list where the documents were ``texts``."""
+    """A list if the documents were given as ``texts``."""
 
 
 class Benchmark(Shape):
-    """Times in seconds; throughput in tokens a second of all requests together."""
+    """Times are in seconds. ``throughput`` is in tokens per second, of all requests together."""
 
     total_requests: int
     successful_requests: int

@@ -1,4 +1,4 @@
-"""POST /benchmark: a short run of the server against its own engine, for those whom the operator lets have it."""
+"""POST /benchmark: a short load test of the server's engine, if the operator allows it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from cllm.service import Service
 
 router = APIRouter(tags=["cLLM"])
 
-TIME_LIMIT = 60.0  # seconds; what has not finished then has failed
+TIME_LIMIT = 60.0  # seconds; requests that have not finished by then have failed
 
 
 class BenchmarkBody(Body):
-    """So many requests, so many of them at once; prompts are random tokens."""
+    """The number of requests, and how many run concurrently. Prompts are random tokens."""
 
     model_config = example(requests=16, concurrency=4, prompt_tokens=32, max_tokens=50)
 
@@ -42,7 +42,7 @@ class BenchmarkBody(Body):
 
 @dataclass(slots=True)
 class Run:
-    """One request: seconds to the first token and to the last, tokens that came."""
+    """One request: seconds to its first and to its last token, and its number of tokens."""
 
     first: float = 0.0
     seconds: float = 0.0
@@ -54,7 +54,8 @@ class Run:
 async def benchmark(request: Request) -> Response:
     """Measure this server for a minute at most: response times, throughput, time to the first token, batch sizes.
 
-    Off unless ``server.benchmark`` is set (403), and one at a time (409). It takes its place in the queue as others do.
+    Rejected unless ``server.benchmark`` is set (403), and while another one runs (409). Its requests wait in the queue
+    like all others.
     """
     service: Service = request.app.state.service
     if not request.app.state.settings.server.benchmark:
@@ -93,7 +94,7 @@ async def measure(service: Service, body: BenchmarkBody) -> dict[str, Any]:
 
 
 async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: float) -> None:
-    """One request, of its own random prompt, so that nothing of it is cached."""
+    """Run one request. Its prompt is random, so none of it is cached."""
     if seconds_left <= 0:
         return
     pieces = service.vocabulary.pieces
@@ -117,7 +118,7 @@ async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: flo
 
 
 def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int) -> dict[str, Any]:
-    """The numbers, in the words of cLLM's first reports."""
+    """Return the results, under the names in cLLM's first reports."""
     good = [run for run in runs if run.succeeded]
     times = [run.seconds for run in good] or [0.0]
     num_tokens = sum(run.num_tokens for run in runs)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, in the words that Jina, Cohere, vLLM and llama-server share; and in those of TEI, with ``texts``."""
+"""POST /v1/rerank, in the format that Jina, Cohere, vLLM and llama-server share, or with ``texts`` in that of TEI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Document(Body):
 
 
 class RerankBody(TermsBody):
-    """A query, and the documents that may answer it."""
+    """A query, and the documents to rank."""
 
     ignored: ClassVar = {
         "raw_scores": "scores are as the model gives them",
@@ -58,7 +58,7 @@ class RerankBody(TermsBody):
     return_text: bool = False
 
     def given(self) -> tuple[str, list[str]]:
-        """The field that has the documents, and their texts. Raises BadRequest for none and for both."""
+        """Return the field that has the documents, and their texts. Raises BadRequest if none or both are given."""
         if self.texts is not None and self.documents is not None:
             raise BadRequest("'texts' and 'documents' cannot be combined.", param="texts", code="invalid_value")
         if self.texts is not None:
@@ -73,10 +73,10 @@ class RerankBody(TermsBody):
 @router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:
-    """Documents in the order of how well they fit the query.
+    """Rank documents by how well they match the query.
 
-    A model that was made to rank gives its own score. Any other model's is the cosine of the two embeddings, and the
-    answer says so: ``method`` is ``reranker`` or ``cosine_similarity``.
+    A reranking model gives its own scores. With any other model, a score is the cosine similarity of the query's and
+    the document's embedding. ``method`` in the answer says which: ``reranker`` or ``cosine_similarity``.
     """
     service: Service = request.app.state.service
     body = await read_body(request, RerankBody)

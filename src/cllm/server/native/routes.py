@@ -1,4 +1,4 @@
-"""The routes that cLLM has had from its beginning."""
+"""The routes that cLLM has had since its first version."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class GenerateBody(TermsBody):
-    """A plain prompt, or some; what is left out is the operator's default."""
+    """One or more plain prompts. Sampling parameters that are left out get the operator's defaults."""
 
     model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
 
@@ -67,7 +67,7 @@ class GenerateBody(TermsBody):
     stream: bool = False
 
     def texts(self) -> dict[str, str]:
-        """The prompts by what they are called in errors. Raises BadRequest."""
+        """Return the prompts by their names in errors. Raises BadRequest if there are none, or in both fields."""
         if self.prompt is not None and self.prompts is not None:
             message = "Only one of 'prompt' and 'prompts' can be given."
             raise BadRequest(message, param="prompts", code="invalid_value")
@@ -82,7 +82,7 @@ class GenerateBody(TermsBody):
 
     @property
     def is_list(self) -> bool:
-        """Whether the prompts came in a list, even of one."""
+        """Whether the prompts are in a list, even if it has only one."""
         return self.prompts is not None or isinstance(self.prompt, list)
 
 
@@ -100,7 +100,7 @@ class DecodeBody(Body):
 
 @router.get("/", openapi_extra=documented(answer=Root))
 async def root(request: Request) -> dict[str, Any]:
-    """What this server is and where its doors are."""
+    """Return the server's name, version, model and paths."""
     service: Service = request.app.state.service
     document = await asyncio.to_thread(request.app.openapi)
     paths = sorted(path for path in document["paths"] if path != "/")
@@ -110,7 +110,7 @@ async def root(request: Request) -> dict[str, Any]:
 @router.get("/health", openapi_extra=documented(answer=Health))
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
-    """Alive: 200 even while the engine is not ready, which is then "degraded"."""
+    """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
     service: Service = request.app.state.service
     ready = service.engine.ready
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
@@ -118,13 +118,15 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/version", openapi_extra=documented(answer=Version))
 async def version() -> dict[str, str]:
-    """The version of this server."""
+    """Return the version of this server."""
     return {"version": __version__}
 
 
 @router.get("/ready", openapi_extra=documented(answer=Ready, error=Ready))
 async def ready(request: Request) -> Response:
-    """200 while requests are taken; 503 while the model loads, the engine restarts or the server shuts down."""
+    """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or the server shuts
+    down.
+    """
     service: Service = request.app.state.service
     if service.ready:
         return JSONResponse({"status": "ready"})
@@ -134,7 +136,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/model/info", openapi_extra=documented(answer=ModelInformation))
 async def model_info(request: Request) -> dict[str, Any]:
-    """The model, the sizes in force, and how the engine stands."""
+    """Return the model, the sizes in use, and the engine's statistics."""
     service: Service = request.app.state.service
     return {
         "model_name": service.model_name,
@@ -145,7 +147,7 @@ async def model_info(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus."""
+    """Return metrics for Prometheus."""
     service: Service = request.app.state.service
     engine = service.engine
     page = service.metrics.render(
@@ -159,7 +161,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/scheduler", openapi_extra=documented(answer=Explained))
 async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20) -> Response:
-    """Why: the last steps of the engine, who runs, who waits for what, and what steps have cost."""
+    """Explain the scheduling: the engine's last steps, which requests run, what others wait for, what steps cost."""
     service: Service = request.app.state.service
     explanation = await until_disconnect(request, service.engine.explain(steps))
     return Response(msgspec.json.encode(explanation), media_type="application/json")
@@ -167,7 +169,7 @@ async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_S
 
 @router.post("/encode", openapi_extra=documented(EncodeBody, Encoded))
 async def encode(request: Request) -> Response:
-    """Token ids of a text, as the model would read it in a prompt."""
+    """Return the token ids of a text, as the model would read it in a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, EncodeBody)
     tokens = await service.encode(body.text, "text")
@@ -176,7 +178,7 @@ async def encode(request: Request) -> Response:
 
 @router.post("/decode", openapi_extra=documented(DecodeBody, Decoded))
 async def decode(request: Request) -> Response:
-    """The text of token ids, as an answer of the model would show it: control tokens are no text."""
+    """Return the text of token ids, as an answer of the model would show it: control tokens have no text."""
     service: Service = request.app.state.service
     body = await read_body(request, DecodeBody)
     size = service.vocabulary.size
@@ -191,7 +193,7 @@ async def decode(request: Request) -> Response:
 
 @router.post("/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream"))
 async def generate(request: Request) -> Response:
-    """Continue a prompt, or many at once; with ``stream`` the same as /generate_stream."""
+    """Continue one or more prompts. With ``stream``, this is the same as /generate_stream."""
     body = await read_body(request, GenerateBody)
     if body.is_list and body.stream:
         raise BadRequest("Several prompts cannot be streamed.", param="stream", code="invalid_value")
@@ -205,7 +207,7 @@ async def generate(request: Request) -> Response:
 
 @router.post("/generate_stream", openapi_extra=documented(GenerateBody, stream="text/event-stream"))
 async def generate_stream(request: Request) -> Response:
-    """Continue a prompt; events ``{"id", "token", "done"}``, the last with ``done`` true."""
+    """Continue a prompt as a stream of events ``{"id", "token", "done"}``. The last one has ``done`` true."""
     body = await read_body(request, GenerateBody)
     if body.is_list:
         param = "prompts" if body.prompt is None else "prompt"
@@ -252,7 +254,7 @@ async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
 
 
 class TokenEvents:
-    """See Events."""
+    """The events of one stream; implements Events."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
