@@ -261,7 +261,7 @@ class Pace:
     def __init__(self, num_bytes: int, window: float) -> None:
         self._num_bytes = num_bytes
         self._window = window
-        self._parts: deque[tuple[float, int]] = deque()  # times and sizes; no more parts than make num_bytes
+        self._parts: deque[tuple[float, int]] = deque()  # times and sizes of the latest, enough for num_bytes
         self._size = 0
         self._since = 0.0  # when the current window began
 

@@ -104,7 +104,7 @@ class EventStream(Response):
             raise error
 
     async def _beat(self, watching: asyncio.Task[None]) -> None:
-        """Send heartbeats until everything has been sent or the client has gone."""
+        """Send heartbeats during silence, until everything has been sent or the client has gone."""
         while True:
             sent = self._num_sent
             if (await asyncio.wait({self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED))[0]:

@@ -15,7 +15,7 @@ from cllm.text.grammar import FREE, Checked, Constraint
 
 
 class JsonSchema(Body):
-    """With ``strict``, a keyword that cannot be enforced is rejected. ``name`` is optional."""
+    """With ``strict``, a keyword that cannot be enforced is rejected. Clients of llama-server send no ``name``."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None

@@ -39,7 +39,7 @@ class Download:
         self.files[file] = (done, total)
 
     async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield Ollama's status objects for the download. Raises StartupError. Closing the iterator ends the download."""
+        """Yield Ollama's status objects for the download. Raises StartupError. Closing it early ends the download."""
         async with PULLING:
             yield {"status": "pulling manifest"}
             async with contextlib.aclosing(self._progress()) as progress:
@@ -72,7 +72,7 @@ def present(body: PullBody) -> Response:
 
 
 async def pull(request: Request, body: PullBody) -> Response:
-    """Download a model. Raises BadRequest if that is not possible. Errors of a running stream become a line of it."""
+    """Download a model. Raises BadRequest if that is not possible. Later errors become a line of the stream."""
     if not request.app.state.settings.server.allow_pull:
         message = "This server downloads no models for its clients; its setting server.allow_pull is false."
         raise BadRequest(message, status=403, code="forbidden")

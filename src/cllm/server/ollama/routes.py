@@ -67,7 +67,7 @@ async def version() -> dict[str, str]:
 
 @router.post("/api/generate", openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error))
 async def generate(request: Request) -> Response:
-    """Answer a prompt as the first message of a chat. With ``raw``, continue it as it is."""
+    """Answer a prompt as the first message of a chat. With ``raw``, continue it as it is; with ``suffix``, fill in."""
     service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, GenerateBody)

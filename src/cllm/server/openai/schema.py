@@ -411,7 +411,10 @@ class ChatBody(GenerationBody):
 
 
 def continuing(chat: Chat) -> Chat:
-    """Return ``chat``, set to continue its last message, which must be an assistant's without calls (BadRequest)."""
+    """Return ``chat``, set to continue its last message.
+
+    Raises BadRequest if that is not an assistant's, or has tool calls.
+    """
     if chat.messages[-1]["role"] != "assistant" or "tool_calls" in chat.messages[-1]:
         message = "Invalid 'continue_final_message': the last message must be an assistant's, without tool calls."
         raise BadRequest(message, param="continue_final_message", code="invalid_value")

@@ -147,7 +147,7 @@ async def apply_template(request: Request) -> Response:
 
 
 async def render(request: Request, messages: list[Message], body: ConversationBody) -> str:
-    """Return the rendered conversation, with fences around plain text. Raises BadRequest."""
+    """Return the rendered conversation, with fences around what must be tokenized as plain text. Raises BadRequest."""
     service: Service = request.app.state.service
 
     def translate() -> Chat:
