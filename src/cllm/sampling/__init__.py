@@ -1,1 +1,1 @@
-"""Logits of shape (rows, vocabulary) to one token id a row: exact, vectorised, reproducible for each request."""
+"""Turns logits of shape (rows, vocabulary) into one token id per row: exact, vectorised, reproducible per request."""

@@ -1,4 +1,4 @@
-"""DRY, "don't repeat yourself": a penalty for the token that would make a repetition longer.
+"""DRY ("don't repeat yourself"): a penalty for tokens that would extend a repetition.
 
 By Philipp Emanuel Weidmann (text-generation-webui, 2024), with the parameters of llama.cpp.
 """
@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from cllm.core.sequence import Sequence
 
-MAX_WINDOW = 8192  # tokens of the past that are looked at
-MAX_MATCH = 64  # tokens of a repetition that count
-LARGEST = 1e30  # penalty, so that two of them stay within floats
+MAX_WINDOW = 8192  # last tokens that are searched
+MAX_MATCH = 64  # tokens; a longer repetition counts as this long
+LARGEST = 1e30  # penalty; the sum of two stays within the range of float32
 
 Tokens = npt.NDArray[np.int32]
 
@@ -26,7 +26,7 @@ class Past:
         self._length = 0
 
     def of(self, tokens: list[int]) -> Tokens:
-        """``tokens`` begin with what they were at the last call."""
+        """Return ``tokens`` as an array. They must begin with those of the last call, which are not copied again."""
         if len(tokens) > len(self._array):
             self._array = np.concatenate((self._array[: self._length], np.zeros(len(tokens) + 64, np.int32)))
         self._array[self._length : len(tokens)] = tokens[self._length :]
@@ -35,11 +35,11 @@ class Past:
 
 
 def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: Past) -> None:
-    """Write the penalties into the logits ``row``, shape (vocabulary,).
+    """Subtract the penalties from the logits ``row``, shape (vocabulary,).
 
     If the last n tokens occurred before and were followed by t, then t loses multiplier * base ** (n - allowed_length),
-    unless n < allowed_length. The longest such n counts, up to MAX_MATCH, in the last dry_penalty_last_n tokens, up to
-    MAX_WINDOW (-1: as many as there are). Breakers end a repetition, and are never penalized.
+    unless n < allowed_length. The longest such n counts, up to MAX_MATCH. The last dry_penalty_last_n tokens are
+    searched (-1: all), up to MAX_WINDOW. Breakers end a repetition and are never penalized.
     """
     params = seq.request.params
     window = MAX_WINDOW if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, MAX_WINDOW)
@@ -55,9 +55,9 @@ def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: Past) -> None:
 
 
 def repetitions(tokens: Tokens, breakers: frozenset[int]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Tokens that followed an earlier occurrence of the end of ``tokens``, and the length of the longest such end.
+    """Return tokens that followed an earlier occurrence of the end of ``tokens``, and the length of the longest match.
 
-    Costs at most MAX_MATCH comparisons of the length of ``tokens``, in numpy.
+    Costs at most MAX_MATCH numpy comparisons, each of at most len(tokens) elements.
     """
     last = len(tokens) - 1
     longest = 0

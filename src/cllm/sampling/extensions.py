@@ -1,7 +1,7 @@
-"""Steps that most requests do not ask for: top-n-sigma, typical, XTC, mirostat. Exact, in float64.
+"""Sampling steps that few requests use: top-n-sigma, typical, XTC, mirostat. Exact, in float64.
 
-They see candidates: ids and logits in falling order. Each step says which of them stay, as indices in that order, so
-that the best one of those that stay is always the first.
+The steps work on candidates: token ids and logits, in descending order. Each step returns which candidates remain, as
+indices or a count in that order, so the best remaining candidate is always first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cllm.errors import EngineError
 from cllm.sampling.random import derive_seed, uniform
 from cllm.sampling.top_k import Ids, Row, top_k
 
-XTC_STREAM = 0x587463  # index of the uniform numbers that decide whether XTC acts
+XTC_STREAM = 0x587463  # seed index of the random numbers that decide whether XTC applies
 
 Values = npt.NDArray[np.float64]
 
 
 def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) -> int:
-    """The token at ``position`` of the sequence with ``seed``, after all steps from top-n-sigma to the draw."""
+    """Return the token at ``position`` of the sequence with ``seed``, after all steps from top-n-sigma to the draw."""
     ids, values = candidates(row, params)
     if params.typical_p < 1:
         ids, values = stay(ids, values, typical(values, params.typical_p))
@@ -39,7 +39,10 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
 
 
 def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
-    """What top-n-sigma and top-k leave, in falling order; of equal logits the first."""
+    """Return the ids and logits that top-n-sigma and top-k keep, in descending order; for equal logits, by lowest id.
+
+    Raises EngineError if the largest logit is not finite.
+    """
     if not np.isfinite(row.max()):
         raise EngineError("the model computes what is not a number")
     if 0 < params.top_k < row.shape[0]:
@@ -53,11 +56,12 @@ def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
 
 
 def in_falling_order(row: Row, ids: Ids) -> Ids:
-    """``ids`` by their logits, of equal ones the first. A sort of integers, which takes a tenth of a stable argsort.
+    """Return ``ids`` sorted by descending logit; for equal logits, by lowest id.
 
-    The bits of floats, with those of negative ones turned round, are in the order of the floats.
+    Sorts integers, which takes a tenth of the time of a stable argsort. The bits of floats sort like the floats once
+    those of negative numbers are inverted.
     """
-    bits = (0.0 - row[ids]).view(np.int32)  # of the two zeros it makes one
+    bits = (0.0 - row[ids]).view(np.int32)  # the subtraction maps both zeros to the same bits
     bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = (bits.astype(np.int64) << 32) | ids
     keys.sort()
@@ -65,15 +69,16 @@ def in_falling_order(row: Row, ids: Ids) -> Ids:
 
 
 def sigma_threshold(row: Row, n: float) -> float:
-    """The least logit within ``n`` standard deviations of the largest (Tang et al. 2024). Tokens that are forbidden,
-    with a logit of minus infinity, count for nothing.
+    """Return the lowest logit within ``n`` standard deviations of the largest (Tang et al. 2024).
+
+    Forbidden tokens, whose logit is minus infinity, are ignored.
     """
     finite = row[np.isfinite(row)].astype(np.float64)
     return float(row.max()) - n * float(finite.std())
 
 
 def typical(values: Values, mass: float) -> Ids:
-    """Candidates whose surprise is nearest to the expected one, until ``mass`` is reached (Meister et al. 2023)."""
+    """Return the candidates whose surprise is nearest to the entropy, up to ``mass`` in total (Meister et al. 2023)."""
     probabilities = softmax(values)
     with np.errstate(divide="ignore"):
         surprise = -np.log(probabilities)
@@ -85,12 +90,12 @@ def typical(values: Values, mass: float) -> Ids:
 
 
 def top_p(values: Values, mass: float) -> int:
-    """How many of the best candidates reach ``mass`` together (Holtzman et al. 2020)."""
+    """Return how many of the best candidates together reach ``mass`` (Holtzman et al. 2020)."""
     return int(softmax(values).cumsum().searchsorted(mass)) + 1
 
 
 def xtc(values: Values, threshold: float) -> int:
-    """How many of the best candidates are left out: all that reach ``threshold`` but the least probable of them.
+    """Return how many of the best candidates to exclude: all that reach ``threshold``, except the least probable one.
 
     "Exclude top choices", by Philipp Emanuel Weidmann (text-generation-webui, 2024).
     """
@@ -98,20 +103,25 @@ def xtc(values: Values, threshold: float) -> int:
 
 
 class Mirostat:
-    """Version 2 of Basu et al. 2021: leaves out what is more surprising than ``mu``, and moves mu so that the
-    surprise (in bits) of the tokens drawn comes near to ``tau``.
+    """Mirostat version 2 (Basu et al. 2021).
 
-    ``mu`` is kept for each position, so that one that is sampled again, after a guess that was wrong or a step that
-    failed, finds what it found before. A token that was not drawn changes nothing.
+    Excludes tokens whose surprise exceeds ``mu``, and adjusts mu so that the surprise (in bits) of the drawn tokens
+    approaches ``tau``.
+
+    ``mu`` is stored for each position. A position that is sampled again, after a rejected draft token or a failed
+    step, uses the same mu as before. A token that was not drawn does not change mu.
     """
 
     def __init__(self, params: SamplingParams, position: int) -> None:
-        """``position``: of the first token."""
+        """``position``: of the first token to draw."""
         self._tau, self._eta = params.mirostat_tau, params.mirostat_eta
         self._mu = {position: 2 * params.mirostat_tau}
 
     def draw(self, row: Row, temperature: float, number: float, position: int, first: int) -> int:
-        """The token at ``position``; no position before ``first`` will be asked for any more."""
+        """Return the token at ``position``. Later calls must not ask for positions before ``first``.
+
+        Raises EngineError if the largest logit is not finite.
+        """
         known = max(at for at in self._mu if at <= position)
         mu = self._mu[known]
         self._mu = {at: old for at, old in self._mu.items() if first <= at <= position or at == known}
@@ -133,13 +143,13 @@ def stay(ids: Ids, values: Values, kept: Ids) -> tuple[Ids, Values]:
 
 
 def softmax(values: Values, temperature: float = 1.0) -> Values:
-    """Probabilities of logits in falling order."""
+    """Return the probabilities of logits in descending order."""
     weights: Values = np.exp((values - values[0]) / temperature)
     weights /= weights.sum()
     return weights
 
 
 def pick(weights: Values, number: float) -> int:
-    """The index in whose share ``number``, in [0, 1), lies."""
+    """Return the index whose share of the weights contains ``number``, in [0, 1)."""
     cumulated = weights.cumsum()
     return int(cumulated.searchsorted(number * cumulated[-1], side="right"))

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next. Parsing is llguidance's: https://github.com/guidance-ai/llguidance."""
+"""Computes which tokens a grammar allows next. llguidance parses: https://github.com/guidance-ai/llguidance."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import numpy.typing as npt
 from cllm.core.params import MAX_LEXER_STATES
 from cllm.sampling.top_k import Ids, Row
 
-if TYPE_CHECKING:  # its import takes a tenth of a second
+if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLMatcher, LLTokenizer
 
-SLOW, PATIENCE = 0.005, 0.5  # seconds a token that a mask may take on average, and in all before that counts
-FEW = 512  # allowed tokens that are looked at one by one; with more of them the others are forbidden in the row
+SLOW, PATIENCE = 0.005, 0.5  # seconds: allowed mean time of a mask, and by how much all masks together may exceed it
+FEW = 512  # nonzero mask bytes up to which the allowed tokens are picked from the row; with more, the row is masked
 FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0, -np.inf, 0)
-PENALTIES = FORBIDDEN.astype(np.float32)  # of the eight tokens that a byte of a mask stands for, shape (256, 8)
+PENALTIES = FORBIDDEN.astype(np.float32)  # for the eight tokens of each possible mask byte, shape (256, 8)
 
 
 class Grammar:
-    """A grammar compiled for a vocabulary; what its matchers learn about its lexer they share."""
+    """A grammar compiled for a vocabulary. Its matchers share what they learn about its lexer."""
 
     def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
-        """Takes up to seconds and gives the GIL free meanwhile. ``error`` says why it cannot be used, or is ""."""
+        """Compile ``text``, which can take seconds but releases the GIL.
+
+        ``error`` says why the grammar cannot be used; "" if it can.
+        """
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -33,13 +36,13 @@ class Grammar:
 
     @classmethod
     def failed(cls, why: str) -> Grammar:
-        """One that cannot be used because of ``why``."""
+        """Return a grammar that cannot be used because of ``why``."""
         grammar = cls.__new__(cls)
         grammar.error = why
         return grammar
 
     def matcher(self) -> Matcher:
-        """For one more sequence, at its beginning."""
+        """Return a matcher for another sequence, at the beginning of its text."""
         return Matcher(self, self._matcher)
 
 
@@ -48,9 +51,9 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self._grammar = grammar
-        self._seconds = -PATIENCE  # that masks have taken more than they may
+        self._seconds = -PATIENCE  # by which the masks have exceeded their allowed time
         self._shared = matcher
-        self._own: LLMatcher | None = None  # made when the sequence begins; those who wait need none
+        self._own: LLMatcher | None = None  # created on first use; waiting sequences need none
 
     def consume(self, token: int) -> None:
         self._at().consume_token(token)
@@ -71,7 +74,7 @@ class Matcher:
         begun = time.perf_counter()
         matcher = self._at()
         mask = matcher.compute_bitmask()
-        if matcher.is_error():  # a limit, and what is shared is at it too; or no token goes on
+        if matcher.is_error():  # no token is allowed, or a limit is reached; the shared lexer is at that limit too
             self._grammar.error = matcher.get_error()
             return None
         self._seconds += time.perf_counter() - begun - SLOW
@@ -86,7 +89,7 @@ class Matcher:
 
 
 def allowed_ids(mask: npt.NDArray[np.uint8]) -> Ids | None:
-    """The tokens that ``mask`` allows, or None if they are more than FEW."""
+    """Return the ids of the tokens that ``mask`` allows, or None if more than FEW bytes of the mask are nonzero."""
     used = mask.nonzero()[0]
     if used.shape[0] > FEW:
         return None
@@ -96,5 +99,5 @@ def allowed_ids(mask: npt.NDArray[np.uint8]) -> Ids | None:
 
 
 def forbid(row: Row, mask: npt.NDArray[np.uint8]) -> None:
-    """Write minus infinity into the logits ``row``, shape (vocabulary,), of tokens that ``mask`` does not allow."""
+    """Set logits of ``row``, shape (vocabulary,), to minus infinity where ``mask`` does not allow the token."""
     row += PENALTIES.take(mask, axis=0).reshape(-1)[: row.shape[0]]

@@ -1,4 +1,4 @@
-"""How probable the model thinks a token: of the logits as they come, before any step of sampling."""
+"""Logprobs of tokens, computed from the model's logits before any sampling step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cllm.sampling.top_k import Ids, Row, top_k
 
 
 class Distribution(NamedTuple):
-    """The best of a row, kept before the row is written to. ``norm``: the logarithm of the sum of exp(logit)."""
+    """The best tokens of a row, saved before the row is modified. ``norm``: the logarithm of the sum of exp(logit)."""
 
     norm: float
     ids: Ids
     logits: Row
 
     def of(self, logit: float) -> Logprobs:
-        """What is told of a token with this logit."""
+        """Return the Logprobs of a token with this logit."""
         values = (self.logits.astype(np.float64) - self.norm).tolist()
         return Logprobs(float(logit) - self.norm, list(zip(self.ids.tolist(), values, strict=True)))
 
 
 def distribution(row: Row, num_top: int) -> Distribution:
-    """Of the logits ``row``, shape (vocabulary,), with the ``num_top`` best tokens."""
+    """Return the distribution of the logits ``row``, shape (vocabulary,), with the ``num_top`` best tokens."""
     largest = row.max()
     norm = float(largest) + float(np.log(np.exp(row - largest).sum(dtype=np.float64)))
     return Distribution(norm, *(top_k(row, num_top) if num_top else (row[:0].astype(np.intp), row[:0])))

@@ -1,4 +1,4 @@
-"""Changes to single logits before selection: penalties for tokens seen, and the request's own bias."""
+"""Changes to individual logits before selection: penalties for tokens seen, and the request's logit bias."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cllm.core.sequence import Sequence
 
 
 def penalize(row: npt.NDArray[np.float32], seq: Sequence) -> None:
-    """Write the penalties of ``seq`` into its logits ``row``, shape (vocabulary,)."""
+    """Apply the penalties of ``seq`` to its logits ``row``, shape (vocabulary,)."""
     if not seq.token_counts:
         return
     params = seq.request.params

@@ -1,10 +1,10 @@
 """The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p, temperature.
 
-Those that few ask for are in extensions.py and dry.py; core/params.py tells where in this order they stand. A grammar
-forbids tokens behind the bias.
+Steps that few requests use are in extensions.py and dry.py; core/params.py documents their place in this order. A
+grammar masks tokens after the bias.
 
-Row by row: between two decodes nothing is in the processor's caches, so what counts is how little is touched. A row is
-read once, and all that follows works on its candidates.
+Rows are sampled one by one. The CPU caches are cold after each decode, so the speed depends on how little memory is
+touched: a row is read once, and all later steps work on its candidates.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ log = logging.getLogger("cllm.sampling")
 
 # Without top-k, this many candidates are tried before the whole row is sorted.
 FIRST_TRY = 256
-AGAIN_STREAM = 0x416761  # index of the uniform numbers for tokens that are chosen again
+AGAIN_STREAM = 0x416761  # seed index of the random numbers for tokens that are chosen again
 
 
 class Sampler:
-    """All that a draw depends on is the row, the request's params, its seed and the position; and with mirostat or
-    DRY the tokens before, of which it remembers what would be long to find again.
+    """Draws tokens.
+
+    A draw depends only on the row, the request's params, its seed and the position; with mirostat or DRY, also on the
+    tokens before, whose state is cached for each sequence.
     """
 
     def __init__(self, end_tokens: Collection[int] = ()) -> None:
-        """``end_tokens``: what min_tokens keeps away."""
+        """``end_tokens``: the tokens that min_tokens suppresses."""
         self._end_tokens = [*end_tokens]
         self._pasts: WeakKeyDictionary[Sequence, Past] = WeakKeyDictionary()
         self._mirostats: WeakKeyDictionary[Sequence, Mirostat] = WeakKeyDictionary()
-        self.logprobs: dict[int, Logprobs] = {}  # by the row of the logits, of the last call; for those who asked
+        self.logprobs: dict[int, Logprobs] = {}  # from the last call, by row of the logits; if requested
 
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """A token for each row of ``logits`` (num_samples, vocabulary), which are written to.
+        """Return a token for each row of ``logits``, shape (num_samples, vocabulary). Modifies ``logits``.
 
-        Where a row only says how probable the next token of the prompt is, it is that one; NO_TOKEN where a grammar
-        allows none. A sequence whose sampling raises an exception gets FAILED for each of its rows.
+        A row that only gives a prompt logprob yields the prompt's next token. If a grammar allows no token, the row
+        yields NO_TOKEN. A sequence whose sampling raises an exception gets FAILED for each of its rows.
         """
         if self.logprobs:
             self.logprobs = {}
@@ -69,7 +71,7 @@ class Sampler:
         return tokens
 
     def _sample(self, row: BatchRow, logits: npt.NDArray[np.float32], tokens: list[int]) -> None:
-        """Add the tokens of one row to ``tokens``, those of the rows before it."""
+        """Append the tokens of one row to ``tokens``, the tokens of the rows before it."""
         seq, position = row.seq, row.seq.num_tokens
         if row.num_scores:
             tokens += self._score(row, logits, len(tokens))
@@ -85,7 +87,10 @@ class Sampler:
             position += 1
 
     def _follow(self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int) -> list[int]:
-        """Return the tokens of a sequence with a grammar: the next one, and one more after each correct guess."""
+        """Return the tokens of a sequence with a grammar: the next one, and one more after each correct draft token.
+
+        The remaining rows get NO_TOKEN.
+        """
         tokens: list[int] = []
         for position, guess in enumerate([*row.draft, NO_TOKEN], row.seq.num_tokens):
             here = at + len(tokens)
@@ -97,7 +102,7 @@ class Sampler:
         return tokens + [NO_TOKEN] * (len(row.draft) + 1 - len(tokens))
 
     def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
-        """The next tokens of the prompt, whose logprobs are kept."""
+        """Return the next tokens of the prompt, and keep their logprobs."""
         position = row.start + row.num_tokens - row.num_samples + 1
         tokens = row.seq.tokens[position : position + row.num_scores]
         num_top = row.seq.request.params.prompt_logprobs or 0
@@ -106,7 +111,7 @@ class Sampler:
         return tokens
 
     def _choose(self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]) -> int:
-        """As ``choose``, with all that a request may ask for, behind its own tokens and some of ``draft``."""
+        """Do the same as ``choose``, with all options of a request, after its own tokens and some of ``draft``."""
         params = seq.request.params
         if params.logprobs is None:
             return self._choose_from(row, seq, position, draft)
@@ -159,7 +164,7 @@ class Sampler:
         return at if ids is None else int(ids[at])
 
     def _select(self, row: Row, seq: Sequence, position: int, seed: int) -> int:
-        """The place in ``row`` of the token of ``seq`` at ``position``."""
+        """Return the index in ``row`` of the token of ``seq`` at ``position``."""
         params = seq.request.params
         if params.greedy:
             return int(row.argmax())
@@ -173,13 +178,16 @@ class Sampler:
 
 
 def choose(row: Row, seq: Sequence, position: int) -> int:
-    """The place in ``row`` of the token of ``seq`` at ``position``, by its logits alone."""
+    """Return the index in ``row`` of the token of ``seq`` at ``position``, chosen by its logits alone."""
     params = seq.request.params
     return int(row.argmax()) if params.greedy else draw(row, params, uniform(seq.seed, position))
 
 
 def draw(row: Row, params: SamplingParams, number: float) -> int:
-    """The token in whose share of the probability ``number`` lies, 0 to 1."""
+    """Return the token whose share of the probability mass contains ``number``, in [0, 1).
+
+    Raises EngineError if the largest logit is not finite and there is no top-k.
+    """
     if 0 < params.top_k < row.shape[0]:
         return pick(*top_k(row, params.top_k), params, number)
     largest = row.max()
@@ -199,7 +207,7 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
 
 
 def pick(ids: Ids, values: Row, params: SamplingParams, number: float, total: float | None = None) -> int:
-    """Top-p, min-p, temperature and the draw from candidates in falling order.
+    """Apply top-p, min-p and temperature to candidates in descending order, and draw one of them.
 
     ``total`` is the mass that top-p refers to, the sum of exp(logit - largest logit); None: that of the candidates.
     """

@@ -1,4 +1,4 @@
-"""Uniform numbers that depend on seed and position alone, so that a batch mate never changes a text."""
+"""Random numbers that depend on seed and position alone, so other sequences in the batch never change a text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ _MASK = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): SplitMix64 (Steele, Lea, Flood 2014) used as a counter."""
+    """Return a uniform number in [0, 1) from SplitMix64 (Steele, Lea, Flood 2014), with the position as counter."""
     mixed = _mix(_mix(seed + _GAMMA & _MASK) + position * _GAMMA & _MASK)
     return (mixed >> 11) * 2.0**-53
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of the ``index``-th sequence of a request; index 0 keeps ``seed``."""
+    """Return the 64-bit seed of the ``index``-th sequence of a request; index 0 keeps ``seed``."""
     return (seed + index * _GAMMA) & _MASK
 
 

@@ -1,4 +1,4 @@
-"""A limit of reasoning: when it is used up, the tokens that end it are written in place of sampled ones."""
+"""The thinking budget: when it is used up, the tokens that end the reasoning are forced instead of sampled."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence as Run
 from cllm.core.params import ThinkingBudget
 from cllm.core.sequence import Sequence
 
-LEAD = 4  # tokens at the beginning of a text of which one may open the reasoning; white space stands before it
+LEAD = 4  # first tokens of a text, one of which may open the reasoning; white space may come before it
 
 
 def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> int | None:
-    """The token that must stand at ``position``, or None if it is to be sampled.
+    """Return the token that is forced at ``position``, or None if it is to be sampled.
 
-    ``guesses`` are the tokens behind those of ``seq``, up to ``position`` at least. Without state of its own: what
-    has to be known stands in the tokens, and nearly all of them are looked at only where the budget ends.
+    ``guesses`` are the draft tokens after those of ``seq``, at least up to ``position``. The function keeps no state:
+    everything follows from the tokens, and most of them are read only near the end of the budget.
     """
     first = seq.num_prompt_tokens
     end = end_of_budget(seq, budget, position, guesses)
@@ -37,7 +37,7 @@ def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run
 
 
 def end_of_budget(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]) -> int | None:
-    """Return the position after the last token of the budget; None before that, or if there is no reasoning."""
+    """Return the position after the budget's last token; None if that is not reached, or if there is no reasoning."""
     first = seq.num_prompt_tokens
     if position - first < budget.num_tokens:
         return None

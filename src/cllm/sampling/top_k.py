@@ -14,12 +14,11 @@ Row = npt.NDArray[np.float32]
 
 
 def top_k(row: Row, k: int) -> tuple[Ids, Row]:
-    """Ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in falling order; of equal ones the
-    first.
+    """Return ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in descending order.
 
-    The row is seen as NUM_BLOCKS lines, one below the other. The k-th largest of the columns' maxima is a threshold
-    that at least k values reach, and all that reach it stand in columns whose maximum does; what the lines do not
-    cover is looked at as it is.
+    Equal values are sorted by id. The row is viewed as a table of NUM_BLOCKS lines. The k-th largest column maximum is
+    a threshold that at least k values reach, and all values that reach it are in columns whose maximum does. The rest
+    of the row, fewer than NUM_BLOCKS values, is searched directly.
     """
     size = row.shape[0]
     k = min(k, size)
@@ -29,7 +28,7 @@ def top_k(row: Row, k: int) -> tuple[Ids, Row]:
         ids = (row >= threshold).nonzero()[0]
         values = row[ids]
     else:
-        # The halves first: two streams come from memory three times as fast as NUM_BLOCKS do.
+        # Compare the halves first: memory delivers two streams three times as fast as NUM_BLOCKS streams.
         half = width * NUM_BLOCKS // 2
         maxima = np.maximum(row[:half], row[half : 2 * half]).reshape(-1, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]
@@ -46,5 +45,5 @@ def top_k(row: Row, k: int) -> tuple[Ids, Row]:
 
 @cache
 def line_starts(width: int) -> Ids:
-    """The id at which each line begins, shape (NUM_BLOCKS, 1)."""
+    """Return the id at which each line begins, shape (NUM_BLOCKS, 1)."""
     return np.arange(0, width * NUM_BLOCKS, width)[:, None]
