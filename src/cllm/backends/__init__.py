@@ -1,1 +1,1 @@
-"""What computes logits. ``base`` is the contract; ``fake`` and ``llama_cpp`` keep it, and one test checks both."""
+"""Backends compute logits. ``base`` is the contract; ``fake`` and ``llama_cpp`` implement it; one test checks both."""

@@ -1,4 +1,4 @@
-"""The contract of a backend, and of the vocabulary that belongs to it."""
+"""The contract of a backend and its vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from cllm.core.batch import Batch, Chunk
 from cllm.core.model_info import ModelInfo
 
-if TYPE_CHECKING:  # its import takes a tenth of a second
+if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLTokenizer
 
 Logits = npt.NDArray[np.float32]
@@ -18,7 +18,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Blank(NamedTuple):
-    """``data`` is filled by whoever asked for it; ``state`` is the backend's own business."""
+    """Memory for a snapshot. The caller fills ``data``; ``state`` is private to the backend."""
 
     data: memoryview
     state: Any
@@ -27,10 +27,10 @@ class Blank(NamedTuple):
 class Backend(Protocol):
     """Holds a model and its KV cells. One thread calls it.
 
-    The caller guarantees: ``batch.num_tokens`` <= max_num_batched_tokens, ``batch.num_samples`` <= max_num_samples;
-    every token id is in the vocabulary; the seq_id of a row is below max_num_seqs, that of an operation below
-    max_num_seqs + num_spare_ids; a row starts at the number of cells its seq_id holds after the batch's operations; a
-    Load finds free cells for the whole snapshot, though it keeps only num_tokens of them.
+    The caller guarantees that ``batch.num_tokens`` <= max_num_batched_tokens and ``batch.num_samples`` <=
+    max_num_samples. Every token id is in the vocabulary. The seq_id of a row is below max_num_seqs, that of an
+    operation below max_num_seqs + num_spare_ids. A row starts at the number of cells that its seq_id has after the
+    batch's operations. For a Load, there are free cells for the whole snapshot, although it keeps only num_tokens.
     """
 
     @property
@@ -38,61 +38,64 @@ class Backend(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Of the model that is loaded; another thread may read it."""
+        """The vocabulary of the loaded model; other threads may read it."""
         ...
 
     def forward(self, batch: Batch) -> Logits:
-        """Carry out the operations, compute the rows.
+        """Carry out the operations, then compute the rows.
 
-        Returns logits of the sampled positions in the order of the batch, shape (num_samples, vocabulary_size), a
-        view that holds until the next call and that the caller may write to. Raises EngineError if the backend fails;
-        what the seq_ids that the batch touches hold, and which operations were carried out, is then unknown.
+        Returns the logits of the sampled positions in batch order, shape (num_samples, vocabulary_size): a view that is
+        valid until the next call and that the caller may modify. Raises EngineError if the backend fails. It is then
+        unknown which operations were carried out, and what the seq_ids of the batch contain.
         """
         ...
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
-        """Of each chunk the sum of its tokens' vectors (mean), the last, the first, or the score, as ``info.pooling``.
+        """Return a vector for each chunk, shape (len(chunks), embedding_size), float32, owned by the caller.
 
-        Shape (len(chunks), embedding_size), float32, the caller's own. What ``forward`` computes is not touched. The
-        caller guarantees what ModelInfo and MAX_CHUNKS say; that a text longer than all before it begins a bite; that
-        all chunks but the last end their texts, all but the first begin one, and that the first, if it begins none,
-        goes on where the last of the call before has ended. Raises EngineError; no text can be gone on with then.
+        By ``info.pooling`` it is the sum of the chunk's token vectors (mean), the last (last) or first (cls) of them,
+        or the score (rank). The call does not affect what ``forward`` computes.
+
+        The caller keeps the limits of ModelInfo and MAX_CHUNKS. A text longer than all texts before it is the first in
+        its call. All chunks but the last end their texts, and all but the first begin theirs. If the first chunk does
+        not begin a text, it continues the last chunk of the previous call. Raises EngineError; after that, no text can
+        be continued.
         """
         ...
 
     def snapshot(self, key: int) -> memoryview:
-        """The bytes of what Save kept under ``key``; they do not change. Raises KeyError."""
+        """Return the bytes that Save stored under ``key``; they never change. Raises KeyError if there are none."""
         ...
 
     def blank(self, num_bytes: int) -> Blank:
-        """Memory to be filled with bytes that ``snapshot`` gave, maybe in another process with the same fingerprint."""
+        """Return memory for bytes that ``snapshot`` returned, maybe in another process with the same fingerprint."""
         ...
 
     def adopt(self, key: int, filled: Blank) -> None:
-        """Take what a blank was filled with as the snapshot ``key``."""
+        """Store the content of a filled blank as the snapshot ``key``."""
         ...
 
     def change_layout(self, layout: str) -> None:
-        """Lay the cells out anew, all of them empty; ``info`` changes, snapshots stay. If can_change_layout.
+        """Lay out the cells anew, all of them empty. ``info`` changes; snapshots are kept. Requires can_change_layout.
 
-        Raises EngineError if the layout stays what it was, and StartupError if the backend cannot be used any longer.
+        Raises EngineError if the layout could not be changed, and StartupError if the backend is no longer usable.
         """
         ...
 
     def close(self) -> None:
-        """Free everything; the object is dead afterwards."""
+        """Free everything. The object must not be used afterwards."""
         ...
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and token ids to bytes."""
+    """Converts text to token ids, and token ids to bytes."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def pieces(self) -> list[bytes]:
-        """The bytes each token id adds to the text; control tokens add none."""
+        """The bytes that each token id adds to the text; control tokens add none."""
         ...
 
     @property
@@ -102,7 +105,7 @@ class Vocabulary(Protocol):
 
     @property
     def infill_tokens(self) -> tuple[int, int, int] | None:
-        """What marks a prefix, a suffix, and the middle that is to be written; None if the model knows no such."""
+        """The tokens that mark the prefix, the suffix and the middle to be written; None if the model has none."""
         ...
 
     @property
@@ -112,7 +115,7 @@ class Vocabulary(Protocol):
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """The names of tokens that stand for more than their text, by id; a grammar must name them to allow them."""
+        """The names of tokens that mean more than their text, by id. A grammar allows them only by name."""
         ...
 
     @property
@@ -120,27 +123,30 @@ class Vocabulary(Protocol):
 
     @property
     def special_texts(self) -> dict[str, Any]:
-        """The names templates use: ``bos_token``, ``eos_token``."""
+        """The variables that templates use: ``bos_token``, ``eos_token``."""
         ...
 
     @property
     def rerank_template(self) -> str | None:
-        """What a reranker reads, with {query} and {document} in it; None if that is only ``pair_tokens``."""
+        """The template of a reranker's input, with {query} and {document}; None if it uses ``pair_tokens`` instead."""
         ...
 
     @property
     def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
-        """What stands before, between and behind the two texts of a pair."""
+        """The tokens before, between and after the two texts of a pair."""
         ...
 
     def text_of(self, token: int) -> bytes:
-        """The bytes of a token, which is in the vocabulary; of a control token its name."""
+        """Return the bytes of a token id of the vocabulary; for a control token, its name."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """``add_special``: the model's begin and end tokens; ``parse_special``: control tokens written in the text."""
+        """Return the token ids of ``text``.
+
+        ``add_special`` adds the model's begin and end tokens. ``parse_special`` recognizes control tokens in the text.
+        """
         ...
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
-        """What grammars are compiled for; takes up to a second. A text may end with any of ``end_tokens``."""
+        """Return the tokenizer for compiling grammars; this takes up to a second. Any of ``end_tokens`` ends a text."""
         ...

@@ -1,8 +1,8 @@
-"""A backend without a model: it says what its script says, costs what its cost model says, and breaks on request.
+"""A backend without a model, with simulated costs and faults, for tests and simulations.
 
-``cllm serve --backend.name fake`` serves it, tests and simulations run on it. The text continues the prompt by
-counting: after the token t comes t + 1, and END after ``length`` tokens, so every answer can be checked. The vector of
-a text is the mean of its tokens' vectors, so texts are alike as far as they have the same tokens.
+``cllm serve --backend.name fake`` serves it. The text continues the prompt by counting: after token t comes t + 1, and
+END after ``length`` tokens, so every answer can be checked. The vector of a text is the mean of its tokens' vectors, so
+texts are similar to the extent that they share tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).asty
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Seconds of a step: a fixed part, a part for each decoding row and one for each other token."""
+    """Seconds of a step: a fixed part, a part for each position of decoding rows, and a part for each other token."""
 
     step: float = 0.0
     row: float = 0.0
@@ -44,7 +44,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """Steps, counted from 1, at which the backend fails, once or ``raise_times``; 0 is never."""
+    """The step, counted from 1, from which on the backend fails ``raise_times`` steps; 0 means never."""
 
     raise_at_step: int = 0
     raise_times: int = 1
@@ -54,7 +54,7 @@ NO_COSTS, NO_FAULTS = Costs(), Faults()
 
 
 class Cell:
-    """One cell; sequences that share it hold the same object."""
+    """One cell; sequences that share it reference the same object."""
 
     __slots__ = ("token",)
 
@@ -63,9 +63,9 @@ class Cell:
 
 
 class FakeBackend:
-    """Keeps the contract of backends/base.py and checks that its caller does.
+    """Implements the contract of backends/base.py and checks that its caller keeps it, too.
 
-    ``sleep`` is what a step's cost is spent with: time.sleep, or a simulated clock's advance.
+    ``sleep`` spends a step's cost: time.sleep, or the advance of a simulated clock.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class FakeBackend:
         self._sleep = sleep
         self._cells: dict[int, list[Cell]] = {}
         self._snapshots: dict[int, bytes] = {}
-        self._embedded = 0, 0  # of the text that was last in the last bite: tokens computed, and all
+        self._embedded = 0, 0  # last text of the last ``embed``: tokens computed, and its length
         self.num_steps = 0
 
     def forward(self, batch: Batch) -> Logits:
@@ -244,7 +244,7 @@ class FakeBackend:
 
 
 class FakeVocabulary:
-    """One token a byte; three control tokens."""
+    """One token per byte, and three control tokens."""
 
     size = VOCABULARY_SIZE
     infill_tokens: tuple[int, int, int] | None = None
@@ -279,7 +279,7 @@ class FakeVocabulary:
 
 
 class ByteTokenizer:
-    """The vocabulary as llguidance's wrapper wants it."""
+    """The vocabulary in the form that llguidance's wrapper expects."""
 
     bos_token_id = None
 

@@ -78,7 +78,7 @@ def sigma_threshold(row: Row, n: float) -> float:
 
 
 def typical(values: Values, mass: float) -> Ids:
-    """Return the candidates whose surprise is nearest to the entropy, up to ``mass`` in total (Meister et al. 2023)."""
+    """Return the candidates whose surprise is nearest to the entropy and that reach ``mass`` (Meister et al. 2023)."""
     probabilities = softmax(values)
     with np.errstate(divide="ignore"):
         surprise = -np.log(probabilities)

@@ -1,4 +1,4 @@
-"""The arrays of a llama_batch, which live as long as their owner and are written through numpy views."""
+"""The arrays of a llama_batch. They live as long as their owner and are written through numpy views."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llama_cpp import llama_cpp as lib
 
 
 class BatchArrays:
-    """token, position and wants_logits of ``size`` tokens. A token's id_address is first_id + 4 * its seq_id."""
+    """The token, position and wants_logits of ``size`` tokens. A token's id_address is first_id + 4 * its seq_id."""
 
     def __init__(self, size: int, num_ids: int) -> None:
         self.token = np.zeros(size, np.int32)
         self.position = np.zeros(size, np.int32)
         self.wants_logits = np.zeros(size, np.int8)
         self._num_seq_ids = np.ones(size, np.int32)
-        # llama_batch wants a pointer to the id of each token: one array of ids, and addresses into it
+        # llama_batch needs a pointer to the seq_id of each token: addresses into one array of ids
         self.ids = np.arange(num_ids, dtype=np.int32)
         self.first_id: int = self.ids.ctypes.data
         self.id_address = np.zeros(size, np.uint64)

@@ -1,7 +1,7 @@
 """A model and its context in llama.cpp.
 
-One wrong call into libllama kills the process, so ``forward`` checks what the contract promises before it calls.
-The batch arrays live as long as the backend and are written through numpy views; logits are read through one.
+One wrong call into libllama kills the process, so ``forward`` checks the contract's guarantees before it calls.
+The batch arrays live as long as the backend and are written through numpy views; logits are read through another view.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
 
 NOTHING = np.zeros(0, np.uint8)
-MAX_SEQ_IDS = 256  # of libllama; in the unified layout those from n_seq_max on can hold tokens too
-SCRATCH_ID = MAX_SEQ_IDS - 1  # not told to the caller
-MIN_SAMPLES = 16  # room for guesses where few sequences run
-TILE = 64  # queries in its attention kernel for prompts; fewer take one that is twice as slow for each
-PADDED, PADDED_CONTEXT = 48, 512  # tokens, and tokens before them, from which filling a tile up costs less than that
-NO_CELLS = 1  # what llama_decode returns when a batch does not fit, and has changed nothing
-USUAL_BANDWIDTH = 2e9  # bytes a second at which memory is laid out
-WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # what is logged after the vocabulary; progress comes later
+MAX_SEQ_IDS = 256  # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
+SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
+MIN_SAMPLES = 16  # room for draft tokens when few sequences run
+TILE = 64  # queries of llama.cpp's attention kernel for prompts; its kernel for fewer takes twice as long per query
+PADDED, PADDED_CONTEXT = 48, 512  # tokens in a tile, and tokens before them, from which on padding the tile pays off
+NO_CELLS = 1  # llama_decode's return value if a batch does not fit; nothing has changed then
+USUAL_BANDWIDTH = 2e9  # bytes per second at which memory is laid out
+WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged after the vocabulary; progress reports come later
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
 class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load: sizes in tokens, memory in bytes; kv_type is one of KV_TYPES, n_ubatch the tokens of one pass.
+    """How to load a model: sizes in tokens, memory in bytes.
 
-    n_threads None means all cores, n_threads_batch None as n_threads, context_length None as the model and the memory
-    allow; max_num_seqs is a limit, ``fit`` may take fewer.
+    kv_type is one of KV_TYPES; n_ubatch is the number of tokens in one pass. None means all cores for n_threads, the
+    same as n_threads for n_threads_batch, and for context_length what the model and the memory allow. max_num_seqs is a
+    limit; ``fit`` may choose fewer.
     """
 
     context_length: int | None = None
@@ -66,7 +67,7 @@ class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probed(NamedTuple):
-    """What a model's memory can do. A saved state of n tokens is state_bytes + n * state_bytes_per_token."""
+    """What a model's memory supports. A saved state of n tokens takes state_bytes + n * state_bytes_per_token."""
 
     can_trim: bool
     state_bytes: int
@@ -74,7 +75,7 @@ class Probed(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Sizes of the KV cache in tokens: of one sequence, how many sequences, of all together; and how it is laid out."""
+    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and whether that can change."""
 
     context_length: int
     max_num_seqs: int
@@ -84,11 +85,12 @@ class Fit(NamedTuple):
 
 
 def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
-    """Share kv_memory among sequences: first the context that was asked for (or the usual), then as many as fit.
+    """Divide kv_memory: first the requested context (or the usual one), then as many sequences of it as fit.
 
-    ``plain``: the model remembers by attention to all tokens; if not, there is no pool. auto begins partitioned and may
-    change, but not on a GPU, where partitioned is faster by far; but where memory does not hold a whole context for
-    each sequence, only a pool lets all of them run. Raises StartupError with the sizes if not even one sequence fits.
+    ``plain``: the model's only memory is attention to all tokens; other models cannot be unified. ``auto`` starts
+    partitioned and may change, except on a GPU, where partitioned is far faster. If the memory cannot hold a whole
+    context for each sequence, ``auto`` starts unified, because only then can all of them run. Raises StartupError, with
+    the sizes, if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
     context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
@@ -110,18 +112,18 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
 
 
 def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
-    """Positions whose logits one step may ask for."""
+    """Return the maximum number of positions whose logits one step may request."""
     return min(params.max_num_batched_tokens, max(MIN_SAMPLES, sizes.max_num_seqs))
 
 
 class LlamaCppBackend:
-    """See backends/base.py for the contract."""
+    """Implements the contract of backends/base.py."""
 
     def __init__(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None) -> None:
-        """Load ``path``; ``progress`` gets the loaded share, 0 to 1. Raises StartupError if it cannot be loaded.
+        """Load ``path``; ``progress`` receives the loaded share, 0 to 1. Raises StartupError if it cannot be loaded.
 
-        The first share, 0, comes when the vocabulary has been read and before any weight is. A file that is damaged may
-        abort the process.
+        The first share, 0, is reported after the vocabulary and before any weight is read. A damaged file may abort the
+        process.
         """
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
@@ -133,13 +135,13 @@ class LlamaCppBackend:
         self._open(params)
 
     def reopen(self, params: LlamaCppParams) -> None:
-        """Another context, as ``params`` say, for the weights as they are loaded. Snapshots are lost.
+        """Replace the context with one for ``params``. The weights stay loaded; snapshots are lost.
 
-        Raises StartupError if it cannot be had; there is none then.
+        Raises StartupError if that fails; there is no context then.
         """
         self._embedder.close()
         lib.llama_free(self._context)
-        self._context = None  # or it would be freed again if there is no other one
+        self._context = None  # so it is not freed again if the next line fails
         self._open(params)
 
     def _open(self, params: LlamaCppParams) -> None:
@@ -147,7 +149,7 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        # In a pool, the cells of a sequence that lie before its window are given to others, unasked.
+        # In the unified layout, llama.cpp silently gives a sequence's cells before its window to other sequences.
         windowed = lib.llama_model_n_swa(self._model) > 0
         plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model) or windowed)
         sizes = fit(params, trained, plain=plain)
@@ -158,13 +160,13 @@ class LlamaCppBackend:
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
         begun = time.perf_counter()
         self._open_context(sizes.layout)
-        # Memory that was never used may come slowly; what the next layout gets has been used.
+        # Memory that was never used may be slow to get. The next layout gets used memory, so the time is capped.
         size = sizes.num_cells * params.kv_bytes_per_token
         layout_seconds = min(time.perf_counter() - begun, size / USUAL_BANDWIDTH)
         generates = bool(self._memory)
         probed = self._probe() if generates else Probed(True, 0, 0)
         vectors = facts_of(self._model, self._context, vocabulary_size)
-        if not generates:  # an encoder: it holds nothing between two texts
+        if not generates:  # an encoder keeps no state between texts
             lib.llama_free(self._context)
             self._context = None
         max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens)
@@ -224,7 +226,7 @@ class LlamaCppBackend:
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 
     def _probe(self) -> Probed:
-        """What this model's memory can do and how big its states are, found by trying; warms up on the way."""
+        """Find out by trying what this model's memory supports and how big its states are. This also warms up."""
 
         def decode(start: int, count: int) -> int:
             self._token[:count], self._id_address[:count], self._wants_logits[:count] = 0, self._first_id, 1
@@ -260,7 +262,7 @@ class LlamaCppBackend:
             try:
                 if progress and not failed:
                     progress(share)
-            except BaseException as error:  # noqa: BLE001  # it would be lost here: the load ends, then it is raised
+            except BaseException as error:  # noqa: BLE001  # raised when the load has ended; ctypes would swallow it
                 failed.append(error)
             return not failed
 
@@ -291,7 +293,7 @@ class LlamaCppBackend:
         c_params.n_threads = threads
         c_params.n_threads_batch = params.n_threads_batch or threads
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
-        if params.kv_type != "f16":  # llama.cpp reads quantized values in no other way
+        if params.kv_type != "f16":  # llama.cpp reads quantized values only so
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         c_params.kv_unified = layout == "unified"
         c_params.no_perf = True
@@ -341,7 +343,7 @@ class LlamaCppBackend:
         return self._read_logits()[: batch.num_samples]
 
     def _read_logits(self) -> Logits:
-        """A view of llama.cpp's buffer, in its full size; it moves seldom, and to make a view anew takes a while."""
+        """Return a view of llama.cpp's whole logits buffer. Making one is slow, so it is kept until the buffer moves."""
         pointer = lib.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
@@ -350,7 +352,7 @@ class LlamaCppBackend:
         return self._logits
 
     def _fill(self, batch: Batch) -> None:
-        """Write the rows into the arrays of the llama_batch, after checking what would abort the process."""
+        """Write the rows into the arrays of the llama_batch. Raises EngineError for what would abort the process."""
         at = num_samples = 0
         for row in batch.rows:
             seq_id, count = row.seq.seq_id, row.size
@@ -377,13 +379,13 @@ class LlamaCppBackend:
         self._batch.n_tokens = at
 
     def _pad(self, batch: Batch) -> Row | None:
-        """Fill a tile that is nearly full with tokens that nobody needs, behind one row, which is returned.
+        """Fill a nearly full tile with padding tokens after one row and return that row; None if it does not pay off.
 
-        They come after all that is needed, so they change nothing, and are to be trimmed.
+        The padding comes after all needed tokens, so it changes no result. The caller must trim it.
         """
         row = max(batch.rows, key=lambda row: row.size)
         count = self._batch.n_tokens
-        if self.info.layout == "partitioned":  # the first token of each is computed first, then what is left of each
+        if self.info.layout == "partitioned":  # the first token of each row is computed first, then the rest of each
             if sum(row.size > 1 for row in batch.rows) > 1:
                 return None
             count = row.size - (len(batch.rows) > 1)
@@ -401,7 +403,10 @@ class LlamaCppBackend:
         return row
 
     def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
-        """Carry out one operation; ``copied`` is the state of the seq_id that the one before copied, if it did."""
+        """Carry out one operation.
+
+        If it copies a saved state, return the source's seq_id and state, which the next call gets as ``copied``.
+        """
         match operation:
             case Trim(seq_id, keep):
                 self._trim(seq_id, keep)
@@ -430,9 +435,9 @@ class LlamaCppBackend:
             raise EngineError(f"sequence id {seq_id} cannot be trimmed to {keep} tokens")
 
     def _state(self, seq_id: int) -> Bytes:
-        """What ``seq_id`` holds."""
+        """Return the state of ``seq_id``."""
         self._check_seq_id(seq_id, self._num_ids)
-        if seq_id >= len(self._ids):  # libllama writes states without owners for these; 0 owns the cells meanwhile
+        if seq_id >= len(self._ids):  # libllama saves no owners for these ids, so 0 owns the cells meanwhile
             self._move(0, SCRATCH_ID)
             lib.llama_memory_seq_cp(self._memory, seq_id, 0, -1, -1)
             try:

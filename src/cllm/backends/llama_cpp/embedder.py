@@ -1,9 +1,9 @@
-"""A second context over the same weights, which gives vectors in place of logits.
+"""A second context over the same weights, which computes vectors instead of logits.
 
-It is opened with the first text and has cells for the longest one that has come, not more. Its vectors are those of
-tokens and are pooled here, because llama.cpp pools what one call computes, and a long text is computed in several.
-Where attention is not causal, or a head ranks, a text must be in one call, and then llama.cpp's own limits hold: an
-``n_ubatch`` less than the text would abort the process.
+It is opened for the first text and has cells for the longest text so far. It computes token vectors, which are pooled
+here, because llama.cpp pools within one call, and a long text takes several calls. If attention is not causal, or the
+model ranks, a text must be in one call. Then llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would
+abort the process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ POOLINGS = {
     lib.LLAMA_POOLING_TYPE_LAST: "last",
     lib.LLAMA_POOLING_TYPE_RANK: "rank",
 }
-LOGITS_BYTES = 64 << 20  # llama.cpp computes logits too, of every token; so much of them may lie about
-LARGEST_LOGITS_BYTES = 2 << 30  # and not more than this, where a text must be in one call
-LEAST_BITE, LARGEST_BITE = 64, 512  # tokens
+LOGITS_BYTES = 64 << 20  # limit for the logits, which llama.cpp computes for every token, too
+LARGEST_LOGITS_BYTES = 2 << 30  # the same if a text must be in one call
+LEAST_BITE, LARGEST_BITE = 64, 512  # tokens of one call
 LEAST_CELLS = 512
-PADDING = 256  # llama.cpp rounds cells up to it
+PADDING = 256  # llama.cpp rounds the number of cells up to a multiple of this
 
 
 class EmbeddingFacts(NamedTuple):
-    """See the fields of ModelInfo; max_tokens is what llama.cpp's buffers allow of one text."""
+    """See the fields of ModelInfo; max_tokens is the longest text that llama.cpp's buffers allow."""
 
     size: int
     pooling: str
@@ -44,7 +44,7 @@ class EmbeddingFacts(NamedTuple):
 
 
 def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
-    """What ``model`` gives for a text; ``context`` is any one of it."""
+    """Return the facts about embeddings of ``model``; ``context`` is any context of it."""
     pooling = POOLINGS.get(lib.llama_pooling_type(context), "mean")
     whole = pooling == "rank" or not lib.llama_get_causal_attn(context)
     size = 1 if pooling == "rank" else int(lib.llama_model_n_embd_out(model))
@@ -54,17 +54,17 @@ def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
 
 
 class Embedder:
-    """See Backend.embed."""
+    """Implements Backend.embed."""
 
     def __init__(self, model: Any, facts: EmbeddingFacts, max_tokens: int, threads: int | None) -> None:
-        """``max_tokens``: of one text. Nothing is allocated yet."""
+        """``max_tokens``: the limit of one text. Nothing is allocated yet."""
         self._model = model
         self._facts = facts
         self._max_tokens = max_tokens
         self._threads = threads or os.cpu_count() or 1
         self._context: Any = None
-        self._room = 0  # tokens of a text for which there are cells
-        self._going = (-1, 0, 0)  # the seq_id of the text that goes on, its tokens so far, and all
+        self._room = 0  # length of the longest text for which there are cells
+        self._going = (-1, 0, 0)  # the unfinished text: its seq_id, tokens computed, and length
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
         going, self._going = self._going, (-1, 0, 0)
@@ -83,7 +83,7 @@ class Embedder:
         return rows
 
     def _check(self, chunks: list[Chunk], going: tuple[int, int, int]) -> None:
-        """Raise EngineError for what would abort the process, or mix texts up."""
+        """Raise EngineError for chunks that would abort the process or mix up texts."""
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         single = len(chunks) == 1 and self._facts.whole
         if not 0 < len(chunks) <= MAX_CHUNKS or (num_tokens > self._facts.bite and not single):
@@ -101,7 +101,7 @@ class Embedder:
                 raise EngineError(f"a text of {length} tokens, longer than all before it, does not begin a bite")
 
     def _open(self, length: int) -> None:
-        """A context for texts of ``length`` tokens, and some more, in place of the one there is."""
+        """Replace the context with one for texts of ``length`` tokens, rounded up."""
         self.close()
         facts = self._facts
         room = min(max(LEAST_CELLS, 1 << (length - 1).bit_length()), max(self._max_tokens, length))
@@ -125,7 +125,7 @@ class Embedder:
         self._arrays.wants_logits[:] = 1
 
     def _fill(self, chunks: list[Chunk], going: int) -> list[int]:
-        """Write the batch, after giving up all cells but those of the text that goes on; the chunks' seq_ids."""
+        """Release all cells but those of the continued text, write the batch, and return the chunks' seq_ids."""
         goes_on = chunks[0].start > 0
         if self._memory:
             for seq_id in range(MAX_CHUNKS):
@@ -159,7 +159,7 @@ class Embedder:
         return result
 
     def close(self) -> None:
-        """Free what it has; it may be used again."""
+        """Free the context. The embedder may be used again."""
         context, self._context, self._room = self._context, None, 0
         if context is not None:
             lib.llama_free(context)

@@ -1,4 +1,4 @@
-"""libllama itself: one import, its log in our hands, and what it says of the machine."""
+"""Loads libllama: checks its version, handles its log and its aborts, and reports facts about this build."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
         listen(text)
     if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
         recent_errors.append(text.decode("utf-8", "replace").strip())
-    # Below are hundreds of lines a model, above are ends of lines that were not shown.
+    # Lower levels are hundreds of lines per model; higher ones continue lines that may not have been shown.
     if LOG_LEVEL_INFO <= level <= LOG_LEVEL_ERROR and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", text.decode("utf-8", "replace").rstrip())
 
@@ -60,9 +60,9 @@ def _abort(message: bytes) -> None:
     log.critical("llama.cpp aborts: %s", reason)
 
 
-_log_callback = lib.llama_log_callback(_log)  # kept alive here: libllama holds only the pointer
+_log_callback = lib.llama_log_callback(_log)  # kept alive here, because libllama has only the pointer
 _abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_abort)
-with contextlib.suppress(AttributeError):  # where the loader does not find symbols of a library's own libraries
+with contextlib.suppress(AttributeError):  # some loaders do not find symbols of a library's dependencies
     lib._lib.ggml_set_abort_callback(_abort_callback)  # noqa: SLF001  # it has no binding
 lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
 lib.llama_backend_init()
@@ -70,7 +70,7 @@ lib.llama_backend_init()
 
 @contextlib.contextmanager
 def log_lines(listen: Callable[[bytes], None]) -> Iterator[None]:
-    """Call ``listen`` with every line that libllama logs meanwhile."""
+    """Call ``listen`` with every line that libllama logs inside the ``with`` block."""
     _listeners.append(listen)
     try:
         yield
@@ -80,7 +80,7 @@ def log_lines(listen: Callable[[bytes], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def aborts(handle: Callable[[str], None]) -> Iterator[None]:
-    """Call ``handle`` with the reason if libllama is going to abort this process meanwhile."""
+    """Call ``handle`` with the reason if libllama is about to abort this process inside the ``with`` block."""
     _abort_handlers.append(handle)
     try:
         yield
@@ -89,19 +89,19 @@ def aborts(handle: Callable[[str], None]) -> Iterator[None]:
 
 
 def system_info() -> str:
-    """The CPU features and libraries that this build of llama.cpp uses, in its own words."""
+    """Return the CPU features and libraries that this build of llama.cpp uses, in its own words."""
     return str(lib.llama_print_system_info().decode().strip())
 
 
 class Compiled(NamedTuple):
-    """How the CPU kernels were compiled: the compiler's signature and the switches it recorded, "" where it did not."""
+    """How the CPU kernels were compiled: the compiler's signature and switches; "" if they were not recorded."""
 
     compiler: str
     switches: str
 
 
 def compiled() -> Compiled:
-    """How the CPU kernels of this build were compiled, as their file says."""
+    """Return how the CPU kernels of this build were compiled, as recorded in their library file."""
     folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
     for path in sorted(folder.glob("*ggml-cpu*")):
         data = path.read_bytes()
@@ -112,12 +112,12 @@ def compiled() -> Compiled:
 
 
 def supports_gpu_offload() -> bool:
-    """True if this build of llama.cpp can use a GPU that is there."""
+    """Return whether this build of llama.cpp can use a GPU of this machine."""
     return bool(lib.llama_supports_gpu_offload())
 
 
 def last_error(default: str) -> str:
-    """The most telling of the recent log lines: the last error that names a cause."""
+    """Return the last logged error that names a cause, else the last warning or error, else ``default``."""
     for line in reversed(recent_errors):
         _, _, cause = line.partition("error loading model: ")
         if cause:
@@ -128,7 +128,7 @@ def last_error(default: str) -> str:
 
 
 def check_pointer(pointer: Any, what: str) -> Any:
-    """The pointer, or StartupError with libllama's own reason if it is NULL."""
+    """Return the pointer. Raises StartupError, with libllama's own reason, if it is NULL."""
     if not pointer:
         raise StartupError(f"{what}: {last_error('llama.cpp gave no reason')}")
     return pointer

@@ -1,7 +1,7 @@
-"""llama.cpp's quantization of a GGUF file, in a process of its own.
+"""Quantizes a GGUF file with llama.cpp, in a separate process.
 
-The C function can neither be interrupted nor survive its own assertions, so the caller gets a child that can be killed.
-The child writes a line ``i n`` on stdout for each tensor, and the reason of a failure on stderr.
+The C function cannot be interrupted, and a failed assertion in it aborts the process, so it runs in a child that can be
+killed. The child writes a line ``i n`` to stdout for each tensor, and the reason for a failure to stderr.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def quantize(
     threads: int | None,
     progress: Callable[[float], None],
 ) -> None:
-    """Write ``source`` as ``target`` in the llama.cpp file type ``body``, such as ``Q4_K_M``.
+    """Write ``source`` to ``target`` in the llama.cpp file type ``body``, such as ``Q4_K_M``.
 
-    body: None leaves all tensors but the head as they are. head: the type of the output head, such as ``Q6_K``; None is
-    what the file type has there. A source that is quantized itself loses by it a second time. threads: None for one a
-    core. ``progress`` gets the share of tensors begun, 0 to 1. An interrupt ends the work; ``target`` is then
-    incomplete. Raises StartupError with llama.cpp's reason.
+    body: None keeps all tensors but the head as they are. head: the type of the output head, such as ``Q6_K``; None
+    takes the file type's default. A source that is already quantized loses quality a second time. threads: None means
+    one per core. ``progress`` receives the share of tensors begun, 0 to 1. An interrupt kills the child and leaves
+    ``target`` incomplete. Raises StartupError with llama.cpp's reason.
     """
     job = json.dumps([str(source), str(target), body, head, threads or 0])
     command = [sys.executable, "-P", "-m", __name__, job]
@@ -56,7 +56,7 @@ def quantize(
 
 
 def head_name(header: GgufHeader) -> str:
-    """The tensor that turns the last hidden state into logits; where there is none of its own, the embedding does."""
+    """Return the name of the tensor that computes logits: the output head, or the token embedding if there is none."""
     names = {tensor.name for tensor in header.tensors}
     return "output.weight" if "output.weight" in names else "token_embd.weight"
 
@@ -91,7 +91,7 @@ def _quantize_here(source: str, target: str, body: str | None, head: str | None,
 
 
 def _as_they_are(header: GgufHeader, lib: Any) -> Any:
-    """llama.cpp's list of patterns of names, and types; what has the type already is copied. NULL ends it."""
+    """Return llama.cpp's list of name patterns and types, ended by NULL. A tensor that has its type is copied."""
     kinds = {name: kind for kind, (name, _, _) in TENSOR_TYPES.items()}
     overrides = (lib.llama_model_tensor_override * (len(header.tensors) + 1))()
     for override, tensor in zip(overrides, header.tensors, strict=False):

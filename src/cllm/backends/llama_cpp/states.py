@@ -1,10 +1,10 @@
-"""What a sequence holds, saved in RAM and loaded again, maybe into another layout.
+"""Saves the state of a sequence in RAM and loads it again, maybe into another layout.
 
 libllama writes a state as a head (a magic number, the seq_id, the number of streams) and then, for each stream, a
-count of cells and the cells; all counts but one are zero. Unified cells are one stream, partitioned ones a stream for
-each sequence. So the state of plain attention becomes portable by keeping the one count that is not zero and its
-cells, and putting a head before and zeros behind. (Seen in llama_kv_cache::state_write of the version that library.py
-insists on; the contract test loads states across layouts.)
+count of cells and the cells. All counts but one are zero. Unified cells are one stream; partitioned cells are one
+stream per sequence. So the state of plain attention becomes portable if only the nonzero count and its cells are kept,
+with a head before them and zeros after them. (Found in llama_kv_cache::state_write of the version that library.py
+requires; the contract test loads states across layouts.)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ HEAD = 3 * WORD
 class States:
     """Saves and loads the states of one context.
 
-    A saved state is one array: a head, what was saved, and zeros for the other streams. Where states are not portable
-    it is what libllama wrote.
+    A portable saved state is one array: a head, the sequence's count and cells, and zeros for the other streams. Any
+    other saved state is what libllama wrote.
     """
 
     def __init__(self, context: Any, max_num_seqs: int, layout: str, *, portable: bool) -> None:
-        """``portable``: the model remembers by plain attention alone."""
+        """``portable``: the model's only memory is plain attention."""
         self._context = context
         self._num_seqs = max_num_seqs
         self._num_streams = 1 if layout == "unified" else max_num_seqs
@@ -44,10 +44,10 @@ class States:
         self._head = empty[:HEAD]
 
     def save(self, seq_id: int) -> Bytes:
-        """Raises EngineError if libllama does not save it."""
+        """Return the state of ``seq_id``. Raises EngineError if libllama does not save it."""
         size = int(lib.llama_state_seq_get_size(self._context, seq_id))
-        before = WORD * seq_id if self._portable and self._num_streams > 1 else 0  # zeros of the streams before it
-        behind = WORD * (self._num_streams - 1) - before if self._portable else 0  # and of those behind
+        before = WORD * seq_id if self._portable and self._num_streams > 1 else 0  # zeros of the streams before
+        behind = WORD * (self._num_streams - 1) - before if self._portable else 0  # and of those after
         state = np.empty(size - behind + self._tail, np.uint8)
         if lib.llama_state_seq_get_data(self._context, pointer_to(state), size, seq_id) != size:
             raise EngineError(f"the state of sequence id {seq_id} cannot be saved")
@@ -55,7 +55,10 @@ class States:
         return state[before:]
 
     def load(self, seq_id: int, state: Bytes) -> None:
-        """Raises EngineError if libllama does not take it; ``seq_id`` may then hold anything."""
+        """Load ``state`` into ``seq_id``.
+
+        Raises EngineError if libllama rejects it; ``seq_id`` may then contain anything.
+        """
         size = len(state)
         if self._portable:
             state[:HEAD] = self._head
@@ -64,11 +67,11 @@ class States:
             raise EngineError(f"the state for sequence id {seq_id} cannot be loaded: {last_error('no reason given')}")
 
     def saved_part(self, state: Bytes) -> memoryview:
-        """What is worth a file: the part that never changes."""
+        """Return the part of ``state`` that is saved to a file, which never changes."""
         return state[HEAD : len(state) - self._tail].data if self._portable else state.data
 
     def blank(self, num_bytes: int) -> Bytes:
-        """A state whose ``saved_part`` has so many bytes, and is still to be filled."""
+        """Return a state with an unfilled ``saved_part`` of ``num_bytes`` bytes."""
         state = np.empty((HEAD if self._portable else 0) + num_bytes + self._tail, np.uint8)
         state[len(state) - self._tail :] = 0
         return state

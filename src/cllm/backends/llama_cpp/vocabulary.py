@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_LSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 7
 EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
 MAX_SPECIAL = 4000  # a text with more special tokens is tokenized in parts
-PART = 4096  # least number of characters of a part
+PART = 4096  # minimum number of characters of a part
 MARK = b"\xff"  # before the text of a special token, for llguidance
 
 
 class Specials(NamedTuple):
-    """The texts at which llama.cpp splits a text before it tokenizes the rest.
+    """The texts of special tokens, at which llama.cpp splits a text before it tokenizes the rest.
 
-    drop_blanks: by text, the longest first: whether llama.cpp drops blanks before it. beginnings: of the texts, at most
-    two characters each.
+    drop_blanks: maps each text, the longest first, to whether llama.cpp drops blanks before it. beginnings: the first
+    two characters of each text.
     """
 
     drop_blanks: dict[str, bool]
@@ -35,28 +35,27 @@ class Specials(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model; or of a GGUF file, and not its weights, for a process without an engine.
+    """The vocabulary of a loaded model, or of a GGUF file without its weights, for a process without an engine.
 
-    Tokenizing changes nothing in it, so several threads may.
-    A Python string can never encode the one kind of text that makes
-    llama.cpp's tokenizer abort (code points above U+10FFFF); lone surrogates must be refused before.
+    Several threads may tokenize, because that changes nothing. The one kind of text that makes llama.cpp's tokenizer
+    abort (code points above U+10FFFF) cannot be a Python string. The caller must reject lone surrogates.
     """
 
     def __init__(self, model: Any) -> None:
-        """``model``: a pointer that stays valid."""
+        """``model``: a pointer that must stay valid."""
         self._model = model
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size = int(lib.llama_vocab_n_tokens(self._vocab))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises StartupError if ``path`` is no model."""
+        """Load the vocabulary of ``path``. Raises StartupError if it is not a model."""
         params = lib.llama_model_default_params()
         params.vocab_only = True
         return cls(check_pointer(lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}"))
 
     def check(self) -> None:
-        """Tokenize a text with every byte that texts can have, which aborts the process if the file is damaged."""
+        """Tokenize a text with every byte that a text can contain. This aborts the process if the file is damaged."""
         self.tokenize(EVERY_BYTE, add_special=True, parse_special=True)
 
     @cached_property
@@ -133,7 +132,7 @@ class LlamaVocabulary:
         }
 
     def _is_control(self, token: int) -> bool:
-        # without a begin token in the file llama.cpp still names one, which is then an ordinary token
+        # if the file has no begin token, llama.cpp still names one, which is then an ordinary token
         return token >= 0 and bool(lib.llama_vocab_is_control(self._vocab, token))
 
     @cached_property
@@ -168,7 +167,7 @@ class LlamaVocabulary:
 
     @cached_property
     def _specials_always_split(self) -> Specials:
-        """Those that llama.cpp recognises even without ``parse_special``."""
+        """The special tokens that llama.cpp recognizes even without ``parse_special``."""
         return self._specials_with(ATTR_USER_DEFINED)
 
     def _specials_with(self, attributes: int) -> Specials:
@@ -201,15 +200,15 @@ class LlamaVocabulary:
         return tokenizer.with_slices(LLTokenizer.general_slices())  # in two steps, because each holds the GIL
 
     def close(self) -> None:
-        """Free what ``load`` has loaded."""
+        """Free what ``load`` loaded."""
         lib.llama_model_free(self._model)
 
 
 def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]:
-    """Split ``text`` so that the tokens of its parts are those of the whole.
+    """Split ``text`` into parts that give the same tokens as the whole.
 
-    All parts but the first begin with a special token. llama.cpp's time grows with the square of the number of special
-    tokens in a text. ``specials``: see Specials.drop_blanks.
+    All parts but the first begin with a special token. Parts are faster, because llama.cpp's time grows with the square
+    of the number of special tokens in a text. ``specials``: see Specials.drop_blanks.
     """
     begin, at = 0, PART
     while at < len(text):
