@@ -1,7 +1,7 @@
-"""What the engine has been given and has not answered yet: who is ahead of a newcomer, and for how long.
+"""The unanswered requests in the engine: how many are ahead of a new request, and for how long.
 
-All of it is this process's own count of what it submitted and what came back, so no race with the engine can let one
-request more in than a bound allows. Of the engine's statistics only the estimated seconds are used.
+This process counts what it submits and what the engine returns, so no race with the engine can admit one request more
+than a limit allows. Of the engine's statistics, only the number of slots and the estimated seconds are used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from cllm.errors import CLLMError
 from cllm.process.reservations import LONGEST_WAIT, Claim, QueueLoad, Reservations, load_of
 from cllm.scheduler.policy import Policy
 
-SHARE = 0.2  # of a new observation in a mean
-WINDOW = 100  # sequences from which the rate is measured; ten times as many as run at once, if that is more
-FIRST_GUESS = 1.0  # seconds that a sequence runs, until anything is known
-OPEN_SHARE = 0.5  # of the queue, which reservations never close to newcomers
+SHARE = 0.2  # weight of a new observation in a running mean
+WINDOW = 100  # sequences over which the rate is measured; ten times the number of slots if that is more
+FIRST_GUESS = 1.0  # seconds that a sequence is assumed to run until something is measured
+OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomers
 
 
 class QueueFull(CLLMError):
-    """Too much is ahead of the request. bound: requests, tokens or seconds. retry_after: seconds until there will be
-    room. ticket: claims the place that is reserved for that time; "" if none is.
+    """Too much is ahead of the request in the queue.
+
+    bound: the exceeded limit: requests, tokens or seconds. retry_after: seconds until there will be room. ticket:
+    claims the place that is reserved for that time; "" if none is.
     """
 
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
@@ -38,7 +40,7 @@ class QueueFull(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait, at most; None is without limit. seconds: the estimated time to a request's first token."""
+    """Limits of what may wait; None means no limit. seconds: the estimated time to a request's first token."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -47,14 +49,17 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """position: 0 runs at once, 1 is the next in the queue, and so on. seconds: estimated time to the first token."""
+    """A queue position: 0 runs immediately, 1 is the next to run, and so on.
+
+    seconds: estimated time to the first token.
+    """
 
     position: int = 0
     seconds: float = 0.0
 
 
 class Excess(NamedTuple):
-    """A bound of the queue that is exceeded: by what, in words, and the seconds until there is room."""
+    """An exceeded limit of the queue: a description, the limit's name, and the seconds until there is room."""
 
     what: str
     bound: str
@@ -65,14 +70,14 @@ NOTHING, NO_CLAIM = QueueLoad(), Claim()
 
 
 class ServiceRate:
-    """Measures the seconds from one free place in the engine to the next, while all places are taken.
+    """Measures the seconds from one free slot in the engine to the next, while all slots are taken.
 
-    A sequence counts half at its first token and half at its end. So one that runs only partly within the measured
-    time counts as one half on average, which is what it got of that time.
+    A sequence counts half at its first token and half at its end. So a sequence that runs only partly within the
+    measured time counts one half on average, which is its share of that time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock`` gives seconds."""
+        """``clock`` returns seconds."""
         self._clock = clock
         self._capacity = 1
         self._seconds_full = self._num_served = 0.0  # for about the last WINDOW sequences
@@ -80,7 +85,7 @@ class ServiceRate:
         self._was_full = False  # during the last step
 
     def set_load(self, num_seqs: int, capacity: int) -> None:
-        """``num_seqs`` have been submitted and have not ended; ``capacity`` run at once."""
+        """Note that ``num_seqs`` sequences have been submitted and have not ended, and that ``capacity`` can run."""
         self._count_time()
         self._capacity = capacity
         if num_seqs < capacity:
@@ -89,7 +94,7 @@ class ServiceRate:
             self._full_since = self._clock()
 
     def step_ended(self) -> None:
-        """The calls of ``served`` that follow report this step."""
+        """Note the end of a step. The following calls of ``served`` report this step."""
         self._count_time()
         self._was_full = self._full_since is not None
 
@@ -99,7 +104,7 @@ class ServiceRate:
 
     @property
     def seconds_each(self) -> float:
-        """0 until as many sequences have been served as run at once."""
+        """Seconds from one free slot to the next; 0 until as many sequences have been served as there are slots."""
         return self._seconds_full / self._num_served if self._num_served >= self._capacity else 0.0
 
     def _count_time(self) -> None:
@@ -115,8 +120,8 @@ class ServiceRate:
 class Backlog:
     """Counts requests from their submission to their first token, and sequences to their end.
 
-    Only what is ahead of a newcomer counts against it: lower classes yield, and of the other keys of its class as much
-    as a fair scheduler serves before it. So nobody is refused because somebody else has filled the queue.
+    Only what is ahead of a newcomer counts against it. Lower classes yield. Of the other accounts in its class, only
+    what a fair scheduler serves before it counts. So no client is rejected because another one has filled the queue.
 
     A rejected client gets a reservation for the time when there will be room, behind all earlier reservations.
     """
@@ -128,8 +133,9 @@ class Backlog:
         weights: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``policy`` and ``weights`` are the scheduler's; of a policy that does not say how it sorts, everything is
-        ahead. ``clock`` gives seconds.
+        """``policy`` and ``weights`` are the scheduler's; ``clock`` returns seconds.
+
+        If a policy does not declare how it sorts, everything in the queue counts as ahead of a newcomer.
         """
         self.reservations = Reservations(clock)
         self._limits = limits
@@ -141,12 +147,12 @@ class Backlog:
         self.clear()
 
     def clear(self) -> None:
-        """The engine holds nothing any longer."""
-        self._pending: dict[Priority, dict[str, QueueLoad]] = {priority: {} for priority in Priority}  # by key
+        """Forget all requests, because the engine has none of them any more."""
+        self._pending: dict[Priority, dict[str, QueueLoad]] = {priority: {} for priority in Priority}  # by account
         self._num_seqs = dict.fromkeys(Priority, 0)
         self._count_seqs()
 
-    # --- what happens ------------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def submitted(self, request: Request) -> None:
         self._pending[request.priority].setdefault(request.key, QueueLoad()).add(load_of(request))
@@ -154,20 +160,20 @@ class Backlog:
         self._count_seqs()
 
     def begun(self, request: Request, *, is_first: bool = True) -> None:
-        """The first token of a sequence of ``request`` has come; ``is_first``: of the first of them."""
+        """Note the first token of a sequence of ``request``; ``is_first``: no other sequence of it has begun."""
         self._rate.served(1 / 2)
         if is_first:
             self.left_queue(request)
 
     def left_queue(self, request: Request) -> None:
-        """The first token of ``request`` has come, or it has ended without one."""
+        """Note that ``request`` has its first token, or has ended without one."""
         pending = self._pending[request.priority]
         pending[request.key].add(load_of(request), -1)
         if not pending[request.key].num_requests:
             del pending[request.key]
 
     def ended(self, request: Request, num_running: int = 1, num_waiting: int = 0) -> None:
-        """``num_running`` sequences of ``request`` that had begun and ``num_waiting`` that had not are gone."""
+        """Note the end of ``num_running`` sequences of ``request`` that had begun and ``num_waiting`` that had not."""
         self._rate.served(num_running / 2)
         self._num_seqs[request.priority] -= num_running + num_waiting
         self._count_seqs()
@@ -176,31 +182,31 @@ class Backlog:
         self._rate.set_load(sum(self._num_seqs.values()), self._capacity)
 
     def observe(self, stats: Stats) -> None:
-        """Note the engine's statistics: when it is ready, and after each step, before the step's outputs."""
+        """Note the engine's statistics. Call it when the engine is ready, and after each step, before its outputs."""
         self._stats = stats
         self._rate.step_ended()
 
-    # --- what a client may expect ------------------------------------------------------------------------------------
+    # --- admission ---------------------------------------------------------------------------------------------------
 
     def place(self, request: Request) -> Place:
-        """Where ``request``, not submitted yet, would stand."""
+        """Return the queue position that ``request``, not submitted yet, would get."""
         excess = self._num_not_yielding(request) - self._capacity
         if excess < 0:
             return Place(0, self._seconds_to_compute(request))
         return self._place_behind(self._ahead(request, excess), request)
 
     def admit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
-        """As ``check``, and use up the client's reservation, if it has one."""
+        """Do the same as ``check``, and use up the client's reservation, if it has one."""
         place = self.check(requests, claim)
         if reservation := self.reservations.find(requests[0], claim):
             self.reservations.redeem(reservation)
         return place
 
     def check(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
-        """The place of the first of ``requests``, which come from one client.
+        """Return the queue position of the first of ``requests``, which come from one client.
 
-        Raises QueueFull if more would wait than may, and reserves a place for them. What can begin at once is never
-        refused, whatever its size.
+        Raises QueueFull if a limit would be exceeded, and reserves a place for them. Requests that can begin
+        immediately are never rejected, whatever their size.
         """
         request = requests[0]
         excess = self._num_not_yielding(request) - self._capacity
@@ -221,15 +227,19 @@ class Backlog:
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
     def _excess_of_expected(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
-        """Clients that return on time may use the whole queue, and exceed it by what is served in one second (at least
-        one sequence), because Retry-After has whole seconds, so that several return together.
+        """Return the limit that ``requests`` of a client that returns on time exceed, if any.
+
+        Such clients may use the whole queue. They may exceed it by what is served in one second (at least one
+        sequence), because Retry-After has whole seconds, so several clients return together.
         """
         num_served = 1 / min(1.0, self._seconds_each or FIRST_GUESS)
         return self._excess(requests, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs))))
 
     def _excess_of_newcomer(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
-        """Newcomers may use what is left of the queue by clients that will return before their turn, but at least
-        OPEN_SHARE, so that no capacity is lost if those do not return.
+        """Return the limit that ``requests`` of a newcomer exceed, if any.
+
+        Clients that will return before the newcomer's turn keep their part of the queue. Newcomers may use the rest,
+        but at least OPEN_SHARE, so that no capacity is lost if those clients do not return.
         """
         exceeded = self._excess(requests, ahead)
         if exceeded is None and self._excess(requests, ahead, OPEN_SHARE):
@@ -238,7 +248,7 @@ class Backlog:
         return exceeded
 
     def _with_returning(self, request: Request, ahead: QueueLoad, seconds: float = math.inf) -> QueueLoad:
-        """``ahead``, and the load of clients due within ``seconds`` that will be served before ``request``."""
+        """Return ``ahead`` plus the load of clients due within ``seconds`` that will be served before ``request``."""
         total = ahead.times(1.0)
         for priority in self._classes(request):
             share = 1.0
@@ -251,9 +261,9 @@ class Backlog:
         return total
 
     def _excess(self, requests: list[Request], ahead: QueueLoad, share: float = 1.0) -> Excess | None:
-        """The first bound of the queue that ``requests`` behind ``ahead`` exceed, if only ``share`` of it may be used.
+        """Return the first limit that ``requests`` behind ``ahead`` exceed if they may use ``share`` of the queue.
 
-        None if there is no such bound.
+        None if they exceed no limit.
         """
         limits, seconds = self._limits, (ahead.num_seqs + 1) * (self._seconds_each or FIRST_GUESS / self._capacity)
         num_requests = ahead.num_requests + len(requests)
@@ -271,21 +281,24 @@ class Backlog:
         return None
 
     def _classes(self, request: Request) -> list[Priority]:
-        """The classes that do not yield to ``request``."""
+        """Return the classes that do not yield to ``request``."""
         return [priority for priority in Priority if priority <= request.priority or not self._has_classes]
 
     def _num_not_yielding(self, request: Request) -> int:
         return sum(self._num_seqs[priority] for priority in self._classes(request))
 
     def _ahead(self, request: Request, excess: int) -> QueueLoad:
-        """Who waits and will probably be served before ``request``; ``excess``: sequences that find no place now."""
+        """Return the waiting load that will probably be served before ``request``.
+
+        ``excess``: the number of sequences for which there is no slot now.
+        """
         classes = [(priority, self._pending[priority]) for priority in self._classes(request)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
-        num_waiting = min(num_seqs, excess)  # the others have a place, and their prompts are being computed
+        num_waiting = min(num_seqs, excess)  # the others have a slot, and their prompts are being computed
         own = self._pending[request.priority].get(request.key, NOTHING).num_requests * num_waiting / max(1, num_seqs)
         turn = (own + 1) / self._weights.get(request.key, 1.0)
         num_requests = num_tokens = 0.0
-        ahead_seqs = excess - num_waiting  # parked, or siblings of such as have begun
+        ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have begun
         for priority, loads in classes:
             takes_turns = self._takes_turns and priority == request.priority
             for key, load in loads.items():
@@ -295,7 +308,7 @@ class Backlog:
                 num_requests += count
                 ahead_seqs += load.num_seqs * count / load.num_requests
                 num_tokens += load.num_tokens * count / load.num_requests
-        # a sum of shares is a little off where it should be whole, and a bound is to be met exactly
+        # sums of shares have rounding errors, but limits must be met exactly
         return QueueLoad(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
 
     def _place_behind(self, ahead: QueueLoad, request: Request) -> Place:
@@ -304,18 +317,16 @@ class Backlog:
 
     @property
     def _capacity(self) -> int:
-        """The number of sequences that run at once."""
+        """The number of slots: sequences that can run at the same time."""
         return max(1, self._stats.num_seq_ids)
 
     @property
     def _seconds_each(self) -> float:
-        """Seconds from one free place to the next while all are taken: measured, or before that the engine's estimate,
-        or 0.
-        """
+        """Seconds from one free slot to the next while all are taken: measured, else the engine's estimate, else 0."""
         return self._rate.seconds_each or self._stats.place_seconds
 
     def _seconds_to_compute(self, request: Request) -> float:
-        """What the first token takes once the prompt is being computed: a step, and what is probably not cached."""
+        """Return the seconds from a prompt's start to its first token: a step, and the prompt as far as not cached."""
         return self._stats.step_seconds + len(request.prompt) * self._stats.prompt_token_seconds
 
 

@@ -1,7 +1,7 @@
-"""The engine process: ``python -m cllm.process.child``, started by spawn.py.
+"""The engine process: ``python -m cllm.process.child``, started by launch.py.
 
-One thread steps the engine and is the only one that calls libllama. A second one only reads stdin into a queue; when
-stdin ends, the parent is gone and the process exits at once, whatever it was doing.
+One thread steps the engine and is the only one that calls libllama. A second thread only reads stdin into a queue. When
+stdin ends, the parent is gone, and the process exits immediately, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cllm.observe import log
 from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.scheduler.trace import Explanation
 
-PIPE_BYTES = 1 << 20  # room for some thousand steps while the parent is busy
+PIPE_BYTES = 1 << 20  # room for the outputs of some thousand steps while the parent is busy
 
 
 class PipeInbox:
@@ -49,7 +49,7 @@ class PipeInbox:
 
     def drain(self, block: bool) -> list[Command]:
         if block and self._queue.empty():
-            gc.collect()  # now that nobody waits; see main
+            gc.collect()  # while no request waits; see main
         commands = [self._queue.get()] if block else []
         while not self._queue.empty():
             commands.append(self._queue.get())
@@ -57,7 +57,7 @@ class PipeInbox:
 
 
 class PipeOutbox:
-    """Messages to the parent's end of a pipe."""
+    """Sends messages to the parent through a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -73,7 +73,7 @@ class PipeOutbox:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The body of the next frame, or None at the end of the stream."""
+    """Return the body of the next frame, or None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -81,7 +81,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def own_stdout() -> int:
-    """A private descriptor for frames; whatever libraries print to stdout goes to stderr instead."""
+    """Return a private descriptor for frames, and redirect what libraries print to stdout to stderr."""
     private = os.dup(1)
     os.dup2(2, 1)
     with contextlib.suppress(ImportError, AttributeError, OSError):
@@ -127,12 +127,12 @@ def main() -> None:
         give_up(str(error))
     gc.collect()
     gc.freeze()
-    gc.disable()  # or a step would pay for looking through all who wait
+    gc.disable()  # automatic collections would slow steps down: they scan all waiting requests
 
     send_all(output, Ready(backend.info))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone
         engine.run(inbox, PipeOutbox(output))
-    os._exit(0)  # the reader thread sits in read(); nothing is left to flush
+    os._exit(0)  # the reader thread blocks in read(); nothing is left to flush
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The API process's end: starts the engine process, hands it requests, gives tokens out, starts it again if it dies."""
+"""The API process's end: starts the engine process, sends it requests, distributes tokens, and restarts it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from cllm.scheduler.trace import Explanation
 log = logging.getLogger("cllm.process")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
-HEALTHY_AFTER = 60.0  # seconds of service after which a death has nothing to do with the one before
+HEALTHY_AFTER = 60.0  # seconds of service after which the next death starts with FIRST_BACKOFF again
 CLOSE_TIMEOUT = 5.0
-USUAL_LOAD_SECONDS = 5.0  # of a model, until that is known
+USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 
 
 class EngineClient:
     """Owns the engine process.
 
-    ``info`` is set once the engine has been ready; ``ready`` tells whether it is now; ``stats`` is its last word.
+    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now. ``stats`` are its latest.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class EngineClient:
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limits``: of the queue; none by default. ``results``: to be kept; none by default. ``launched``: a process
-        that is to be the first engine. ``clock`` gives seconds. Raises StartupError if there is no such policy.
+        """``limits``: of the queue; none by default. ``results``: the result cache; off by default. ``launched``: a
+        process that becomes the first engine. ``clock`` returns seconds. Raises StartupError for an unknown policy.
         """
         self.info: ModelInfo | None = None
         self.ready = False
@@ -79,7 +79,7 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has not answered completely, those for embeddings included."""
+        """The number of requests that the engine has not answered completely, including those for embeddings."""
         return len(self._flights) + len(self._embeddings)
 
     async def start(self) -> None:
@@ -109,7 +109,7 @@ class EngineClient:
         finally:
             ended.cancel()
             if not self._loaded.cancel():
-                self._loaded.exception()  # which nobody may have asked for
+                self._loaded.exception()  # so that asyncio does not report it as never retrieved
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
         self._flights.backlog.observe(self.stats)
@@ -118,7 +118,7 @@ class EngineClient:
         self.ready = True
 
     def _take(self, message: FromChild) -> None:
-        """What the engine says."""
+        """Handle a message of the engine."""
         match message:
             case Stepped():
                 self.stats = message.stats
@@ -138,16 +138,16 @@ class EngineClient:
 
     @property
     def stats_since_start(self) -> Stats:
-        """``stats``, whose totals count over all engines of this client."""
+        """``stats``, with totals over all engine processes of this client."""
         return self.stats.plus_totals(self._earlier_stats)
 
     @property
     def reservations(self) -> Mapping[str, int]:
-        """The counts of Reservations."""
+        """See Reservations.counts."""
         return self._flights.backlog.reservations.counts
 
     def seconds_until_ready(self) -> float:
-        """The rest of the back-off plus the seconds of the last load; 0 if the engine is ready."""
+        """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the engine is ready."""
         return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
 
     async def _serve_and_restart(self) -> None:
@@ -180,7 +180,7 @@ class EngineClient:
             log.warning("the engine is ready again")
 
     def end_all(self, error: EngineError) -> None:
-        """End every stream with ``error``."""
+        """End every stream, and every request for embeddings, with ``error``."""
         self.stats = msgspec.structs.replace(
             self.stats,
             num_running=0,
@@ -195,11 +195,11 @@ class EngineClient:
         self._embeddings.fail(error)
 
     def check_room(self, request: Request, claim: Claim = NO_CLAIM) -> None:
-        """Raise QueueFull if ``request`` would be refused now, were it not for others that share its result."""
+        """Raise QueueFull if ``request`` would be rejected now. Equal requests that it could share are ignored."""
         self._flights.backlog.check([request], claim)
 
     def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
-        """Hand requests to the engine, or find their results. ``close_stream`` must follow.
+        """Send requests to the engine, or find their results. The caller must call ``close_stream`` later.
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
@@ -210,31 +210,34 @@ class EngineClient:
         return stream
 
     def stop(self, stream: Stream, request_id: str, index: int) -> None:
-        """End one of a request's sequences in the engine's next step; it has said all that was asked for."""
+        """End one of a request's sequences in the engine's next step, because its reader needs no more tokens."""
         name = self._flights.stop(stream, request_id, index)
         if name is not None and self.ready:
             self._write(frame(Abort(name, index)))
 
     def close_stream(self, stream: Stream) -> None:
-        """Forget the stream's requests; those that have not finished, and that nobody else reads, are aborted."""
+        """Forget the stream's requests. Unfinished requests that no other stream reads are aborted."""
         for name in self._flights.leave(stream):
             if self.ready:
                 self._write(frame(Abort(name)))
 
     def embed(self, request: EmbeddingRequest) -> Waiter:
-        """Hand texts to the engine. ``forget`` must follow. Raises QueueFull, and EngineError if there is no engine."""
+        """Send texts to the engine. The caller must call ``forget`` later.
+
+        Raises QueueFull, and EngineError if there is no engine.
+        """
         self._check_ready()
         waiter = self._embeddings.begin(request)
         self._write(frame(Embed(request)))
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
-        """Nobody waits for these vectors any longer."""
+        """Stop waiting for these vectors. An unfinished request is aborted."""
         if self._embeddings.forget(waiter) and self.ready:
             self._write(frame(Abort(waiter.request.request_id)))
 
     async def explain(self, num_steps: int) -> Explanation:
-        """The last ``num_steps`` steps, who runs, who waits and why. Raises EngineError if there is no engine."""
+        """Return the last ``num_steps`` steps, and what runs or waits and why. Raises EngineError without an engine."""
         self._check_ready()
         future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._asked.append(future)
@@ -250,7 +253,7 @@ class EngineClient:
         self._process.write(data)
 
     async def close(self) -> None:
-        """End the engine process; it is gone when this returns."""
+        """End the engine process. It has ended when this returns."""
         self._closing = True
         if self._watch is not None and self._watch.done() is False and not self.ready:
             self._watch.cancel()
@@ -265,7 +268,7 @@ class EngineClient:
 
 
 def answer(asked: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
-    """Tell who asked, unless he has gone away."""
+    """Resolve the future ``asked``, unless its caller has been cancelled."""
     if asked.done():
         return
     if isinstance(explanation, EngineError):

@@ -1,4 +1,4 @@
-"""Texts on their way to vectors, and who waits for them."""
+"""Requests for embeddings in the engine, and the callers that wait for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cllm.core.request import EmbeddingRequest
 from cllm.errors import CLLMError, EngineError
 from cllm.process.backlog import QueueFull, QueueLimits, mean
 
-MAX_TOKENS = 4_000_000  # that may be in the engine, whatever the limits of the queue are
+MAX_TOKENS = 4_000_000  # in the engine at most, whatever the limits of the queue are
 
 
 class Waiter:
-    """Vectors as they come. begun: set when the engine has begun. Await ``done`` for all of them."""
+    """The vectors of one request. ``begun`` is set when the engine has begun; await ``done`` for all vectors."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -44,19 +44,19 @@ class Waiter:
 
 
 class Embeddings:
-    """All requests for vectors that are in the engine; refuses what would be too many."""
+    """All requests for embeddings in the engine. Rejects those that would exceed a limit."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._waiters: dict[str, Waiter] = {}
         self._seconds_per_token = 0.0
-        self._last = 0.0  # when something came, or began to be waited for
+        self._last = 0.0  # when the last vectors arrived, or the wait for the first ones began
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def begin(self, request: EmbeddingRequest) -> Waiter:
-        """Raises QueueFull; what can begin at once is never refused."""
+        """Add a request. Raises QueueFull; a request that can begin immediately is never rejected."""
         waiter = Waiter(request)
         if self._waiters:
             self._check(waiter)
@@ -66,7 +66,10 @@ class Embeddings:
         return waiter
 
     def _ahead(self, key: str) -> tuple[float, float]:
-        """Requests and tokens ahead of a new one: those of its key, and of each other key as many as it takes turns."""
+        """Return the requests and tokens ahead of a new request.
+
+        All requests of its own account count. Accounts take turns, so of each other account at most one more counts.
+        """
         loads: dict[str, tuple[int, int]] = {}
         for waiter in self._waiters.values():
             count, tokens = loads.get(waiter.request.key, (0, 0))
@@ -107,15 +110,15 @@ class Embeddings:
             self._last = now
 
     def forget(self, waiter: Waiter) -> bool:
-        """Whether the engine is to be told, because it has not finished."""
+        """Remove a request. Returns whether the engine must abort it, because it has not finished."""
         known = self._waiters.pop(waiter.request.request_id, None)
         waiter.begun.cancel()
         if not waiter.done.cancel() and not waiter.done.cancelled():
-            waiter.done.exception()  # which nobody may have asked for
+            waiter.done.exception()  # so that asyncio does not report it as never retrieved
         return known is not None and len(waiter.vectors) < len(waiter.request.texts)
 
     def fail(self, error: CLLMError) -> None:
-        """The engine will say nothing more about any of them."""
+        """End all requests with ``error``, because the engine will not answer them."""
         waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             waiter.fail(error)

@@ -1,4 +1,4 @@
-"""Requests on their way through the engine, and who reads them. What is the same is computed once."""
+"""Requests in the engine, and the streams that read them. Equal requests are computed once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 
 
 class Stream:
-    """The tokens of some requests on their way to one reader.
+    """Delivers the tokens of some requests to one reader.
 
-    place: where the first of them stood at its submission. num_shared and num_recalled of the requests are computed
-    for somebody else too, or were before; num_reused_tokens are those of their prompts.
+    place: the queue position of the first request at its submission. num_shared requests share the computation of an
+    equal request, and num_recalled were found in the result cache. num_reused_tokens: prompt tokens of both.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -29,22 +29,22 @@ class Stream:
         self.num_shared = 0
         self.num_recalled = 0
         self.num_reused_tokens = 0
-        self.flights: dict[str, Flight] = {}  # by the reader's names
+        self.flights: dict[str, Flight] = {}  # by the reader's request ids
         self._outputs: list[TokenOutput] = []
         self._error: CLLMError | None = None
         self._listener: Callable[[], None] | None = None
 
     def put(self, output: TokenOutput) -> None:
-        """Add ``output``; ``wake`` is to follow."""
+        """Add ``output``. The caller must call ``wake`` afterwards."""
         self._outputs.append(output)
 
     def fail(self, error: CLLMError) -> None:
-        """Let the reader have ``error`` after the outputs that have come."""
+        """Raise ``error`` in the reader, after the outputs that have arrived."""
         self._error = error
         self.wake()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """``wake`` is called when something has come, and must not raise."""
+        """Call ``wake``, which must not raise, whenever something has arrived; None: stop calling."""
         self._listener = wake
 
     def wake(self) -> None:
@@ -52,14 +52,14 @@ class Stream:
             self._listener()
 
     def take(self) -> list[TokenOutput]:
-        """All outputs since the last call. Raises what ``fail`` was given, if there are none."""
+        """Return all outputs since the last call. If there are none, raises the error that ``fail`` got, if any."""
         outputs, self._outputs = self._outputs, []
         if not outputs and self._error is not None:
             raise self._error
         return outputs
 
     async def arrival(self) -> None:
-        """Return when there is something to take. For one at a time, and not beside a listener."""
+        """Return when there is something to take. Only one task may wait, and not together with a listener."""
         if self._outputs or self._error:
             return
         arrived = asyncio.get_running_loop().create_future()
@@ -71,31 +71,31 @@ class Stream:
 
 
 class Flight:
-    """One request in the engine, for the readers of one or more streams, each of which has its own name for it.
+    """One request in the engine, read by one or more streams, each of which has its own request id for it.
 
-    What has come so far is kept for those who may join, or ask for it again.
+    The outputs so far are kept for streams that join later, and for the result cache.
     """
 
     def __init__(self, request: Request, place: Place, key: bytes | None) -> None:
-        """``key``: the digest; None if nobody may join and the outputs need not be kept."""
+        """``key``: the digest; None if no other stream may join and the outputs need not be kept."""
         self.request = request
         self.place = place
         self.key = key
         self.submitted = time.monotonic()
-        self.begun: set[int] = set()  # indices whose first token has come
+        self.begun: set[int] = set()  # indices of sequences that have their first token
         self.going = set(range(request.params.n))
-        self.stopped: set[int] = set()  # the engine has been told that they are long enough
+        self.stopped: set[int] = set()  # sequences that the engine was asked to stop
         self.failed = False
         self.outputs: list[TokenOutput] = []
-        self.readers: dict[Stream, list[str]] = {}  # and their names for it
+        self.readers: dict[Stream, list[str]] = {}  # and their ids for the request
 
     @property
     def is_wanted(self) -> bool:
-        """Somebody reads it, or it is ending by itself."""
+        """Whether a stream reads it, or all of its unfinished sequences have been asked to stop."""
         return bool(self.readers) or self.going <= self.stopped
 
     def join(self, stream: Stream, request_id: str) -> None:
-        """Let ``stream`` have what came so far and what will come, under the name ``request_id``."""
+        """Give ``stream`` the outputs so far and all later ones, under the id ``request_id``."""
         for output in self.outputs:
             stream.put(renamed(output, request_id))
         self.readers.setdefault(stream, []).append(request_id)
@@ -112,30 +112,31 @@ class Flight:
                 stream.put(output if name == output.request_id else renamed(output, name))
 
     def place_now(self) -> Place:
-        """Where it stands, at the latest."""
+        """Return the queue position at submission, less the seconds since then; position 0 if it has begun."""
         if self.begun:
             return Place()
         return Place(self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted)))
 
 
 class Flights:
-    """All that is in the engine. Tells the backlog what happens, and the results what came of it."""
+    """All requests in the engine. Reports events to the backlog and finished results to the result cache."""
 
     def __init__(self, backlog: Backlog, results: ResultCache) -> None:
         self.backlog = backlog
         self._results = results
         self._flights: dict[str, Flight] = {}
-        self._open: dict[bytes, Flight] = {}  # those that may be joined
+        self._open: dict[bytes, Flight] = {}  # requests that streams may join
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def board(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
-        """A stream for ``requests``, and those of them that must be computed. Raises QueueFull; then only a reservation
-        is made.
+        """Return a stream for ``requests``, and those of them that must be computed.
 
-        A deterministic request is recalled if its result is known, else shares the computation of one like it. Not
-        if that has a lower class, and not if there is a limit to its own time, which the other would not keep.
+        Raises QueueFull; then nothing has changed, except that a place may be reserved.
+
+        A deterministic request takes a known result from the cache, or shares the computation of an equal request. It
+        does not share one of a lower class. A request with a time limit of its own neither shares nor is shared.
         """
         keys = [digest(request) for request in requests]
         new: dict[bytes | str, Request] = {}
@@ -180,7 +181,7 @@ class Flights:
         self.backlog.submitted(request)
 
     def _like(self, request: Request, key: bytes | None) -> Flight | None:
-        """A computation that gives what ``request`` asks for, and not later than one of its own would."""
+        """Return a running computation with the result of ``request``, unless its own would probably begin sooner."""
         flight = self._open.get(key) if key is not None and may_share(request) else None
         if flight is None or flight.request.priority > request.priority:
             return None
@@ -227,9 +228,9 @@ class Flights:
         self.backlog.ended(flight.request, num_running, len(flight.going) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
-        """A sequence has said all that its reader wants, and so all that others want who asked for the same.
+        """Stop a sequence whose reader needs no more tokens; readers of an equal request need none either.
 
-        Returns the name under which the engine is to be told; None if it knows, or needs not know.
+        Returns the request id under which the engine must stop it; None if the engine has ended it or was asked before.
         """
         flight = stream.flights.get(request_id)
         if flight is None or index not in flight.going or index in flight.stopped:
@@ -238,7 +239,7 @@ class Flights:
         return flight.request.request_id
 
     def leave(self, stream: Stream) -> list[str]:
-        """``stream`` reads no longer; returns the names of those whose last reader it was and that have not ended."""
+        """Detach ``stream``. Returns the ids of unfinished requests that no stream reads any more."""
         unwanted = []
         for flight in set(stream.flights.values()):
             flight.leave(stream)
@@ -249,7 +250,7 @@ class Flights:
         return unwanted
 
     def fail(self, error: CLLMError) -> None:
-        """The engine will say nothing more about any of them."""
+        """End all streams with ``error``, because the engine will not answer them."""
         flights, self._flights, self._open = self._flights, {}, {}
         self.backlog.clear()
         for stream in {stream: None for flight in flights.values() for stream in flight.readers}:

@@ -1,4 +1,4 @@
-"""Starts engine processes. It imports next to nothing, so that one can be importing while its parent still is."""
+"""Starts engine processes. It imports very little, so the child can start before its parent has imported the rest."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Popen", "engine_environment", "launch", "with_big_pages"]
 
 
 def with_big_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment``, and for glibc: big blocks of memory in big pages, where the system leaves that to programs.
+    """Return ``environment`` with huge pages for big blocks of memory: for glibc, if the system leaves it to programs.
 
-    A KV cache is laid out six times as fast then, and a row of logits read in three quarters of the time.
+    A KV cache is then laid out six times as fast, and a row of logits is read in three quarters of the time.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
@@ -28,17 +28,17 @@ def with_big_pages(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of an engine process."""
+    """Return the environment of an engine process."""
     return with_big_pages(child_environment())
 
 
 def launch() -> Popen[bytes]:
-    """An engine process that waits for its EngineParams, and ends when its stdin does."""
+    """Start an engine process. It waits for its EngineParams, and ends when its stdin ends."""
     return Popen(
-        [sys.executable, "-P", "-m", "cllm.process.child"],  # -P: not what lies in the current folder
+        [sys.executable, "-P", "-m", "cllm.process.child"],  # -P: import nothing from the current folder
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=engine_environment(),
-        start_new_session=True,  # signals to our process group are for us: running streams may finish
+        start_new_session=True,  # so signals to our process group do not end running streams
     )

@@ -1,4 +1,4 @@
-"""What crosses the border: frames of a 4-byte length and MessagePack, over the child's stdin and stdout.
+"""The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and stdout.
 
 To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs below
 and Embedded (core/output.py).
@@ -19,7 +19,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The share of the model that is loaded, 0 to 1."""
+    """The loaded share of the model, 0 to 1."""
 
     share: float
 
@@ -35,7 +35,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All that one step gave, for all sequences."""
+    """All outputs of one step, for all sequences."""
 
     outputs: list[TokenOutput]
     stats: Stats
@@ -53,6 +53,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """The bytes of one message, length first."""
+    """Return the bytes of one message, length first."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

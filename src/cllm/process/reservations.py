@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from cllm.core.request import Priority, Request
 
-MEAN_DELAY = 1.05  # clients wait for Retry-After and up to a tenth longer, so that they do not return together
+MEAN_DELAY = 1.05  # clients wait for Retry-After or up to a tenth longer, so that they do not return together
 LONGEST_DELAY, LATENESS = 1.1, 2.0  # a client returns within this multiple of Retry-After, and this many seconds
-LONGEST_WAIT = 600.0  # seconds; clients that would have to wait longer are told this, and get no reservation
-EARLIEST_RETRY = 0.3  # seconds; SDKs that do not wait for Retry-After retry later than that
+LONGEST_WAIT = 600.0  # seconds; clients that would have to wait longer get this Retry-After and no reservation
+EARLIEST_RETRY = 0.3  # seconds; SDKs that ignore Retry-After retry later than this
 MAX_RESERVATIONS = 10_000
-MAX_PER_ACCOUNT = 1_000  # of each class
+MAX_PER_ACCOUNT = 1_000  # in each class
 
 
 class Claim(NamedTuple):
@@ -30,7 +30,7 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class QueueLoad:
-    """Some requests, or the part of them that counts."""
+    """The size of some requests, or of a share of them."""
 
     num_requests: float = 0
     num_seqs: float = 0
@@ -52,8 +52,9 @@ def load_of(*requests: Request) -> QueueLoad:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The place of one client. due, expires: the client is expected between these seconds of the clock. rejected_at:
-    when the client was rejected last.
+    """The place of one client in the queue.
+
+    due, expires: the client is expected between these seconds of the clock. rejected_at: when it was last rejected.
     """
 
     priority: Priority
@@ -67,13 +68,15 @@ class Reservation:
 
 
 class Reservations:
-    """A client claims its place with a ticket: a random number that works once, for the same account and class.
+    """All reserved places.
+
+    A client claims its place with a ticket: a random number that works once, for the same account and class.
 
     ``counts``: the number of reservations that were issued, honoured (the client returned and was admitted), expired.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock`` gives seconds."""
+        """``clock`` returns seconds."""
         self.counts = Counter(issued=0, honoured=0, expired=0)
         self._clock = clock
         self._by_due: dict[Priority, list[Reservation]] = {priority: [] for priority in Priority}
@@ -88,12 +91,12 @@ class Reservations:
         return len(self._by_ticket)
 
     def find(self, request: Request, claim: Claim) -> Reservation | None:
-        """The reservation of the client that sends ``request``, if it has one.
+        """Return the reservation of the client that sends ``request``, if it has one.
 
-        A client that sends no ticket gets a reservation that is due: one of its account for the same body; or the only
-        one of its account, if the account has a name. If none is due, the client has retried too early if its account
-        has a reservation for the same body that is older than EARLIEST_RETRY. Where clients do send their tickets, a
-        request without a ticket is a new one and gets none.
+        A client that sends no ticket gets a reservation that is due: one of its account for the same body, or the only
+        one of its account, if the account has a name. If none is due, a reservation of its account for the same body
+        that is older than EARLIEST_RETRY means that the client retries too early, and is returned. In a group whose
+        clients do send tickets, a request without a ticket is a new one and gets none.
         """
         self._expire()
         found = self._by_ticket.get(claim.ticket)
@@ -106,7 +109,7 @@ class Reservations:
         )
         due = next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
         early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
-        return due or min(early, key=rejected_at_of, default=None)  # of the client that was seen least recently
+        return due or min(early, key=rejected_at_of, default=None)  # the least recently rejected one
 
     def is_due(self, reservation: Reservation) -> bool:
         return reservation.due <= self._clock()
@@ -115,15 +118,15 @@ class Reservations:
         return len(self._groups.get((priority, account, None), ()))
 
     def load_within(self, priority: Priority, seconds: float) -> QueueLoad:
-        """The load from clients of a class that are due within ``seconds`` or overdue."""
+        """Return the load of the clients of a class that are due within ``seconds`` or overdue."""
         reservations = self._by_due[priority]
         num_due = bisect_right(reservations, self._clock() + seconds, key=due_of)
         return self._loads[priority].times(num_due / max(1, len(reservations)))
 
     def share_in_turns(self, priority: Priority, num_turns: float, weights: Mapping[str, float]) -> float:
-        """The share of a class's reservations that is served if each account gets ``num_turns`` turns.
+        """Return the share of a class's reservations that is served if each account gets ``num_turns`` turns.
 
-        In a turn an account is served one request, or as many as its weight.
+        In a turn, an account is served as many requests as its weight, 1 by default.
         """
         num_accounts, total = self._num_accounts[priority], len(self._by_due[priority])
         count = float(total)
@@ -135,10 +138,10 @@ class Reservations:
         return count / max(1, total)
 
     def add(self, requests: list[Request], claim: Claim, seconds: float) -> tuple[str, float]:
-        """Reserve a place for ``requests``, which one client sent, that is free in ``seconds``.
+        """Reserve a place that will be free in ``seconds`` for ``requests``, which one client sent.
 
-        Returns the ticket, or "" if there are too many reservations or the wait is too long; and Retry-After in whole
-        seconds.
+        Returns the ticket and Retry-After in whole seconds. The ticket is "" if there are too many reservations or the
+        wait is too long.
         """
         retry_after = max(1.0, round(min(seconds / MEAN_DELAY, LONGEST_WAIT)))
         priority, account = requests[0].priority, requests[0].key
@@ -156,7 +159,7 @@ class Reservations:
         return reservation.ticket, retry_after
 
     def postpone(self, reservation: Reservation, seconds: float) -> tuple[str, float]:
-        """As ``add``, for a client that returns too early, or for which there is no room before ``seconds``."""
+        """Do the same as ``add`` for a client that returns too early, or that finds no room before ``seconds``."""
         due = max(reservation.due, self._clock() + min(seconds, LONGEST_WAIT))
         retry_after = max(1.0, math.ceil(due - self._clock()))
         self._by_due[reservation.priority].remove(reservation)
@@ -171,7 +174,7 @@ class Reservations:
     def _schedule(self, reservation: Reservation, due: float, retry_after: float) -> None:
         reservation.due = due
         reservation.rejected_at = self._clock()
-        # an early retry may come from another client, and the first client may still return when it was told to
+        # an early retry may come from another client, and the first client may still return at its time
         reservation.expires = max(reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS)
         insort(self._by_due[reservation.priority], reservation, key=due_of)
 

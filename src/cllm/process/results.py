@@ -1,4 +1,4 @@
-"""Finished answers, to be given again where computing them again would give the same."""
+"""The result cache: finished answers, reused for requests that would compute the same answer again."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 from cllm.core.output import TokenOutput
 from cllm.core.request import Request
 
-OVERHEAD = 300  # bytes that an entry takes beside its tokens
+OVERHEAD = 300  # bytes that an entry takes in addition to its tokens
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[TokenOutput])
 
 
 def digest(request: Request) -> bytes | None:
-    """The same for requests whose answers are bound to be the same; None if chance is in it."""
+    """Return a key that is the same for requests with necessarily the same answer; None if the answer is random."""
     params = request.params
     if not params.greedy and params.seed is None:
         return None
-    if params.greedy:  # what is left of chance decides nothing
+    if params.greedy:  # these do not affect a greedy choice
         params = msgspec.structs.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
     if params.logit_bias:
         params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
@@ -29,7 +29,7 @@ def digest(request: Request) -> bytes | None:
 
 
 class ResultCache:
-    """The least recently used leaves as soon as there are too many, or their tokens take too much memory."""
+    """Evicts the least recently used results when there are too many, or when they take too much memory."""
 
     def __init__(self, max_results: int = 0, max_bytes: int = 0) -> None:
         self.num_bytes = 0
@@ -48,7 +48,7 @@ class ResultCache:
         return self._max_results > 0
 
     def keep(self, key: bytes, outputs: list[TokenOutput]) -> None:
-        """Remember all outputs of a request under its digest."""
+        """Store all outputs of a request under its digest."""
         if not self.is_on:
             return
         self._forget(key)
@@ -63,11 +63,11 @@ class ResultCache:
             self.num_bytes -= len(result) + OVERHEAD
 
     def recall(self, key: bytes, request_id: str) -> list[TokenOutput]:
-        """The outputs again, as those of ``request_id``. Raises KeyError if there is nothing under ``key``."""
+        """Return the stored outputs as those of ``request_id``. Raises KeyError if there are none under ``key``."""
         self._results.move_to_end(key)
         return [renamed(output, request_id) for output in _decoder.decode(self._results[key])]
 
 
 def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
-    """For another reader; that its prompt was not computed again is told apart."""
+    """Return ``output`` for another reader. Stream.num_reused_tokens counts its prompt, so num_cached_tokens is 0."""
     return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0)

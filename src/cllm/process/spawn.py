@@ -1,4 +1,4 @@
-"""The engine process as its parent sees it: started, read, written to, ended."""
+"""The engine process as its parent sees it: connects to it, reads, writes and ends it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _decode = msgspec.msgpack.Decoder[FromChild](FromChild).decode
 
 
 async def spawn(take: Callable[[FromChild], None], launched: Popen[bytes] | None = None) -> EngineProcess:
-    """Connect to ``launched``, or to an engine process of its own; ``take`` is called with each of its messages."""
+    """Connect to ``launched``, or to a new engine process; ``take`` is called with each of its messages."""
     process = EngineProcess(launched or launch(), take)
     await process.connect()
     return process
 
 
 class EngineProcess(asyncio.Protocol):
-    """Messages are taken where their bytes arrive, without a task that would have to be woken for them.
+    """A running engine process.
 
-    ``ended`` is set when the process has, and all it said has been taken.
+    Messages are handled where their bytes arrive, because waking a task for them takes time. ``ended`` is set when the
+    process has ended and all of its messages have been handled.
     """
 
     def __init__(self, process: Popen[bytes], take: Callable[[FromChild], None]) -> None:
@@ -51,7 +52,7 @@ class EngineProcess(asyncio.Protocol):
         return self._process.pid
 
     def write(self, data: bytes) -> None:
-        if self._stdin is not None and not self._stdin.is_closing():  # a dead engine is noticed by its end
+        if self._stdin is not None and not self._stdin.is_closing():  # the end of its stdout reports a dead engine
             self._stdin.write(data)
 
     def data_received(self, data: bytes) -> None:
@@ -67,7 +68,7 @@ class EngineProcess(asyncio.Protocol):
                     break
                 at = end
                 self._take(_decode(data[body:end]))
-        except Exception:  # whatever it is, nobody may wait for ever
+        except Exception:  # whatever the error is, requests must not wait forever
             log.exception("what the engine said was not understood")
             self._is_understood = False
             self._kill()
@@ -85,7 +86,7 @@ class EngineProcess(asyncio.Protocol):
         self.ended.set()
 
     async def stop(self) -> None:
-        """Kill it if it still runs, and wait for its end."""
+        """Kill the process if it still runs, and wait for its end."""
         self._kill()
         await self.ended.wait()
 
@@ -93,7 +94,7 @@ class EngineProcess(asyncio.Protocol):
         self._process.kill()
 
     def describe_end(self) -> str:
-        """How it ended, in words."""
+        """Return how the process ended, in words."""
         code = self._process.returncode
         if code < 0:
             with contextlib.suppress(ValueError):

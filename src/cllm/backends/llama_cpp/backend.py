@@ -343,7 +343,7 @@ class LlamaCppBackend:
         return self._read_logits()[: batch.num_samples]
 
     def _read_logits(self) -> Logits:
-        """Return a view of llama.cpp's whole logits buffer. Making one is slow, so it is kept until the buffer moves."""
+        """Return a view of llama.cpp's whole logits buffer. It is kept until the buffer moves: making one is slow."""
         pointer = lib.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
