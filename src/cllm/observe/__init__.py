@@ -1,1 +1,1 @@
-"""Metrics and logs."""
+"""Metrics, logs, traces and CPU times."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names that vLLM's dashboards know with ``cllm:`` for ``vllm:``."""
+"""Prometheus metrics, with vLLM's names for its dashboards, but the prefix ``cllm:`` instead of ``vllm:``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COUNTERS = {
 
 
 class TokenHistogram(Collector):
-    """A histogram that is observed with every token: without locks, a tenth of the library's time."""
+    """A histogram that is updated with every token. It has no locks and takes a tenth of the library's time."""
 
     def __init__(self, name: str, text: str, model_name: str, buckets: tuple[float, ...]) -> None:
         self._family = name, text
@@ -77,7 +77,7 @@ class TokenHistogram(Collector):
 
 
 class Metrics:
-    """One registry; every observation costs about a microsecond."""
+    """All metrics, in one registry. Every observation costs about a microsecond."""
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard reads
@@ -96,10 +96,10 @@ class Metrics:
 
         self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
         self._totals = {field: counter(name, text) for field, (name, text) in COUNTERS.items()}
-        self._counted = Stats()  # what the counters of ``_totals`` have
+        self._counted = Stats()  # the totals that ``_totals`` has counted
         self._ready = gauge("engine_ready", "1 if the engine takes requests")
         self._restarts = counter("engine_restarts", "times the engine died and was started again")
-        self._num_restarts = 0  # that were counted
+        self._num_restarts = 0  # the number that ``_restarts`` has counted
         self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
         self.connections = gauge("http_connections", "open HTTP connections")
         self._requests = counter("requests", "requests accepted")
@@ -118,7 +118,7 @@ class Metrics:
         self._embedded = counter("embeddings", "texts that were to be embedded")
         self._embedded_tokens = counter("embedding_tokens", "tokens of the texts that were to be embedded")
         self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
-        self._num_generated = 0  # since they were counted
+        self._num_generated = 0  # not yet counted in ``_generation_tokens``
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
         self._itl = TokenHistogram(
             "cllm:inter_token_latency_seconds", "between the tokens of a request", model_name, ITL_BUCKETS
@@ -177,7 +177,7 @@ class Metrics:
         self._skipped.labels(self._model_name, kind).inc()
 
     def grammar(self, seconds: float | None) -> None:
-        """One was checked in ``seconds``; None: it had been before."""
+        """Count a grammar that was checked in ``seconds``; None: it had been checked before."""
         if seconds is None:
             self._known_grammars.inc()
         else:
@@ -191,7 +191,7 @@ class Metrics:
         self._refused.labels(self._model_name, reason).inc()
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """``count`` tokens came ``seconds`` after what came before them."""
+        """Count tokens that arrived ``seconds`` after the last ones, or after the submission if they are the first."""
         (self._ttft if first else self._itl).observe(seconds)
         self._num_generated += count
 
@@ -203,8 +203,9 @@ class Metrics:
         self._e2e.observe(seconds)
 
     def render(self, stats: Stats, *, ready: bool, num_restarts: int, reservations: Mapping[str, int]) -> bytes:
-        """The page that Prometheus reads. The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by
-        event) must never fall.
+        """Return the page that Prometheus reads.
+
+        The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by event) must never decrease.
         """
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0

@@ -1,8 +1,8 @@
-"""Traces: who asked for how much and when, without the words. Servers record them, simulations replay them.
+"""Traces: the accounts, sizes and times of requests, without their texts. Servers record and simulations replay them.
 
-The format is Mooncake's (Qin et al., FAST 2025), one JSON object a line: ``timestamp`` in milliseconds,
-``input_length`` and ``output_length`` in tokens, ``hash_ids``, the ids of the blocks of 512 tokens that the prompt
-consists of; the same id means the same tokens. The fields after those are ours and may be missing; others are ignored.
+The format is Mooncake's (Qin et al., FAST 2025), one JSON object per line: ``timestamp`` in milliseconds,
+``input_length`` and ``output_length`` in tokens, and ``hash_ids``, the ids of the prompt's blocks of 512 tokens. The
+same id means the same tokens. The later fields of Entry are our own and may be missing. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cllm.core.params import LARGEST
 from cllm.core.request import Priority, Request
 from cllm.errors import StartupError
 
-ID_BYTES = 8  # a block begins with its id, so that different blocks differ at once
+ID_BYTES = 8  # a block begins with its id, so that different blocks differ from the start
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Length = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -34,7 +34,7 @@ BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One request of a trace. Lengths in tokens, times in milliseconds, deadline_ms from the arrival."""
+    """One request of a trace. Lengths are in tokens, times in milliseconds; deadline_ms counts from the arrival."""
 
     timestamp: NotNegative
     input_length: Length
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def arrived(self) -> float:
-        """In seconds."""
+        """The time of arrival in seconds."""
         return self.timestamp / 1000
 
     @property
@@ -62,7 +62,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return Priority[self.priority.upper()]
 
     def prompt(self) -> list[int]:
-        """Tokens that are bytes: the same for the same blocks, and different ones from the first token or so on."""
+        """Return tokens below 256: the same for the same blocks; different blocks differ in their first few tokens."""
         return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
 
 
@@ -72,7 +72,7 @@ def block(block_id: int, size: int) -> bytes:
 
 
 def read_trace(path: Path) -> list[Entry]:
-    """All requests in the order of their timestamps.
+    """Return all requests, sorted by timestamp.
 
     Raises StartupError with one line that names the file, the line and the field.
     """
@@ -95,7 +95,7 @@ def read_trace(path: Path) -> list[Entry]:
 
 
 def write_trace(path: Path, entries: list[Entry]) -> None:
-    """Raises StartupError if that cannot be done."""
+    """Write ``entries`` to ``path``. Raises StartupError if that fails."""
     try:
         path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
     except OSError as error:
@@ -104,7 +104,7 @@ def write_trace(path: Path, entries: list[Entry]) -> None:
 
 # --- recording -------------------------------------------------------------------------------------------------------
 
-RECORDED_BLOCK = 16  # tokens; as few as are worth sharing
+RECORDED_BLOCK = 16  # tokens; the smallest block worth sharing
 MAX_PENDING = 10_000  # requests
 CLOSE_TIMEOUT = 2.0  # seconds
 
@@ -112,11 +112,11 @@ log = logging.getLogger("cllm.trace")
 
 
 class Recorder:
-    """Appends the requests that have ended to a trace, with the lengths of the answers that they got.
+    """Appends the requests that have ended to a trace, with the lengths of their answers.
 
-    The id of a block is a keyed hash of all tokens up to its end, with a key that nobody keeps: whoever reads the
-    trace sees what was shared, but cannot tell what was said. A thread writes; what it cannot write in time is left
-    out, so a disk that hangs holds up nobody.
+    The id of a block is a keyed hash of all tokens up to its end. The key is random and never stored, so a trace shows
+    which requests share a prefix, but not their text. A thread writes the file. What it cannot write in time is
+    dropped, so a disk that hangs delays no request.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,9 +134,9 @@ class Recorder:
         self._thread.start()
 
     def record(self, request: Request, seconds_ago: float, output_lengths: Sequence[int]) -> None:
-        """``request`` came so long ago and got answers of these lengths, in tokens.
+        """Record ``request``, which arrived ``seconds_ago`` and got answers of ``output_lengths`` tokens.
 
-        Of an answer that did not begin the length is recorded that was asked for, else the mean of the answers so far.
+        For an answer that did not begin, max_tokens is recorded, or else the mean length of the answers so far.
         """
         begun = [*filter(None, output_lengths)]
         self._num_tokens, self._num_answers = self._num_tokens + sum(begun), self._num_answers + len(begun)
@@ -170,7 +170,7 @@ class Recorder:
                 self._failed = True
 
     def close(self) -> None:
-        """Write what is pending, if that does not take long."""
+        """Write what is pending, for at most CLOSE_TIMEOUT, and close the file."""
         with contextlib.suppress(queue.Full):
             self._pending.put_nowait(None)
         self._thread.join(CLOSE_TIMEOUT)
@@ -178,7 +178,7 @@ class Recorder:
             self._file.close()
 
     def _hash_ids(self, prompt: list[int]) -> list[int]:
-        """Of each block, the last one maybe not full."""
+        """Return the id of each block, including the last one, which may not be full."""
         data = np.array(prompt, np.int32).tobytes()
         size = RECORDED_BLOCK * np.dtype(np.int32).itemsize
         ids, before = [], b""
