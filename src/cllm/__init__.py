@@ -14,7 +14,7 @@ __all__ = ["LLM", "BadRequest", "Completion", "EngineError", "SamplingParams", "
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names when they are first used, so that ``cllm --help`` stays quick."""
+    """Import a public name when it is first used, so that ``cllm --help`` stays quick."""
     if name == "SamplingParams":
         from cllm.core.params import SamplingParams
 

@@ -12,18 +12,18 @@ from cllm.process.launch import launch
 
 
 def exit_at_once(number: int, _: FrameType | None) -> None:
-    """There is nothing to unwind yet, and a KeyboardInterrupt in a callback of the import system would be ignored."""
+    """Exit. There is nothing to unwind, and the import system's callbacks would ignore a KeyboardInterrupt."""
     os._exit(128 + number)
 
 
 def main() -> None:
-    """Run the command line. Until its command has been imported, Ctrl-C ends the process where it stands."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a script's background
+    """Run the command line. Until its command has been imported, Ctrl-C ends the process immediately."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # background jobs of scripts ignore it
         signal.signal(signal.SIGINT, exit_at_once)
     launched = None
     if sys.argv[1:2] == ["serve"]:
-        launched = launch()  # it imports its half of cLLM while we import ours
-        gc.disable()  # until all is imported (server/run.py), which takes a tenth less so
+        launched = launch()  # the engine imports its modules while this process imports its own
+        gc.disable()  # until all modules are imported (server/run.py); saves a tenth of that time
 
     from cllm.cli.main import main as run
 

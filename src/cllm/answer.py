@@ -1,4 +1,4 @@
-"""What a dialect asks the service for, and the answer to it as it comes."""
+"""The types of a dialect's requests to the service, and of the streamed answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("cllm.service")
 
 
 class RequestTimeout(CLLMError):
-    """The request took longer than it may; ``code`` says by whose word."""
+    """The request took longer than it may; ``code`` names the limit that expired."""
 
     def __init__(self, message: str, code: str = "request_timeout") -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ class RequestTimeout(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a generation goes, how urgent it is, and how long it may wait or take, in seconds.
+    """How a generation is scheduled: its account (``key``), its priority, and its time limits in seconds.
 
-    What is computed for it is shared only with those that have the same ``cache_salt``. ``claim``: to a reserved
+    What is computed for it is shared only with requests that have the same ``cache_salt``. ``claim``: to a reserved
     place in the queue.
     """
 
@@ -56,11 +56,11 @@ class Terms:
 
 
 class Delta(msgspec.Struct, gc=False):
-    """New text of one choice, in one channel. Deltas of a choice are in order.
+    """New text of one choice, in one channel. The deltas of a choice are in order.
 
-    finish: "" while it goes on, else stop, length or tool_calls, and then nothing follows. stop: the stop string that
-    ended it. channel: whether it is what the model says, what it thinks, or the arguments of the ``call``-th function
-    it calls, whose ``name`` comes with the first delta of that call; the texts of a call are together one JSON object.
+    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows. stop: the stop string
+    that ended it. channel: whether the text is the visible answer, reasoning, or the arguments of the ``call``-th tool
+    call. The function's ``name`` comes with the first delta of its call; the texts of a call form one JSON object.
     logprobs: the tokens that begin in this text, if the request's params ask for logprobs.
     """
 
@@ -77,7 +77,7 @@ class Delta(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole request; complete when its deltas have ended. Those of reasoning are completion tokens too."""
+    """Token counts of a whole request, complete when its deltas have ended. Reasoning tokens are completion tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -96,11 +96,11 @@ class Times:
 
 @dataclass(slots=True)
 class Generation:
-    """What a dialect asks for: ``prompts`` (token ids), each continued ``params.n`` times.
+    """A dialect's request: ``prompts`` (token ids), each continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
-    One that asks for the next message of a chat is made by ``Service.prepare``; then ``reading`` says how to parse it,
-    if it is more than text. ``unenforced``: keywords of its schemas that could not be enforced and were left out.
+    ``Service.prepare`` makes the generation of a chat's next message; ``reading`` then says how to parse it, if it is
+    more than text. ``unenforced``: schema keywords that could not be enforced and were left out.
     """
 
     request_id: str
@@ -114,16 +114,17 @@ class Generation:
     unenforced: tuple[str, ...] = ()
 
     def bind(self, answer: Checked) -> None:
-        """Let its text follow a grammar."""
+        """Constrain the text by a grammar."""
         self.params = msgspec.structs.replace(self.params, grammar=answer.grammar)
         self.unenforced = answer.unenforced
 
 
 class Answer:
-    """A generation on its way. Iterate over it, or listen and take; and close it, or it goes on without a reader.
+    """The streamed answer to a generation.
 
-    ``place`` is where it stood in the queue when it came. ``prompt_logprobs``, if the params ask for them: of each
-    prompt's tokens from the second one on, complete with the first delta of the prompt's first continuation.
+    Iterate over it, or call listen() and take(); close it, or generation continues unread. ``place`` is its queue
+    position at submission. ``prompt_logprobs`` are those of each prompt's tokens from the second one on, if the params
+    ask for them; they are complete with the first delta of the prompt's first continuation.
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class Answer:
         self._begun = times.submitted = times.first = times.latest = time.monotonic()
         self._outcome = "abort"
         self._closed = False
-        self._error: CLLMError | None = None  # what the engine's last word means
+        self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
-            # not asyncio.timeout: that would cancel the reader's task even where it is busy with something else
+            # not asyncio.timeout, which would cancel the reader's task even while it does something else
             self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
     @property
@@ -177,7 +178,7 @@ class Answer:
         self.close()
 
     def close(self) -> None:
-        """Abort what has not finished; may be called again."""
+        """Abort whatever has not finished. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -207,15 +208,15 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Every choice has."""
+        """Whether every choice has finished."""
         return not self._num_going
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """``wake`` is called whenever there may be something to take; None: nobody is to be called."""
+        """Call ``wake`` whenever there may be something to take; None: stop calling."""
         self._stream.listen(wake)
 
     async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
-        """The deltas as they come, those of one step together; ends when every choice has finished.
+        """Yield the deltas as they arrive, those of one step together, until every choice has finished.
 
         Raises what ``take`` raises.
         """
@@ -226,9 +227,10 @@ class Answer:
                 yield deltas
 
     def take(self) -> list[Delta] | None:
-        """What has come since the last call: one delta a choice, in which many tokens may be; None if nothing has.
+        """Return the deltas since the last call, or None: one for each choice, or for each parsed part of a choice.
 
-        Raises EngineError and RequestTimeout, after what had come before.
+        A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a grammar that allows
+        no further token, after all deltas that arrived before.
         """
         try:
             if self._error is not None:
@@ -252,7 +254,7 @@ class Answer:
         return deltas
 
     def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
-        """One delta for each choice that they belong to, or one for each part of those that are parsed."""
+        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is parsed."""
         usage = self.generation.usage
         deltas: dict[int, Delta] = {}
         parsed: list[Delta] = []
@@ -296,7 +298,7 @@ class Answer:
         return [*deltas.values(), *parsed]
 
     def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
-        """Add to ``deltas`` what ``output`` adds to a choice that has a parser; the reason if it has finished."""
+        """Add to ``deltas`` what ``output`` adds to a choice with a parser. Returns the reason if it has finished."""
         assert choice.parser
         if choice.parser.channel == Channel.REASONING:
             self.generation.usage.reasoning_tokens += 1
@@ -318,7 +320,7 @@ class Answer:
         return choice.finish
 
     def _timeout(self) -> RequestTimeout:
-        """Which of its own limits has ended the generation."""
+        """Return the error for the limit in ``terms`` that has ended the generation."""
         terms = self.generation.terms
         if terms.queue_timeout is not None and time.monotonic() - self._begun < (terms.deadline or math.inf):
             limit = round(terms.queue_timeout * 1000)
@@ -328,7 +330,7 @@ class Answer:
 
 
 def grammar_error() -> BadRequest:
-    """What passed the checks at the door, and could not be followed to its end."""
+    """Return the error for a grammar that passed the checks, but could not be followed to its end."""
     return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
 
 

@@ -1,7 +1,7 @@
-"""A YAML file as flat dotted keys with their line numbers, and nothing that YAML can do beyond that.
+"""Reads a YAML file as flat dotted keys with line numbers, and rejects YAML's other features.
 
-No aliases, no tags, no key twice, no unknown key; each error is one line that names file, line and key. A few keys
-hold a mapping of names to values, which stays one.
+Aliases, tags, duplicate keys and unknown keys are errors. Each error is one line that names file, line and key. A few
+keys take a mapping of names to values, or a list, which is kept whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cllm.errors import StartupError
 
 MAX_FILE_BYTES = 1_000_000
 
-# Other names of settings, taken from YAML files of other servers and earlier designs. Where several are given they
-# all speak of the same limit, so the smallest holds.
+# Other names of settings, taken from YAML files of other servers and earlier designs. If several names of a setting
+# are given, they all mean the same limit, so the smallest applies.
 ALIASES = {
     "scheduler.max_batch_size": "scheduler.max_num_seqs",
     "resources.max_batch_size": "scheduler.max_num_seqs",
@@ -34,7 +34,7 @@ ALIASES = {
     "cache.default_max_memory_mb": "cache.max_memory_mb",
 }
 
-# Keys that a YAML file may hold and that change nothing, with the reason that the reader gets.
+# Keys that a YAML file may contain although they change nothing, with the reason that the user sees.
 NOT_NEEDED = {
     "server.num_threads": "one event loop serves all connections, without worker threads",
     "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
@@ -52,9 +52,9 @@ NOT_NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value somebody gave, and where ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port").
+    """A given value, and its origin ("cllm.yaml:12", "CLLM_SERVER_PORT", "--server.port").
 
-    ``places``: where the entries of a mapping stand, if that is not the same.
+    ``places``: the origins of a mapping's entries, if they differ from that.
     """
 
     value: object
@@ -64,13 +64,13 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Compound:
-    """What stands where a single value is expected; ``kind`` is "a list" or "a mapping"."""
+    """A list or a mapping where a single value is expected; ``kind`` is "a list" or "a mapping"."""
 
     kind: str
 
 
 def show(value: object, width: int = 80) -> str:
-    """A value as YAML writes it, on one line and cut to ``width`` characters."""
+    """Return a value as YAML writes it, on one line and cut to ``width`` characters."""
     if isinstance(value, Compound):
         return value.kind
     if not isinstance(value, str | bool | int | float | dict | list | NoneType):
@@ -83,7 +83,7 @@ def show(value: object, width: int = 80) -> str:
 
 
 def unknown(name: str, known: Collection[str]) -> str:
-    """Says that no setting has this name, and which ones have a similar one."""
+    """Return a message that no setting has this name, with up to three similar names."""
     tail = "." + name.rpartition(".")[2]
     near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(name, known, 1, 0.7)
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
@@ -104,7 +104,7 @@ def split_names(value: object) -> object:
 
 class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # A few lines of nested aliases stand for gigabytes; a file of settings needs none.
+        # A few lines of nested aliases can expand to gigabytes; a settings file needs none.
         if self.check_event(yaml.AliasEvent):
             mark = self.current_event.start_mark
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=mark)
@@ -114,9 +114,10 @@ class Loader(yaml.SafeLoader):
 def read_yaml(
     path: Path, keys: Collection[str], mappings: Collection[str] = (), lists: Collection[str] = ()
 ) -> dict[str, Given]:
-    """The leaves of the file.
+    """Return the leaves of the file. Raises StartupError if it cannot be read or has an error.
 
-    keys: the dotted keys that it may hold; those in ``mappings`` hold mappings, those in ``lists`` may hold lists.
+    keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values of those in
+    ``lists`` may be lists.
     """
     text = read_text(path)
     entries: dict[str, Given] = {}
@@ -171,7 +172,7 @@ class Collector:
         self.seen: set[str] = set()
 
     def collect(self, node: yaml.Node, section: str) -> None:
-        """Take the leaves under ``node``; "server.port: 1" is as good as a mapping in "server"."""
+        """Add the leaves under ``node`` to the entries; "server.port: 1" means the same as a mapping in "server"."""
         place = self.place(node)
         if not isinstance(node, yaml.MappingNode):
             raise StartupError(f"{place}: {section or 'the file'} must be a mapping, not {show(value_of(node, place))}")
@@ -222,7 +223,7 @@ class Collector:
 
 
 def value_of(node: yaml.Node, place: str) -> object:
-    """The value of a plain scalar; of a list or a mapping only what it is."""
+    """Return the value of a plain scalar; for a list or a mapping, only its kind."""
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if kind in ("str", "timestamp", "value", "merge"):
         return node.value

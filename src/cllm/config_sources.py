@@ -1,4 +1,4 @@
-"""Puts the settings together from their sources.
+"""Combines the settings from their sources.
 
 Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < flags (``--server.port``).
 """
@@ -19,14 +19,14 @@ from cllm.config import FILE_KEYS, LISTS, MAPPINGS, OPTIONS, OTHER_VARIABLES, VA
 from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
 from cllm.errors import StartupError
 
-# What Kubernetes calls a service's variables; NAME_PORT, which an option may be called too, is known by its value.
+# Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its value decides.
 SERVICE_VARIABLE = re.compile(r"CLLM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?)")
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The effective settings; ``origins`` says for each dotted key who set it, ``notes`` are lines for the operator.
+    """The effective settings, the origin of each dotted key, and notes for the operator, one line each.
 
     An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port".
     """
@@ -37,10 +37,10 @@ class Loaded:
 
 
 def load_settings(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
-    """Put the settings together from all sources.
+    """Combine the settings from all sources.
 
-    config: the YAML file; None takes the one that CLLM_CONFIG names, if any. flags: dotted key -> value, only what was
-    given. Raises StartupError with one line that names the source (file and line, variable or flag) and the key.
+    config: the YAML file; None means the one that CLLM_CONFIG names, if any. flags: dotted key -> value, only for the
+    flags given. Raises StartupError with one line that names the source (file and line, variable or flag) and the key.
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
@@ -55,7 +55,7 @@ def load_settings(config: Path | None, environ: Mapping[str, str], flags: Mappin
 
 
 def value_at(settings: Settings, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = settings
     for name in key.split("."):
         value = getattr(value, name)
@@ -70,7 +70,10 @@ def plant(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def checked(option: Option, given: Given, named: str = "") -> Given:
-    """The same in the option's type. Raises StartupError, saying who must be what; ``named``: how a file calls it."""
+    """Return ``given`` with its value converted to the option's type.
+
+    Raises StartupError, naming the source and the expected type. ``named``: the name that a file uses for the option.
+    """
     tree: dict[str, Any] = {}
     plant(tree, option.key, given.value)
     try:
@@ -90,7 +93,7 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
 
 
 def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
-    """The settings of a YAML file under their own names, and a note for each key that is not taken as it stands."""
+    """Return the settings of a YAML file under their own names, and a note for each key that is not used as written."""
     entries: dict[str, Given] = {}
     notes = []
     for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS, LISTS).items():
@@ -116,7 +119,7 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
 
 
 def as_limit(value: object) -> float:
-    """Null is no limit."""
+    """Return ``value`` as a number; null means no limit."""
     return value if isinstance(value, int) else math.inf
 
 
@@ -131,7 +134,7 @@ def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list[str]]:
-    """The settings in the environment, and a note for each variable that looks like one and is ignored."""
+    """Return the settings in the environment, and a note for each ignored variable that looks like a setting."""
     given = {}
     notes = []
     for variable in sorted(environ):
@@ -146,14 +149,14 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
 
 
 def is_from_kubernetes(variable: str, environ: Mapping[str, str]) -> bool:
-    """Whether Kubernetes has set it, as it does in each pod for a service named cllm, cllm-server and so on."""
+    """Return whether Kubernetes has set it, as it does in each pod for services named cllm, cllm-server and so on."""
     if variable.endswith("_PORT") and SERVICE_ADDRESS.fullmatch(environ[variable]):
         return True
     return variable not in VARIABLES and SERVICE_VARIABLE.fullmatch(variable) is not None
 
 
 def parsed(option: Option, text: str) -> object:
-    """The text in the option's type, or the text itself if it cannot be read so."""
+    """Return the text converted to the option's type, or the text itself if that fails."""
     if option.nullable and text.lower() in ("", "null", "none"):
         return None
     try:
@@ -165,7 +168,7 @@ def parsed(option: Option, text: str) -> object:
 
 
 def from_json(option: Option, value: object) -> object:
-    """The mapping that the text of one stands for; whatever else it is, as it is."""
+    """Return the mapping that ``value`` contains as JSON text; any other value unchanged."""
     if option.expects_of_entries and isinstance(value, str):
         try:
             return json.loads(value)

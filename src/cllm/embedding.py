@@ -1,4 +1,4 @@
-"""Texts in, vectors out; and how well documents fit a query. What dialects have beside generation."""
+"""Embeds texts, and scores documents for a query: what dialects offer in addition to generation."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from cllm.service import LONG_TEXT, Service
 
 Vectors = npt.NDArray[np.float32]
 
-MAX_TOKENS = 300_000  # of one request, as OpenAI has it
+MAX_TOKENS = 300_000  # of one request, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """vectors: of shape (number of texts, embedding_size) and of length 1. num_tokens: read, of all texts."""
+    """vectors: shape (number of texts, embedding_size), each of length 1. num_tokens: input tokens of all texts."""
 
     vectors: Vectors
     num_tokens: int
 
 
 def names(param: str, count: int) -> list[str]:
-    """What the texts of a list are called in errors."""
+    """Return the names of a list's texts for errors."""
     return [f"{param}[{i}]" for i in range(count)]
 
 
 def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first ``dimensions`` of each vector, of length 1 again."""
+    """Return the first ``dimensions`` of each vector, normalized to length 1 again."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
     cut = vectors[:, :dimensions]
@@ -51,10 +51,10 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
 async def encode_texts(
     service: Service, texts: Sequence[str | list[int]], params: Iterable[str], *, truncate: bool = False
 ) -> list[list[int]]:
-    """Tokens of each text, with what the model wants before and behind; control tokens are not looked for in them.
-    A text that is token ids already is taken as it is.
+    """Return the tokens of each text, with the model's begin and end tokens. Control tokens in texts are not parsed.
 
-    ``params`` name the texts in errors. With ``truncate`` a text that is too long is cut, else it raises BadRequest.
+    A text that already is token ids is used as it is. ``params`` name the texts in errors. With ``truncate``, texts are
+    cut to the limit; without, a text that is too long by its number of characters alone raises BadRequest.
     """
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for text, param in zip(texts, params, strict=True):
@@ -74,10 +74,11 @@ async def encode_texts(
 
 
 async def embed(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> Embedding:
-    """The vectors of ``texts`` (token ids), computed beside what is being generated.
+    """Return the vectors of ``texts`` (token ids), computed alongside generation.
 
-    Raises BadRequest, naming the text by its entry in ``params``, for one that can never be computed, and for a model
-    without vectors; QueueFull, EngineError, RequestTimeout. When it is cancelled, the engine forgets the texts.
+    Raises BadRequest for a text that can never be computed, naming it by its entry in ``params``, and for a model
+    without embeddings. Also raises QueueFull, EngineError and RequestTimeout. If the call is cancelled, the engine
+    aborts the request.
     """
     if service.info.pooling == "rank":
         raise unfit("ranks documents (/v1/rerank); it does not give embeddings")
@@ -87,8 +88,10 @@ async def embed(service: Service, texts: list[list[int]], params: Iterable[str],
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """scores: of the documents in their order, the higher the better; by_model: the model was made to rank, else they
-    are the cosines of the vectors. num_tokens: read, of all texts.
+    """How well documents fit a query.
+
+    scores: one per document, in order; higher is better. by_model: True if the scores come from a reranker, False if
+    they are the cosines of the vectors. num_tokens: input tokens of all texts.
     """
 
     scores: list[float]
@@ -97,7 +100,7 @@ class Ranking:
 
 
 async def rank(service: Service, query: str, documents: list[str], terms: Terms, param: str = "documents") -> Ranking:
-    """How well each document fits ``query``. Raises what ``embed`` raises, naming query or an entry of ``param``."""
+    """Score each document for ``query``. Raises what ``embed`` raises, naming the query or an entry of ``param``."""
     params = names(param, len(documents))
     if service.info.pooling == "rank":
         pairs = await encode_pairs(service, query, documents, params)
@@ -110,11 +113,11 @@ async def rank(service: Service, query: str, documents: list[str], terms: Terms,
 
 
 async def encode_pairs(service: Service, query: str, documents: list[str], params: list[str]) -> list[list[int]]:
-    """What the model reads of each document with the query, in the form that it was made for."""
+    """Return the tokens of each document with the query, in the form that the model was trained for."""
     vocabulary, chat_template = service.vocabulary, service.chat_template
     [asked] = await encode_texts(service, [query], ["query"])
     check(service, [asked], ["query"])
-    if len(asked) * len(documents) > MAX_TOKENS:  # it is read with each of them
+    if len(asked) * len(documents) > MAX_TOKENS:  # the query is read with each document
         raise too_many(params[0].partition("[")[0], len(asked) * len(documents))
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for document, param in zip(documents, params, strict=True):
@@ -143,7 +146,7 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
 
 
 async def compute(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> tuple[Vectors, int]:
-    """What the model says of each text, and the number of tokens read. Raises what ``embed`` raises."""
+    """Return the model's vector or score for each text, and the number of tokens. Raises what ``embed`` raises."""
     check(service, texts, list(params))
     service.check_ready()
     if not texts:
@@ -170,7 +173,7 @@ async def compute(service: Service, texts: list[list[int]], params: Iterable[str
 
 
 def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
-    """Raise BadRequest for what can never be computed."""
+    """Raise BadRequest for texts that can never be computed."""
     info = service.info
     if not info.embedding_size:
         raise unfit("does not give embeddings")
@@ -187,7 +190,7 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
 
 
 async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
-    """All vectors of a request. Raises RequestTimeout, by whichever limit is reached first, and EngineError."""
+    """Return all vectors of a request. Raises RequestTimeout for the limit that expires first, and EngineError."""
     begun = time.monotonic()
     deadline = terms.deadline if terms.deadline is not None else math.inf
     limit = min(deadline, request_timeout if request_timeout is not None else math.inf)

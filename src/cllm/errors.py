@@ -1,7 +1,7 @@
 """Every error that cLLM raises on purpose.
 
-A ``BadRequest`` is the client's fault and becomes a 4xx in the dialect's own form; a ``StartupError`` becomes one
-readable line and exit code 2. Anything else that escapes is our bug.
+A ``BadRequest`` is the client's fault and becomes a 4xx in the dialect's own form. A ``StartupError`` becomes one
+readable line and exit code 2. Any other exception that escapes is a bug in cLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class CLLMError(Exception):
 
 
 class StartupError(CLLMError):
-    """The program cannot start with what it was given; the message says what to change."""
+    """The program cannot start with these settings, files or libraries; the message says what to change."""
 
 
 class BadRequest(CLLMError):
@@ -29,7 +29,7 @@ class BadRequest(CLLMError):
 
 
 class EngineError(CLLMError):
-    """The engine could not compute, or went away while it did; the client may try again in ``retry_after`` seconds."""
+    """The engine is not ready, failed or died; the client may retry in ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float = 2.0) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class EngineError(CLLMError):
 def context_length_exceeded(
     num_prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
 ) -> BadRequest:
-    """A prompt that can never fit, with both numbers; ``at_least`` if it was too long to be counted."""
+    """Return the error for a prompt that can never fit; ``at_least``: it was too long to be counted exactly."""
     return BadRequest(
         f"This model's maximum context length is {context_length} tokens and one must be left to generate, "
         f"but the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens.",

@@ -42,19 +42,19 @@ Prompt = str | list[int]
 Prompts = Prompt | Sequence[Prompt]
 Messages = list[dict[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, or one for each; None is what the settings say."""
+"""Params for all prompts, or one for each; None means the params from the settings."""
 Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free what it has
+ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its memory
 
 
 @dataclass(slots=True)
 class Output:
     """One of the ``n`` continuations of a prompt. finish_reason is stop or length.
 
-    logprobs: of the tokens, if SamplingParams.logprobs asks for them.
+    logprobs: those of ``tokens``, if SamplingParams.logprobs asks for them.
     """
 
     text: str = ""
@@ -65,9 +65,9 @@ class Output:
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt; ``prompt_tokens`` of it were read, ``cached_tokens`` of them not computed again.
+    """The result of one prompt. It has ``prompt_tokens`` tokens; ``cached_tokens`` of them came from the prefix cache.
 
-    prompt_logprobs: of its tokens from the second one on, if SamplingParams.prompt_logprobs asks for them.
+    prompt_logprobs: those of its tokens from the second one on, if SamplingParams.prompt_logprobs asks for them.
     """
 
     outputs: list[Output]
@@ -86,7 +86,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Piece:
-    """New text of output ``index`` of prompt ``prompt``; finish_reason is "" while it goes on."""
+    """New text of output ``index`` of prompt ``prompt``; finish_reason is "" while the output continues."""
 
     prompt: int
     index: int
@@ -97,18 +97,18 @@ class Piece:
 
 
 class LLM:
-    """An engine without a server. All prompts of one call are batched, and those of several threads together.
+    """An engine without a server. All prompts of a call are batched together, and with those of other threads.
 
-    Its methods raise BadRequest, naming the field, for what cannot be computed, EngineError if computing it fails, and
-    RuntimeError after ``close``.
+    Its methods raise BadRequest, naming the field, for input that cannot be computed, EngineError if computing fails,
+    and RuntimeError after ``close``.
     """
 
     def __init__(self, model: str | None = None, **settings: object) -> None:
-        """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in one.
+        """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in model.
 
         settings: any option of docs/configuration.md with its section, written with underscores, for example
-        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError. What is likely to be
-        wrong with a damaged file is found before llama.cpp reads it; other damage may abort the process.
+        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError. The likely kinds of
+        damage to a file are found before llama.cpp reads it; other damage may abort the process.
         """
         flags = {option_key(name): value for name, value in settings.items()}
         if model is not None:
@@ -117,7 +117,7 @@ class LLM:
 
     @classmethod
     def from_settings(cls, settings: Settings, progress: Progress | None = None) -> Self:
-        """Load what a whole settings tree says. Raises StartupError."""
+        """Load the model of a complete settings tree. Raises StartupError."""
         llm = cls.__new__(cls)
         llm._load(settings, progress)  # noqa: SLF001  # its own
         return llm
@@ -136,14 +136,14 @@ class LLM:
         self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a whole prompt, control tokens included that it spells out."""
+        """Return the token ids of a whole prompt. Control tokens written in the text are recognized."""
         return self._tokenize(text, "text", parse_special=True)
 
     def encode_chat(self, messages: Messages, tools: Messages | None = None, **variables: Any) -> list[int]:
-        """Token ids that ask for the next assistant message.
+        """Return the token ids of a conversation up to where the next assistant message begins.
 
-        messages: dictionaries of ``role`` and ``content``, as OpenAI has them, and so are ``tools``; ``variables``
-        reach the model's chat template.
+        messages: dictionaries with ``role`` and ``content``, in OpenAI's format, like ``tools``. ``variables`` are
+        passed to the model's chat template.
         """
         with self._shared.in_use():
             return self._chat_template.encode(for_template(messages), checked_tools(tools), **variables)
@@ -155,10 +155,10 @@ class LLM:
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
     ) -> Completion:
-        """The next assistant message of a conversation, as the model writes it.
+        """Return the next assistant message of a conversation, as the model writes it.
 
-        A call in it names one of ``tools``, and its arguments follow the schema where that can be enforced; a
-        ``grammar`` of the params constrains the whole text instead. Raises BadRequest for a tool with ``strict`` whose
+        A tool call in it names one of ``tools``, and its arguments follow the schema as far as that can be enforced. A
+        ``grammar`` in the params constrains the whole text instead. Raises BadRequest for a ``strict`` tool whose
         schema cannot be enforced.
         """
         prompt, params = self.encode_chat(messages, tools, **variables), params or self._default
@@ -167,17 +167,17 @@ class LLM:
         return self._collect([prompt], params)[0]
 
     def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
-        """The pieces of all completions as they come; leaving the loop early aborts the rest.
+        """Return an iterator over the pieces of all completions as they arrive. Leaving its loop early aborts the rest.
 
-        A chat is streamed as ``llm.stream(llm.encode_chat(messages))``.
+        To stream a chat, call ``llm.stream(llm.encode_chat(messages))``.
         """
         encoded = self._encode(prompts)
         return self._stream(encoded, self._params_of(params, len(encoded)))
 
     def embed(self, texts: str | Sequence[str]) -> Vectors:
-        """A vector of length 1 for each text, shape (number of texts, info.embedding_size).
+        """Return a vector of length 1 for each text, shape (number of texts, info.embedding_size).
 
-        Raises BadRequest for a text that is empty or too long, or if the model gives no vectors.
+        Raises BadRequest if a text is empty or too long, or if the model does not give embeddings.
         """
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("The model does not give embeddings.", param="model")
@@ -201,7 +201,7 @@ class LLM:
         return np.frombuffer(b"".join(vectors), "<f4").reshape(len(encoded), self.info.embedding_size)
 
     def _with_calls(self, prompt: list[int], tools: Messages, params: SamplingParams) -> SamplingParams:
-        """``params`` with a grammar for calls of ``tools``, if the model's way to write them is known."""
+        """Return ``params`` with a grammar for calls of ``tools``, if the model's tool format is known."""
         with self._shared.in_use():
             _, _, bound = self._chat_form.read(prompt, Chat([], tools), params)
             special = self._backend.vocabulary.special_tokens
@@ -238,7 +238,7 @@ class LLM:
         return prompt
 
     def _params_of(self, params: Params, num_prompts: int) -> list[SamplingParams]:
-        """Those of each prompt."""
+        """Return the params of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self._default] * num_prompts
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -266,7 +266,7 @@ class LLM:
         if not self.info.generates:
             raise BadRequest("The model gives embeddings; it does not generate text.", param="model")
         indices: dict[str, int] = {}
-        choices: dict[tuple[str, int], Choice] = {}  # that go on
+        choices: dict[tuple[str, int], Choice] = {}  # unfinished ones
         requests = []
         with self._shared.in_use():
             pieces = self._backend.vocabulary.pieces
@@ -307,7 +307,7 @@ class LLM:
             self._shared.drop(inbox)
 
     def close(self) -> None:
-        """Free the model. What other threads are computing ends with RuntimeError."""
+        """Free the model. Calls that other threads are waiting for raise RuntimeError."""
         self._shared.close(self._backend.close)
 
     def __enter__(self) -> Self:
@@ -318,7 +318,7 @@ class LLM:
 
 
 def for_template(messages: Any) -> Messages:
-    """The messages as chat templates know them. Raises BadRequest, naming the one that is none."""
+    """Return the messages in the form that chat templates expect. Raises BadRequest, naming the invalid message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         form = '[{"role": "user", "content": "..."}]'
         raise BadRequest(f"messages must be a list with one message or more, such as {form}.", param="messages")
@@ -326,7 +326,7 @@ def for_template(messages: Any) -> Messages:
 
 
 def checked_tools(tools: Any) -> Messages:
-    """Functions as OpenAI has them; none for None. Raises BadRequest for anything else, naming it."""
+    """Return ``tools``, or [] for None. Raises BadRequest, naming the entry, if they are not in OpenAI's format."""
     tools = [] if tools is None else tools
     if not isinstance(tools, list):
         form = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
@@ -358,7 +358,7 @@ def message_for_template(message: Any, param: str) -> dict[str, Any]:
 
 
 def option_key(name: str) -> str:
-    """The dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``."""
+    """Return the dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``."""
     keys = {key.replace(".", "_"): key for key in OPTIONS}
     if name not in keys:
         raise TypeError(f"LLM() has no option {name!r}; see docs/configuration.md")
@@ -366,9 +366,10 @@ def option_key(name: str) -> str:
 
 
 def interruptible(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
-    """The result of ``work`` in a thread, so that Ctrl-C comes here at once: in a callback of C code it would be lost.
+    """Run ``work`` in a thread and return its result.
 
-    ``work`` gets a function to report its progress with, which raises InterruptedError once nobody waits any more.
+    So Ctrl-C takes effect immediately; in a callback of C code it would be lost. ``work`` gets a function to report its
+    progress, which raises InterruptedError after Ctrl-C.
     """
     result: Future[T] = Future()
     interrupted = threading.Event()
@@ -388,7 +389,7 @@ def interruptible(work: Callable[[Progress], T], progress: Progress | None = Non
     try:
         threading.Thread(target=run, daemon=True).start()
         while not wait([result], 0.2).done:
-            pass  # not for ever: a signal that came to another thread would not wake this one
+            pass  # wait() has a timeout because a signal to another thread would not wake this one
         return result.result()
     except KeyboardInterrupt:
         interrupted.set()

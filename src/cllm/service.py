@@ -1,4 +1,4 @@
-"""A neutral request in, a stream of neutral deltas out. Every dialect is a translation to and from this interface."""
+"""Takes a neutral request and returns a stream of neutral deltas. Dialects translate to and from this interface."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cllm.text.grammar import FREE, Checked, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
-LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
-MANY_MESSAGES = 100  # messages of a chat from which the queue is checked before rendering
-MANY_TURNS = 1000  # messages and calls of a chat from which they are processed in another thread
+LONG_TEXT = 16_384  # characters from which on a text is tokenized in another thread
+MANY_MESSAGES = 100  # messages of a chat from which on the queue is checked before rendering
+MANY_TURNS = 1000  # messages and calls of a chat from which on they are processed in another thread
 MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request together; a longer context raises this limit
 MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -41,7 +41,7 @@ log = logging.getLogger("cllm.service")
 
 
 class Service:
-    """Text in, text out, over one engine."""
+    """Takes text and returns text, using one engine."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Service:
         recorder: Recorder | None = None,
         aliases: Sequence[str] = (),
     ) -> None:
-        """``request_timeout``: seconds that a request may take from submission to its last token; ``recorder`` is told
-        of every request when it has ended. ``aliases``: other names of the model, or patterns of names.
+        """``request_timeout``: seconds that a request may take from submission to its last token. ``recorder`` gets
+        every request when it has ended. ``aliases``: other names of the model, or patterns of names.
         """
         self.engine = engine
         self.vocabulary = vocabulary
@@ -73,7 +73,7 @@ class Service:
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
 
     async def close(self) -> None:
-        """Nothing is served any longer."""
+        """Close the worker processes and the recorder. Nothing can be served afterwards."""
         await self.renderer.close()
         await self._grammars.close()
         if self._recorder is not None:
@@ -87,7 +87,7 @@ class Service:
         )
 
     def serves(self, name: str) -> bool:
-        """Whether ``name`` stands for the served model: its name with or without :latest, an alias, or ""."""
+        """Return whether ``name`` means the served model: its name with or without :latest, an alias, or ""."""
         if not name or name.removesuffix(":latest") == self.model_name.removesuffix(":latest"):
             return True
         return len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases)
@@ -98,23 +98,23 @@ class Service:
 
     @property
     def info(self) -> ModelInfo:
-        """Raises EngineError while the model has never been loaded."""
+        """What is known about the model. Raises EngineError until it has been loaded for the first time."""
         if self.engine.info is None:
             raise EngineError("The model is being loaded; please retry.", self.engine.seconds_until_ready())
         return self.engine.info
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What chats can have of this model: tools, thinking."""
+        """The features that chats with this model can use: tools, thinking."""
         return self._chat_form.capabilities
 
     async def encode(
         self, text: str, param: str = "prompt", terms: Terms | None = None, *, plain: bool = False
     ) -> list[int]:
-        """Tokens of a whole prompt, control tokens included that it spells out; or, ``plain``, of a part that is text.
+        """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a part that is text.
 
-        Raises BadRequest if it can never fit, without tokenizing what is far too long; and QueueFull for a long one
-        that would be refused on these ``terms``.
+        Raises BadRequest for a text that cannot fit by its number of characters alone. Raises QueueFull for a long text
+        that would be rejected on these ``terms``. Neither tokenizes the text.
         """
         self._check_length(len(text), param)
         tokenize = partial(self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain)
@@ -132,10 +132,10 @@ class Service:
         param: str = "messages",
         answer: Checked = FREE,
     ) -> Generation:
-        """The generation of a chat's next message, ready to be submitted; its deltas use all channels.
+        """Return the generation of a chat's next message, ready to be submitted. Its deltas use all channels.
 
-        ``answer`` binds the text of the message, not its reasoning. Raises BadRequest (param tool_choice or tools) for
-        a choice of tools that cannot be enforced, and what ``encode`` raises.
+        ``answer`` constrains the text of the message, not its reasoning. Raises BadRequest (param tool_choice or tools)
+        for a choice of tools that cannot be enforced, and what ``encode`` raises.
         """
         params = msgspec.structs.replace(params, grammar=answer.grammar)
         prompt = await self.encode_chat(chat, terms, param)
@@ -148,7 +148,7 @@ class Service:
         return Generation(request_id, [prompt], params, terms, param, reading, unenforced=answer.unenforced)
 
     async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
-        """Tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        """Return the tokens of a conversation by the model's template. Raises what ``encode`` raises."""
         self._check_generates()
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
@@ -161,7 +161,7 @@ class Service:
         return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
 
     async def render_chat(self, chat: Chat) -> str:
-        """The text of a conversation by the model's template, with fences around what is plain text."""
+        """Return the text of a conversation by the model's template, with fences around plain text."""
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         variables, form = self._chat_form.variables(chat), partial(self._chat_form.messages, chat, tools)
@@ -174,11 +174,14 @@ class Service:
     async def _render_begun(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str, variables: dict[str, Any]
     ) -> str:
-        """As the template writes a message that is there; if it leaves that out, as it asks for a new one."""
+        """Render a chat whose last message is to be continued.
+
+        If the template omits the field ``continued`` of that message, it is appended to the prompt for a new message.
+        """
         try:
             return await self.renderer.render(messages, tools, continued, **variables)
         except BadRequest as error:
-            if error.code is not None:  # of its limits
+            if error.code is not None:  # no template, or a limit exceeded
                 raise
         if continued == "reasoning_content":
             variables = variables | THINKING
@@ -187,9 +190,9 @@ class Service:
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
     async def grammar(self, constraint: Constraint, param: str) -> Checked:
-        """What SamplingParams.grammar must be to enforce ``constraint``, which came as the field ``param``.
+        """Return the checked grammar that enforces ``constraint``, which came as the field ``param``.
 
-        Raises BadRequest for what cannot be enforced, and EngineError if too many grammars are being checked.
+        Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being checked.
         """
         return await self._grammars.check(constraint, param)
 
@@ -202,7 +205,7 @@ class Service:
         return num_characters // self.longest_piece
 
     def _check_room(self, terms: Terms | None, num_characters: int) -> None:
-        """Tokenizing a long text takes longer than a refusal may."""
+        """Raise QueueFull before a long text is tokenized, because that takes longer than a rejection may take."""
         if terms is None:
             return
         self.check_ready()
@@ -214,7 +217,7 @@ class Service:
             raise
 
     def check(self, generation: Generation) -> None:
-        """Raise BadRequest if it can never be computed, and EngineError while nothing is."""
+        """Raise BadRequest if the generation can never be computed, and EngineError while no requests are accepted."""
         self._check_generates()
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
@@ -237,7 +240,7 @@ class Service:
             raise BadRequest(message, param="model", code="unsupported_model")
 
     def check_ready(self) -> None:
-        """Raise EngineError while nothing is taken."""
+        """Raise EngineError while no requests are accepted."""
         if self.draining:
             self.metrics.refused("draining")
             raise EngineError("The server is shutting down.")
@@ -246,9 +249,9 @@ class Service:
             raise EngineError("The engine is not ready; please retry.", self.engine.seconds_until_ready())
 
     def submit(self, generation: Generation) -> Answer:
-        """Hand a generation to the engine. The answer must be closed.
+        """Send a generation to the engine. The caller must close the answer.
 
-        Raises what ``check`` raises, and QueueFull; so a dialect can refuse before the first byte.
+        Raises what ``check`` raises, and QueueFull, so a dialect can reject the request before the first byte.
         """
         self.check(generation)
         requests = [
