@@ -149,7 +149,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
 
 
 def is_from_kubernetes(variable: str, environ: Mapping[str, str]) -> bool:
-    """Return whether Kubernetes has set it, as it does in each pod for services named cllm, cllm-server and so on."""
+    """Return whether Kubernetes set the variable, as it does in each pod for a service named cllm, cllm-server etc."""
     if variable.endswith("_PORT") and SERVICE_ADDRESS.fullmatch(environ[variable]):
         return True
     return variable not in VARIABLES and SERVICE_VARIABLE.fullmatch(variable) is not None

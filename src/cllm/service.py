@@ -30,9 +30,9 @@ from cllm.text.grammar import FREE, Checked, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
-LONG_TEXT = 16_384  # characters from which on a text is tokenized in another thread
-MANY_MESSAGES = 100  # messages of a chat from which on the queue is checked before rendering
-MANY_TURNS = 1000  # messages and calls of a chat from which on they are processed in another thread
+LONG_TEXT = 16_384  # characters; a text of this length or more is tokenized in another thread
+MANY_MESSAGES = 100  # messages; the queue is checked before a chat of this length or more is rendered
+MANY_TURNS = 1000  # messages and calls; a chat of this length or more is processed in another thread
 MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request together; a longer context raises this limit
 MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
@@ -176,7 +176,7 @@ class Service:
     ) -> str:
         """Render a chat whose last message is to be continued.
 
-        If the template omits the field ``continued`` of that message, it is appended to the prompt for a new message.
+        If the template omits that message's field ``continued``, its text is appended to the prompt for a new message.
         """
         try:
             return await self.renderer.render(messages, tools, continued, **variables)

@@ -44,7 +44,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """The step, counted from 1, from which on the backend fails ``raise_times`` steps; 0 means never."""
+    """The first step, counted from 1, that fails (0: none), and the number of consecutive steps that fail."""
 
     raise_at_step: int = 0
     raise_times: int = 1

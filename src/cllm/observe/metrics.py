@@ -1,4 +1,4 @@
-"""Prometheus metrics, with vLLM's names for its dashboards, but the prefix ``cllm:`` instead of ``vllm:``."""
+"""Prometheus metrics, named as in vLLM for its dashboards, with the prefix ``cllm:`` instead of ``vllm:``."""
 
 from __future__ import annotations
 

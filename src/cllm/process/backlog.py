@@ -326,7 +326,7 @@ class Backlog:
         return self._rate.seconds_each or self._stats.place_seconds
 
     def _seconds_to_compute(self, request: Request) -> float:
-        """Return the seconds from a prompt's start to its first token: a step, and the prompt as far as not cached."""
+        """Return the seconds from starting ``request`` to its first token: a step, and tokens that are not cached."""
         return self._stats.step_seconds + len(request.prompt) * self._stats.prompt_token_seconds
 
 

@@ -26,7 +26,7 @@ from cllm.observe import log
 from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.scheduler.trace import Explanation
 
-PIPE_BYTES = 1 << 20  # room for the outputs of some thousand steps while the parent is busy
+PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
 
 
 class PipeInbox:

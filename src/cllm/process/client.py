@@ -40,7 +40,8 @@ USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 class EngineClient:
     """Owns the engine process.
 
-    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now. ``stats`` are its latest.
+    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now. ``stats`` are its latest
+    statistics.
     """
 
     def __init__(

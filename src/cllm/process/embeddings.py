@@ -68,7 +68,7 @@ class Embeddings:
     def _ahead(self, key: str) -> tuple[float, float]:
         """Return the requests and tokens ahead of a new request.
 
-        All requests of its own account count. Accounts take turns, so of each other account at most one more counts.
+        All requests of its own account count. Accounts take turns, so each other account counts at most one more.
         """
         loads: dict[str, tuple[int, int]] = {}
         for waiter in self._waiters.values():

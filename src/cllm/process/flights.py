@@ -181,7 +181,7 @@ class Flights:
         self.backlog.submitted(request)
 
     def _like(self, request: Request, key: bytes | None) -> Flight | None:
-        """Return a running computation with the result of ``request``, unless its own would probably begin sooner."""
+        """Return an equal request in the engine, unless ``request`` itself would probably be served sooner."""
         flight = self._open.get(key) if key is not None and may_share(request) else None
         if flight is None or flight.request.priority > request.priority:
             return None

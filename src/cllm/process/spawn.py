@@ -1,4 +1,4 @@
-"""The engine process as its parent sees it: connects to it, reads, writes and ends it."""
+"""The engine process as its parent sees it: connecting, reading, writing and ending it."""
 
 from __future__ import annotations
 

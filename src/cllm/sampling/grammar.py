@@ -1,4 +1,4 @@
-"""Computes which tokens a grammar allows next. llguidance parses: https://github.com/guidance-ai/llguidance."""
+"""Computes which tokens a grammar allows next, with llguidance: https://github.com/guidance-ai/llguidance."""
 
 from __future__ import annotations
 
