@@ -18,24 +18,24 @@ from cllm.server.queueing import TICKET
 INTRODUCTION = f"""\
 # API
 
-This page is made from the code by `cllm config api`.
+`cllm config api` generates this page from the code.
 
-What a server takes, dialect by dialect, route by route. A parameter is
+It lists all routes and parameters, by dialect. A parameter is
 
-* **done**: it does what its dialect says,
-* **ignored**: it is taken and changes nothing, for the reason that is given,
-* **refused**: the request is answered with 400 and the reason, unless the value asks for nothing (null, false, empty).
+* **done**: it works as in its dialect,
+* **ignored**: it is accepted and has no effect, for the given reason,
+* **refused**: the request gets 400 with the reason, unless the value requests nothing (null, false, empty).
 
-Any other parameter is unknown: it is counted (`cllm:unknown_parameters_total`) and ignored, or refused with 400 if
-`server.strict` is set. Extensions of the dialects, such as `priority` or `top_k`, stand among the rest. With OpenAI's
-client they go into `extra_body`.
+Unknown parameters are counted (`cllm:unknown_parameters_total`) and ignored, or get 400 if `server.strict` is set. The
+lists include extensions of the dialects, such as `priority` and `top_k`. With OpenAI's client, put them into
+`extra_body`.
 
-Types are strict: a number in quotes is no number, and NaN is none. Errors come in the form of their dialect and name
+Types are strict: numbers must not be quoted, and NaN is not a number. Errors have the form of their dialect and name
 the field and the limit.
 
 ## Connections
 
-The server speaks HTTP/1.0 and HTTP/1.1. Every answer has the header `x-request-id`, errors of HTTP itself too.
+The server speaks HTTP/1.0 and HTTP/1.1. Every answer has the header `x-request-id`, including errors of HTTP itself.
 
 | Limit | Answer |
 |---|---|
@@ -43,20 +43,20 @@ The server speaks HTTP/1.0 and HTTP/1.1. Every answer has the header `x-request-
 | It has at most {MAX_HEAD:,} bytes and {MAX_FIELDS} header fields | 431 |
 | HTTP/1.1 needs exactly one `Host` header field, a host name with an optional port | 400 |
 | `chunked` is the only transfer coding, and `identity` the only content coding | 501, 415 |
-| {PACE_BYTES:,} bytes of a body must come in any {PACE_WINDOW:g} seconds; there is no limit in total | 408 |
+| At least {PACE_BYTES:,} bytes of a body must arrive in any {PACE_WINDOW:g} seconds; there is no total limit | 408 |
 | A client must read its answer, or a good part of it, every {READ_TIMEOUT:g} seconds | the connection is closed |
 
-An `Upgrade` field is ignored. Complete requests that came before something that is not HTTP are answered first.
+`Upgrade` header fields are ignored. If data that is not HTTP follows complete requests, these are answered first.
 
-A client may shut down its sending side after its request (half-close) and still gets the answer. The server cannot tell
-such a client from one that has gone, so it sends `100 Continue`, or a comment in a stream of events, from time to time.
-If the client's machine rejects these, the request is aborted.
+A client may shut down its sending side after its request (half-close) and still gets the answer. The server cannot
+distinguish such a client from a disconnected one, so it sends `100 Continue`, or a comment in an event stream, from
+time to time. If the client's machine rejects these, the request is aborted.
 
-An error that is known before the whole body has come is answered at once, with `connection: close`. The rest of the
-body is read and discarded for a while, so that clients which send everything first can read the answer.
+If the server finds an error before the whole body has arrived, it answers immediately, with `connection: close`. It
+reads and discards the rest of the body for a while, so that clients that send everything first can read the answer.
 
-A body of JSON has at most {MAX_STRUCTURE:,} objects, lists and members of objects, {MAX_VALUES:,} values in all, and
-{MAX_PARTS:,} messages and parts of a conversation; else the answer is 400. Its size is limited by `server.max_body_mb`
+A JSON body may have at most {MAX_STRUCTURE:,} objects, lists and members of objects, {MAX_VALUES:,} values in total,
+and {MAX_PARTS:,} messages and parts of a conversation; otherwise it gets 400. `server.max_body_mb` limits its size
 (413).
 
 The number of connections is limited by the files that the process may open (`ulimit -n`). When there is no room for

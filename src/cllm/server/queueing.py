@@ -26,16 +26,17 @@ class TermsBody(Body):
     """Request fields for the account, the priority, the timeouts and the sharing of the cache."""
 
     user: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="On whose account this goes; those who wait are served fairly. A token goes before."
+        default=None, description="The account, for fair scheduling; a bearer token takes precedence."
     )
     priority: PriorityName | None = Field(
-        default=None, description="Interactive requests are served before normal ones (the default), batch ones last."
+        default=None,
+        description="Interactive requests are served before normal ones (the default), batch requests last.",
     )
     deadline_ms: Milliseconds | None = Field(
-        default=None, description="Give up (504) if it has not finished within so many milliseconds."
+        default=None, description="The request gets 504 if it has not finished within this many milliseconds."
     )
     queue_timeout_ms: Milliseconds | None = Field(
-        default=None, description="Give up (504) if it has waited so many milliseconds without being begun."
+        default=None, description="The request gets 504 if it has waited this many milliseconds in the queue."
     )
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(

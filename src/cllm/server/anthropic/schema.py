@@ -27,9 +27,9 @@ CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "none": "none",
 }
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-ONE_KIND = "there is one kind of service for all; priority and deadline_ms say what is urgent"
-CACHED = "prefixes are cached without being asked, and what was reused is in the usage"
-NOWHERE = "nothing is run on the server; declare a client tool"
+ONE_KIND = "there is one tier; use priority and deadline_ms"
+CACHED = "prefixes are always cached; usage reports what was reused"
+NOWHERE = "the server runs no tools; declare a client tool"
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")  # types with fields of their own
 # Where blocks of other types have texts, in the order in which they are read.
@@ -61,9 +61,9 @@ class Block(Body):
         "cache_control": CACHED,
         "caller": "calls are the model's own",
         "citations": "the text is read as it is",
-        "data": "nobody can read what was made unreadable; a redacted_thinking block is left out",
-        "is_error": "templates have no word for it; the model reads the content",
-        "signature": "reasoning is read back whatever its signature is",
+        "data": "encrypted thinking cannot be read; a redacted_thinking block is left out",
+        "is_error": "chat templates cannot express it; the model reads the content",
+        "signature": "signatures are not checked",
         "toolset_name": "there are no toolsets",
     }
 
@@ -93,7 +93,9 @@ class Block(Body):
 
 
 class Message(Body):
-    role: Literal["user", "assistant", "system"] = Field(description="system: not the first; that is the field system.")
+    role: Literal["user", "assistant", "system"] = Field(
+        description="system: later system texts; the first one is the field system."
+    )
     content: str | list[Block]
 
     def blocks(self) -> list[Block]:
@@ -107,8 +109,8 @@ class Tool(Body):
         "allowed_callers": "calls are the model's own",
         "cache_control": CACHED,
         "defer_loading": "all tools are declared at once",
-        "eager_input_streaming": "arguments are always streamed as they come",
-        "input_examples": "templates have no word for them; write them into the description",
+        "eager_input_streaming": "arguments are always streamed while they are generated",
+        "input_examples": "chat templates cannot express them; write them into the description",
     }
 
     type: str | None = None
@@ -147,7 +149,7 @@ class Thinking(Body):
     type: str = Field(description="enabled, adaptive or disabled; any other leaves it to the model.")
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: thinking blocks are empty; else they have all of the reasoning."
+        default=None, description="omitted: thinking blocks are empty; otherwise they contain the whole reasoning."
     )
 
     @pydantic.model_validator(mode="after")
@@ -169,7 +171,7 @@ class OutputConfig(Body):
 
 class Metadata(Body):
     user_id: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="On whose account this goes, unless there is a token."
+        default=None, description="The account, unless the request has a token."
     )
 
 
@@ -180,15 +182,15 @@ class CountBody(Body):
 
     ignored: ClassVar = {
         "cache_control": CACHED,
-        "context_management": "messages are read as they are sent, and none is left out",
+        "context_management": "messages are never edited or left out",
         "speed": ONE_KIND,
-        "user_profile_id": "accounts go by the token or metadata.user_id",
+        "user_profile_id": "the token or metadata.user_id names the account",
         "workspace_id": "there are no workspaces",
     }
     refused: ClassVar = {
         "compaction": "conversations are not summarized",
         "mcp_servers": NOWHERE,
-        "thread": "conversations are not kept",
+        "thread": "conversations are not stored",
     }
 
     model: str
@@ -291,12 +293,12 @@ class MessagesBody(CountBody, TermsBody):
 
     ignored: ClassVar = {
         **CountBody.ignored,
-        "betas": "what is supported here needs no header and no list",
+        "betas": "all supported features are always on",
         "billing_policy": "nothing is billed",
         "diagnostics": CACHED,
         "fallback_credit_token": "nothing is billed",
         "fallbacks": "there is one model",
-        "inference_geo": "the server is where it is",
+        "inference_geo": "the server runs on one machine",
         "service_tier": ONE_KIND,
     }
     refused: ClassVar = {**CountBody.refused, "container": NOWHERE}

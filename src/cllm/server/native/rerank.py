@@ -35,12 +35,12 @@ class RerankBody(TermsBody):
     """A query, and the documents to rank."""
 
     ignored: ClassVar = {
-        "raw_scores": "scores are as the model gives them",
-        "truncate": "documents are read whole, or refused",
-        "truncation_direction": "documents are read whole, or refused",
+        "raw_scores": "scores are always the model's own",
+        "truncate": "documents are never truncated; one that does not fit gets 400",
+        "truncation_direction": "documents are never truncated; one that does not fit gets 400",
         "rank_fields": "documents are texts",
-        "max_chunks_per_doc": "documents are read whole, or refused",
-        "max_tokens_per_doc": "documents are read whole, or refused",
+        "max_chunks_per_doc": "documents are never truncated; one that does not fit gets 400",
+        "max_tokens_per_doc": "documents are never truncated; one that does not fit gets 400",
     }
 
     model_config = example(
@@ -51,7 +51,7 @@ class RerankBody(TermsBody):
     query: NotEmpty
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
     texts: Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = Field(
-        default=None, description="The documents in the words of TEI, which then has an answer in its form: a list."
+        default=None, description="The documents, in the form of Text Embeddings Inference; the answer then is a list."
     )
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = False

@@ -53,15 +53,15 @@ class Options(Body):
             ("f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu", "num_thread", "numa"), AT_START
         ),
         **dict.fromkeys(("embedding_only", "use_mlock", "use_mmap", "vocab_only"), AT_START),
-        "num_ctx": "the context is as long as the server's settings have it; a prompt that does not fit is refused",
-        "num_keep": "nothing of a prompt is ever cut off",
-        "draft_num_predict": "guesses are made while they pay, and change no text",
+        "num_ctx": "the server's settings decide the context length; a prompt that does not fit gets 400",
+        "num_keep": "prompts are never truncated",
+        "draft_num_predict": "the server speculates while it saves time; this never changes a text",
         "penalize_newline": "it has no effect in Ollama either",
         "tfs_z": "it has no effect in Ollama either",
     }
 
     num_predict: Annotated[Integer, Field(ge=-2)] | None = Field(
-        default=None, description="Tokens to generate at most; 0 and below: up to the end of the context."
+        default=None, description="Largest number of tokens to generate; 0 and below: up to the end of the context."
     )
     temperature: float | None = None
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
@@ -71,11 +71,11 @@ class Options(Body):
     mirostat: Integer | None = Field(default=None, description="0 or 2.")
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
-    seed: Integer | None = Field(default=None, description="-1: a new one for every request.")
+    seed: Integer | None = Field(default=None, description="-1: a new seed for every request.")
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[Integer, Field(ge=-1)] | None = Field(
-        default=None, description="0: no repeat_penalty; else it counts the whole prompt and the whole answer."
+        default=None, description="0: no repeat_penalty; otherwise it covers the whole prompt and the whole answer."
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -109,15 +109,15 @@ class GenerationBody(TermsBody):
     """Fields that /api/generate and /api/chat have in common."""
 
     ignored: ClassVar = {
-        "truncate": "a prompt that does not fit is refused, not cut",
-        "shift": "a text ends where the context does; nothing of it is forgotten meanwhile",
+        "truncate": "prompts are never truncated; one that does not fit gets 400",
+        "shift": "the context never shifts; a text ends at the end of the context",
     }
     refused: ClassVar = {"_debug_render_only": "prompts are not shown"}
 
     model: ModelName
     stream: bool | None = None
     keep_alive: float | str | None = Field(
-        default=None, description="The model stays loaded; 0 without a prompt is answered as if it were unloaded."
+        default=None, description="The model stays loaded; 0 without a prompt gets the answer of an unloaded model."
     )
     format: str | dict[str, Any] | None = None
     options: Options | None = None
@@ -165,14 +165,14 @@ class GenerateBody(GenerationBody):
 
     refused: ClassVar = {
         **GenerationBody.refused,
-        "context": "send the conversation to /api/chat; what its beginning has cost before is not paid again",
-        "template": "the model's own template is used; with raw the prompt is taken as it is",
+        "context": "send the conversation to /api/chat; its cached prefix is not computed again",
+        "template": "the model's own template is used; use raw to send a prompt without it",
         "images": NO_IMAGES,
         **dict.fromkeys(("width", "height", "steps"), "this model writes text"),
     }
 
     prompt: str | None = None
-    suffix: str | None = Field(default=None, description="What comes behind the text that is to be filled in.")
+    suffix: str | None = Field(default=None, description="The text after the one to fill in.")
     system: str | None = None
     raw: bool | None = False
 
@@ -290,13 +290,13 @@ class EmbedBody(TermsBody):
     model_config = example(model="cllm-builtin", input=["What is 27 plus 45?", "Paris is in France."])
 
     ignored: ClassVar = {
-        "keep_alive": "the model stays loaded as long as the server runs",
-        "options": "they speak of generated text and of loading the model",
+        "keep_alive": "the model is always loaded",
+        "options": "they concern generated text and loading the model",
     }
 
     model: ModelName
-    input: str | list[str] | None = Field(default=None, description="Without a text there are no vectors.")
-    truncate: bool | None = Field(default=None, description="Cut texts that are too long, which is the default.")
+    input: str | list[str] | None = Field(default=None, description="Without texts, the answer has no vectors.")
+    truncate: bool | None = Field(default=None, description="Truncate texts that are too long (default).")
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -328,16 +328,16 @@ class NameBody(Body):
 class ShowBody(NameBody):
     model_config = example(model="cllm-builtin")
 
-    ignored: ClassVar = {"verbose": "the lists of the vocabulary are never shown"}
+    ignored: ClassVar = {"verbose": "the vocabulary is never included"}
 
 
 class PullBody(NameBody):
     model_config = example(model="hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0")
 
     ignored: ClassVar = {
-        "insecure": "the hub is asked as HF_ENDPOINT says",
-        "username": "access to the hub goes by HF_TOKEN",
-        "password": "access to the hub goes by HF_TOKEN",
+        "insecure": "HF_ENDPOINT names the hub",
+        "username": "HF_TOKEN gives access to the hub",
+        "password": "HF_TOKEN gives access to the hub",
     }
 
     stream: bool | None = None

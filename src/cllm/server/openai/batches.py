@@ -36,7 +36,8 @@ class BatchBody(Body):
     input_file_id: Annotated[str, Field(max_length=200)]
     endpoint: Endpoint
     completion_window: Annotated[
-        str, Field(pattern=WINDOW, description="What has no answer by then gets none: 24h, or other hours or days.")
+        str,
+        Field(pattern=WINDOW, description="Time limit, such as 24h or 2d; requests without an answer by then expire."),
     ]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None

@@ -42,10 +42,10 @@ class InfillBody(GenerationBody):
 
     model_config = example(input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0)
     ignored: ClassVar = {
-        "cache_prompt": "prefixes are found by their tokens",
+        "cache_prompt": "the prefix cache is always on",
         "id_slot": "there are no slots; the prefix cache finds what can be reused",
-        "n_indent": "the answer is not edited",
-        "n_keep": "a prompt that is too long is cut at its beginning and its end",
+        "n_indent": "answers are not edited",
+        "n_keep": "a prompt that is too long is truncated at both ends",
         "samplers": "the order of the sampling steps is fixed",
         "t_max_prompt_ms": "llama-server ignores it too",
     }

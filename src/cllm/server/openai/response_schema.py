@@ -79,45 +79,45 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    ignored: ClassVar[Mapping[str, str]] = {"verbosity": "nothing tells a model to be brief but its instructions"}
+    ignored: ClassVar[Mapping[str, str]] = {"verbosity": "models have no such option; use instructions"}
 
     format: TextFormat = TextFormat()
 
 
 class Reasoning(Body):
     ignored: ClassVar[Mapping[str, str]] = {
-        "summary": "what the model thinks is given in its own words",
-        "generate_summary": "what the model thinks is given in its own words",
-        "context": "the template decides which reasoning of earlier turns the model reads",
-        "mode": "there is one",
+        "summary": "reasoning is returned unabridged",
+        "generate_summary": "reasoning is returned unabridged",
+        "context": "the chat template decides which earlier reasoning the model sees",
+        "mode": "there is one mode",
     }
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ResponseStreamOptions(Body):
-    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "events are as long as their texts"}
+    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "events are not padded"}
 
 
 class ResponseBody(GenerationBody):
     model_config = example(input="What is 27 plus 45?", temperature=0)
     ignored: ClassVar[Mapping[str, str]] = {
         "service_tier": "there is one tier; `priority` says how urgent a request is",
-        "prompt_cache_key": "prefixes are found by their tokens",
-        "prompt_cache_retention": "prefixes are kept as long as there is memory",
-        "prompt_cache_options": "prefixes are kept as long as there is memory",
-        "safety_identifier": "nothing is reported to anybody",
-        "max_tool_calls": "it limits calls of built-in tools, and there are none",
-        "context_management": "nothing is compacted; a prompt that is too long is refused with both numbers",
+        "prompt_cache_key": "prefixes are matched by tokens",
+        "prompt_cache_retention": "prefixes are kept while there is memory",
+        "prompt_cache_options": "prefixes are kept while there is memory",
+        "safety_identifier": "nothing is reported",
+        "max_tool_calls": "there are no built-in tools",
+        "context_management": "conversations are not compacted; a prompt that is too long gets 400",
         "image": "there are no images",
         "access_programs": "there are none",
         "client_metadata": "it is meant for OpenAI's servers",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **GenerationBody.refused,
-        "background": "a response is computed while its client waits; use /v1/batches for what may take long",
-        "conversation": "conversations are not kept; use previous_response_id",
-        "prompt": "prompt templates are not kept; send instructions and input",
+        "background": "responses are not computed in the background; use /v1/batches",
+        "conversation": "conversations are not stored; use previous_response_id",
+        "prompt": "prompt templates are not stored; send instructions and input",
         "moderation": "there is no moderation model",
     }
 
@@ -128,7 +128,7 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     previous_response_id: Identifier | None = None
     store: bool | None = Field(
-        default=None, description="Kept in memory for a while, unless false; in a batch, only if true."
+        default=None, description="Whether to keep the response in memory; default true, in a batch false."
     )
     metadata: Metadata | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -146,15 +146,15 @@ class ResponseBody(GenerationBody):
     max_output_tokens: Limit = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="auto is treated as disabled: a prompt that is too long is refused."
+        default=None, description="auto is treated as disabled: a prompt that is too long gets 400."
     )
     include: Annotated[list[str], Field(max_length=20)] | None = Field(
-        default=None, description="message.output_text.logprobs; what else there is belongs to built-in tools."
+        default=None, description="message.output_text.logprobs; the other values concern built-in tools."
     )
-    n: Literal[1] | None = Field(default=None, description="A response is one answer.")
+    n: Literal[1] | None = Field(default=None, description="A response has one answer.")
     continue_final_message: bool | None = Field(
         default=None,
-        description="Go on with the last item, an assistant's message. The response has the new text only.",
+        description="Continue the last item, an assistant's message. The response contains only the new text.",
     )
 
     def check(self) -> None:

@@ -64,9 +64,11 @@ EXTENSIONS = (
 
 
 class StreamOptions(Body):
-    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are as long as their texts"}
+    ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are not padded"}
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(default=False, description="With include_usage: in every chunk, as so far.")
+    continuous_usage_stats: bool = Field(
+        default=False, description="With include_usage: report usage so far in every chunk."
+    )
 
 
 class GenerationBody(TermsBody, ConstrainedBody):
@@ -74,7 +76,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
     refused: ClassVar[Mapping[str, str]] = {
         "use_beam_search": "there is no beam search",
-        "truncate_prompt_tokens": "a prompt that is too long is refused, and not shortened",
+        "truncate_prompt_tokens": "prompts are never truncated",
     }
 
     model: str | None = None
@@ -319,20 +321,20 @@ class ChatBody(GenerationBody):
         messages=[{"role": "user", "content": "What is 27 plus 45?"}], temperature=0, max_tokens=50, stream=False
     )
     ignored: ClassVar[Mapping[str, str]] = {
-        "store": "answers are not kept",
+        "store": "answers are not stored",
         "service_tier": "there is one tier; see priority",
-        "safety_identifier": "nothing is done with it; see user",
-        "prompt_cache_key": "prefixes are found by their tokens; see cache_salt",
-        "prompt_cache_retention": "prefixes are kept while there is room",
-        "prompt_cache_options": "prefixes are kept while there is room",
-        "prediction": "it changes no text; guesses are made from the prompt",
-        "verbosity": "the models have no such switch; say it in a message",
+        "safety_identifier": "it has no use here; see user",
+        "prompt_cache_key": "prefixes are matched by tokens; see cache_salt",
+        "prompt_cache_retention": "prefixes are kept while there is memory",
+        "prompt_cache_options": "prefixes are kept while there is memory",
+        "prediction": "it never changes a text; draft tokens come from the prompt",
+        "verbosity": "models have no such option; use a message",
     }
     refused: ClassVar[Mapping[str, str]] = {
         **GenerationBody.refused,
         "audio": "the answer is text",
         "moderation": "there is no moderation model",
-        "web_search_options": "nothing is searched",
+        "web_search_options": "there is no web search",
         "functions": "it is deprecated; use tools",
         "function_call": "it is deprecated; use tool_choice",
         "chat_template": "the model's own template is used",
@@ -353,11 +355,11 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: TemplateVariables | None = None
     continue_final_message: bool | None = Field(
         default=None,
-        description="Go on with the last message, an assistant's. The answer has the new text only; a constraint binds "
+        description="Continue the last message, an assistant's. The answer contains only the new text; a constraint "
         "that text.",
     )
     add_generation_prompt: bool | None = Field(
-        default=None, description="The opposite of continue_final_message, if it is given."
+        default=None, description="If given, it must be the opposite of continue_final_message."
     )
 
     def num_new_tokens(self) -> int | None:

@@ -34,13 +34,15 @@ class ConversationBody(Body):
     """Parameters of the chat template, without the messages."""
 
     refused: ClassVar = {
-        "chat_template": "the model's own is used",
+        "chat_template": "the model's own template is used",
     }
 
     model: str | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = Field(default=False, description="End where the last message, an assistant's, does.")
+    continue_final_message: bool = Field(
+        default=False, description="End the prompt where the last message, an assistant's, ends."
+    )
     chat_template_kwargs: TemplateVariables | None = None
 
 
