@@ -38,15 +38,15 @@ ALIASES = {
 NOT_NEEDED = {
     "server.num_threads": "one event loop serves all connections, without worker threads",
     "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
-    "server.use_libtorch": "models are computed by llama.cpp alone",
-    "scheduler.max_iterations": "the engine steps as long as there is work; each request ends by its own limits",
-    "scheduler.batch_timeout_ms": "no batch is waited for: sequences enter and leave in every step",
-    "scheduler.loop_interval": "the next step begins as soon as the last one has ended",
+    "server.use_libtorch": "llama.cpp runs all models",
+    "scheduler.max_iterations": "the engine steps while there is work; each request ends by its own limits",
+    "scheduler.batch_timeout_ms": "batches are continuous: sequences join and leave at every step",
+    "scheduler.loop_interval": "each step begins when the one before has ended",
     "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
-    "scheduler.wait_poll_interval_ms": "tokens are handed to the waiting request as they come; nothing polls",
-    "resources.kv_cache_max_size": "the KV cache is bounded in memory (kv.max_memory_mb), not in entries",
-    "cache.eviction_threshold": "a result is kept until a bound is met, and then the least recently used one goes",
-    "cache.cleanup_interval": "results make room for each other as they come; nothing is left to clean up",
+    "scheduler.wait_poll_interval_ms": "tokens are pushed to waiting requests; nothing polls",
+    "resources.kv_cache_max_size": "the KV cache is limited by memory (kv.max_memory_mb), not by entries",
+    "cache.eviction_threshold": "at a limit, the least recently used result is evicted",
+    "cache.cleanup_interval": "new results evict old ones, so nothing has to be cleaned up",
 }
 
 

@@ -28,29 +28,29 @@ GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
 GAUGES = {
-    "num_running": ("num_requests_running", "sequences being computed"),
-    "num_waiting": ("num_requests_waiting", "sequences waiting for a sequence id or for cells"),
-    "num_seq_ids": ("seq_ids", "sequence ids there are"),
-    "num_seq_ids_in_use": ("seq_ids_in_use", "sequence ids leased to running sequences"),
-    "num_cells": ("kv_cells", "KV cells (tokens) there are"),
-    "num_cells_held": ("kv_cells_held", "KV cells held by running sequences"),
-    "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, free for the taking"),
-    "num_ram_bytes": ("ram_cache_bytes", "prefixes kept in RAM"),
-    "num_disk_bytes": ("disk_cache_bytes", "prefixes kept on disk"),
+    "num_running": ("num_requests_running", "running sequences"),
+    "num_waiting": ("num_requests_waiting", "sequences waiting for a slot or for cells"),
+    "num_seq_ids": ("seq_ids", "number of sequence slots"),
+    "num_seq_ids_in_use": ("seq_ids_in_use", "sequence slots of running sequences"),
+    "num_cells": ("kv_cells", "number of KV cells (tokens)"),
+    "num_cells_held": ("kv_cells_held", "KV cells of running sequences"),
+    "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, which can be evicted"),
+    "num_ram_bytes": ("ram_cache_bytes", "size of the prefixes in RAM"),
+    "num_disk_bytes": ("disk_cache_bytes", "size of the prefixes on disk"),
     "num_waiting_tokens": (
         "waiting_tokens",
-        "tokens to compute of the sequences that wait, by what was cached when they came",
+        "tokens to compute for waiting sequences, without those that were cached when they arrived",
     ),
-    "waiting_seconds": ("estimated_waiting_seconds", "time until all who wait now are served, as steps have cost"),
+    "waiting_seconds": ("estimated_waiting_seconds", "time until all waiting requests are served, by recent step costs"),
 }
 
 COUNTERS = {
     "num_steps": ("engine_steps", "steps computed"),
-    "num_parked": ("parked", "times that a sequence gave up its cells for others, to go on later"),
+    "num_parked": ("parked", "times that a sequence was parked: it gave up its cells, to continue later"),
     "num_prefill_tokens": ("prefill_tokens_computed", "prompt tokens computed"),
-    "num_guesses": ("spec_decode_num_draft_tokens", "tokens guessed"),
-    "num_accepted": ("spec_decode_num_accepted_tokens", "guesses that turned out right"),
-    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of embedded texts computed"),
+    "num_guesses": ("spec_decode_num_draft_tokens", "draft tokens"),
+    "num_accepted": ("spec_decode_num_accepted_tokens", "accepted draft tokens"),
+    "num_embedding_tokens": ("embedding_tokens_computed", "tokens of texts embedded"),
 }
 
 
@@ -97,27 +97,27 @@ class Metrics:
         self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
         self._totals = {field: counter(name, text) for field, (name, text) in COUNTERS.items()}
         self._counted = Stats()  # the totals that ``_totals`` has counted
-        self._ready = gauge("engine_ready", "1 if the engine takes requests")
-        self._restarts = counter("engine_restarts", "times the engine died and was started again")
+        self._ready = gauge("engine_ready", "1 if the engine accepts requests")
+        self._restarts = counter("engine_restarts", "times the engine died and was restarted")
         self._num_restarts = 0  # the number that ``_restarts`` has counted
-        self._usage = gauge("kv_cache_usage_perc", "share of the KV cells held by running sequences, 0 to 1")
+        self._usage = gauge("kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1")
         self.connections = gauge("http_connections", "open HTTP connections")
-        self._requests = counter("requests", "requests accepted")
-        self._unknown = counter("unknown_parameters", "parameters of requests that nobody knows, and were ignored")
+        self._requests = counter("requests", "accepted requests")
+        self._unknown = counter("unknown_parameters", "unknown request parameters, which were ignored")
         self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)
-        self._known_grammars = counter("grammar_cache_hits", "grammars and schemas that had been checked before")
+        self._known_grammars = counter("grammar_cache_hits", "grammars and schemas found in the cache of checks")
         self._unenforced = Counter(
             "cllm:unenforced_keywords",
-            "keywords of schemas that could not be enforced and were left out",
+            "schema keywords that could not be enforced and were dropped",
             ("model_name", "keyword"),
             registry=self._registry,
         )
-        self._prompt_tokens = counter("prompt_tokens", "prompt tokens of the requests accepted")
-        self._shared = counter("prompts_shared", "prompts that shared the computation of one like them")
-        self._recalled = counter("result_cache_hits", "prompts that were answered from the cache of results")
-        self._embedded = counter("embeddings", "texts that were to be embedded")
-        self._embedded_tokens = counter("embedding_tokens", "tokens of the texts that were to be embedded")
-        self._generation_tokens = counter("generation_tokens", "tokens sampled and delivered")
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens of accepted requests")
+        self._shared = counter("prompts_shared", "prompts that shared the computation of an identical request")
+        self._recalled = counter("result_cache_hits", "prompts answered from the result cache")
+        self._embedded = counter("embeddings", "texts to embed")
+        self._embedded_tokens = counter("embedding_tokens", "tokens of the texts to embed")
+        self._generation_tokens = counter("generation_tokens", "generated tokens")
         self._num_generated = 0  # not yet counted in ``_generation_tokens``
         self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
         self._itl = TokenHistogram(
@@ -127,13 +127,13 @@ class Metrics:
         self._e2e = histogram("e2e_request_latency", "from submission to the end", E2E_BUCKETS)
         self._outcome = Counter(
             "cllm:request_outcome",
-            "how requests ended: finished, abort (the client went away), error, timeout",
+            "how requests ended: finished, abort (the client disconnected), error, timeout",
             ("model_name", "outcome"),
             registry=self._registry,
         )
         self._refused = Counter(
             "cllm:requests_refused",
-            "requests refused: a bound of the queue (requests, tokens, seconds), large (requests wait to be read), "
+            "rejected requests: a queue limit (requests, tokens, seconds), large (large requests wait to be read), "
             "not_ready, draining",
             ("model_name", "reason"),
             registry=self._registry,
@@ -147,13 +147,13 @@ class Metrics:
         self._num_reservations = Counts[str]()  # what ``_reservations`` has counted
         self._skipped = Counter(
             "cllm:skipped_parts",
-            "tools, items and blocks of requests that cannot be served and were left out, by their type",
+            "tools, items and blocks that cannot be served and were left out, by type",
             ("model_name", "type"),
             registry=self._registry,
         )
         self._finish = Counter(
             "cllm:request_success",
-            "choices that finished, by reason",
+            "finished choices, by reason",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )

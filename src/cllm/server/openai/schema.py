@@ -356,7 +356,7 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = Field(
         default=None,
         description="Continue the last message, an assistant's. The answer contains only the new text; a constraint "
-        "that text.",
+        "applies to that text.",
     )
     add_generation_prompt: bool | None = Field(
         default=None, description="If given, it must be the opposite of continue_final_message."
