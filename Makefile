@@ -21,7 +21,7 @@ serve: ## start the server with the built-in model
 test: ## run all tests, those that need llama.cpp too
 	@exec $(RUN) pytest $(ARGS)
 
-check: lint ## linters and the unit tests that need no llama.cpp: the loop of every change, under a minute
+check: lint ## linters and the tests that need no llama.cpp: run it after every change
 	@$(CHECK) pytest -m "not llama and not slow" $(ARGS)
 
 lint: ## lint, format check, types

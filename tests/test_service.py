@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.answer import Answer, Generation, Terms, request_of
+from cllm.answer import Answer, Generation, SchedulingOptions, request_of
 from cllm.backends.fake import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
@@ -21,7 +21,7 @@ class Engine:
 def test_text_before_an_error_is_not_lost() -> None:
     """Two tokens and the error come together, because the client did not read for a while."""
     params = SamplingParams(n=2)
-    stream = Stream([request_of("a-0", [1], params, Terms())])
+    stream = Stream([request_of("a-0", [1], params, SchedulingOptions())])
     answer = Answer(Generation("a", [[1]], params), stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None)
     for index, token in ((0, 65), (1, 66), (0, 67)):
         stream.put(TokenOutput("a-0", index, token))

@@ -22,9 +22,9 @@ from cllm.process.backlog import NO_CLAIM, Place
 from cllm.process.client import EngineClient
 from cllm.process.flights import Stream
 from cllm.process.reservations import Claim
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
-from cllm.text.chat_form import Reading
+from cllm.text.chat_form import OutputPlan
 from cllm.text.choice import Choice
 from cllm.text.grammar import Checked
 
@@ -40,7 +40,7 @@ class RequestTimeout(CLLMError):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SchedulingOptions:
     """How a generation is scheduled: its account (``key``), its priority, and its time limits in seconds.
 
     What is computed for it is shared only with requests that have the same ``cache_salt``. ``claim``: to a reserved
@@ -72,7 +72,7 @@ class Delta(msgspec.Struct, gc=False):
     channel: Channel = Channel.TEXT
     call: int = 0
     name: str = ""
-    logprobs: tuple[ToldToken, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,16 +99,16 @@ class Generation:
     """A dialect's request: ``prompts`` (token ids), each continued ``params.n`` times.
 
     Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
-    ``Service.prepare`` makes the generation of a chat's next message; ``reading`` then says how to parse it, if it is
+    ``Service.prepare`` makes the generation of a chat's next message; ``plan`` then says how to parse it, if it is
     more than text. ``unenforced``: schema keywords that could not be enforced and were left out.
     """
 
     request_id: str
     prompts: list[list[int]]
     params: SamplingParams
-    terms: Terms = Terms()
+    terms: SchedulingOptions = SchedulingOptions()
     param: str = "prompt"
-    reading: Reading | None = None
+    plan: OutputPlan | None = None
     usage: Usage = field(default_factory=Usage)
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
@@ -142,11 +142,11 @@ class Answer:
         self._engine = engine
         self._metrics = metrics
         self._recorder = recorder
-        if reading := generation.reading:
-            pieces = reading.pieces
+        if plan := generation.plan:
+            pieces = plan.pieces
         self._choices = {
             (request.request_id, j): Choice(
-                i * generation.params.n + j, pieces, generation.params, reading.parser() if reading else None
+                i * generation.params.n + j, pieces, generation.params, plan.parser() if plan else None
             )
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
@@ -287,8 +287,8 @@ class Answer:
                     delta.text += text
                     delta.num_tokens += count
                     delta.finish = finish
-                if choice.told:
-                    delta.logprobs += tuple(choice.told)
+                if choice.token_logprobs:
+                    delta.logprobs += tuple(choice.token_logprobs)
             if finish:
                 self._num_going -= 1
                 (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
@@ -314,9 +314,9 @@ class Answer:
             deltas.append(last)
         last.num_tokens += output.token >= 0
         last.finish = choice.finish
-        if choice.told:
+        if choice.token_logprobs:
             said = next(delta for delta in reversed(deltas) if delta.channel == Channel.TEXT)
-            said.logprobs += tuple(choice.told)
+            said.logprobs += tuple(choice.token_logprobs)
         return choice.finish
 
     def _timeout(self) -> RequestTimeout:
@@ -334,7 +334,7 @@ def grammar_error() -> BadRequest:
     return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
 
 
-def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
+def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: SchedulingOptions) -> Request:
     return Request(
         request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout, terms.cache_salt
     )

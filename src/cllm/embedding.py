@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.answer import RequestTimeout, Terms
+from cllm.answer import RequestTimeout, SchedulingOptions
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import BadRequest
 from cllm.process.backlog import QueueFull
@@ -73,7 +73,7 @@ async def encode_texts(
     return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-async def embed(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> Embedding:
+async def embed(service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions) -> Embedding:
     """Return the vectors of ``texts`` (token ids), computed alongside generation.
 
     Raises BadRequest for a text that can never be computed, naming it by its entry in ``params``, and for a model
@@ -99,7 +99,9 @@ class Ranking:
     num_tokens: int
 
 
-async def rank(service: Service, query: str, documents: list[str], terms: Terms, param: str = "documents") -> Ranking:
+async def rank(
+    service: Service, query: str, documents: list[str], terms: SchedulingOptions, param: str = "documents"
+) -> Ranking:
     """Score each document for ``query``. Raises what ``embed`` raises, naming the query or an entry of ``param``."""
     params = names(param, len(documents))
     if service.info.pooling == "rank":
@@ -145,7 +147,9 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
     return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-async def compute(service: Service, texts: list[list[int]], params: Iterable[str], terms: Terms) -> tuple[Vectors, int]:
+async def compute(
+    service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions
+) -> tuple[Vectors, int]:
     """Return the model's vector or score for each text, and the number of tokens. Raises what ``embed`` raises."""
     check(service, texts, list(params))
     service.check_ready()
@@ -189,7 +193,7 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
             raise too_long(param, len(tokens), info.max_embedding_tokens)
 
 
-async def wait(waiter: Waiter, terms: Terms, request_timeout: float | None) -> list[bytes]:
+async def wait(waiter: Waiter, terms: SchedulingOptions, request_timeout: float | None) -> list[bytes]:
     """Return all vectors of a request. Raises RequestTimeout for the limit that expires first, and EngineError."""
     begun = time.monotonic()
     deadline = terms.deadline if terms.deadline is not None else math.inf

@@ -203,7 +203,7 @@ class LLM:
     def _with_calls(self, prompt: list[int], tools: Messages, params: SamplingParams) -> SamplingParams:
         """Return ``params`` with a grammar for calls of ``tools``, if the model's tool format is known."""
         with self._shared.in_use():
-            _, _, bound = self._chat_form.read(prompt, Chat([], tools), params)
+            _, _, bound = self._chat_form.plan_output(prompt, Chat([], tools), params)
             special = self._backend.vocabulary.special_tokens
         if bound is None:
             return params
@@ -301,8 +301,8 @@ class LLM:
                     if not output.finish:
                         self._shared.abort(*name)
                 tokens = [output.token] if output.token != NO_TOKEN else []
-                told = [output.logprobs] if output.logprobs is not None else []
-                yield Piece(indices[output.request_id], output.index, text, tokens, finish, told)
+                token_logprobs = [output.logprobs] if output.logprobs is not None else []
+                yield Piece(indices[output.request_id], output.index, text, tokens, finish, token_logprobs)
         finally:
             self._shared.drop(inbox)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.answer import Answer, Generation, Terms, request_of
+from cllm.answer import Answer, Generation, SchedulingOptions, request_of
 from cllm.backends.base import Vocabulary
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
@@ -109,7 +109,7 @@ class Service:
         return self._chat_form.capabilities
 
     async def encode(
-        self, text: str, param: str = "prompt", terms: Terms | None = None, *, plain: bool = False
+        self, text: str, param: str = "prompt", terms: SchedulingOptions | None = None, *, plain: bool = False
     ) -> list[int]:
         """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a part that is text.
 
@@ -128,7 +128,7 @@ class Service:
         request_id: str,
         chat: Chat,
         params: SamplingParams,
-        terms: Terms,
+        terms: SchedulingOptions,
         param: str = "messages",
         answer: Checked = FREE,
     ) -> Generation:
@@ -139,15 +139,17 @@ class Service:
         """
         params = msgspec.structs.replace(params, grammar=answer.grammar)
         prompt = await self.encode_chat(chat, terms, param)
-        reading, params, bound = self._chat_form.read(prompt, chat, params)
+        plan, params, bound = self._chat_form.plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self._grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
             params = msgspec.structs.replace(params, grammar=checked.grammar, grammar_is_loose=is_loose)
             answer = Checked("", (*answer.unenforced, *checked.unenforced))
-        return Generation(request_id, [prompt], params, terms, param, reading, unenforced=answer.unenforced)
+        return Generation(request_id, [prompt], params, terms, param, plan, unenforced=answer.unenforced)
 
-    async def encode_chat(self, chat: Chat, terms: Terms | None = None, param: str = "messages") -> list[int]:
+    async def encode_chat(
+        self, chat: Chat, terms: SchedulingOptions | None = None, param: str = "messages"
+    ) -> list[int]:
         """Return the tokens of a conversation by the model's template. Raises what ``encode`` raises."""
         self._check_generates()
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
@@ -204,7 +206,7 @@ class Service:
     def _least_tokens(self, num_characters: int) -> int:
         return num_characters // self.longest_piece
 
-    def _check_room(self, terms: Terms | None, num_characters: int) -> None:
+    def _check_room(self, terms: SchedulingOptions | None, num_characters: int) -> None:
         """Raise QueueFull before a long text is tokenized, because that takes longer than a rejection may take."""
         if terms is None:
             return

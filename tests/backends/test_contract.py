@@ -502,10 +502,10 @@ def test_the_size_of_a_state(backend, caller):
         assert told - 64 <= len(backend.snapshot(0)) <= told
 
 
-def adopt(backend: Backend, key: int, data: bytes) -> None:
-    blank = backend.blank(len(data))
+def install_snapshot(backend: Backend, key: int, data: bytes) -> None:
+    blank = backend.new_state_buffer(len(data))
     blank.data[:] = data
-    backend.adopt(key, blank)
+    backend.install_snapshot(key, blank)
 
 
 def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
@@ -521,7 +521,7 @@ def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
     data = bytes(other.snapshot(0))
     other.close()
     caller.forward()
-    adopt(backend, 1, data)
+    install_snapshot(backend, 1, data)
     caller.load(1, 3, part)
     assert_same(caller.forward(caller.row(3, [9]))[0], expected)
     assert bytes(backend.snapshot(1)) == data
@@ -535,7 +535,7 @@ def test_bytes_that_are_no_snapshot(backend, caller, damage):
     caller.save(0, 0)
     caller.forward()
     data = bytes(backend.snapshot(0))
-    adopt(backend, 1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage])
+    install_snapshot(backend, 1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage])
     caller.load(1, 2, TEXTS[0])
     with pytest.raises(EngineError):
         caller.forward()

@@ -46,7 +46,7 @@ def test_every_route_that_reads_a_body_says_so():
 
 def test_make_docs_writes_every_page_that_is_made_from_the_code():
     recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2]
-    pages = [path for path in (ROOT / "docs").glob("*.md") if "This page is made from" in path.read_text()]
+    pages = [path for path in (ROOT / "docs").glob("*.md") if "generates this page from" in path.read_text()]
     assert len(pages) >= 2
     assert [page.name for page in pages if f"mv docs/{page.name}.new docs/{page.name}" not in recipe] == []
 

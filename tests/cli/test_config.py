@@ -107,7 +107,7 @@ def test_help_shows_what_an_option_is(cllm) -> None:
     for option in OPTIONS.values():
         assert option.flag in out
     assert "--server.port --port" in out
-    assert "Port to listen on; 0 takes any free one. [default: 8000]" in out
+    assert "Port to listen on; 0 chooses a free port. [default: 8000]" in out
     assert "[choices: auto, partitioned, unified]" in out
 
 

@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         start(tmp_path / "file")
 
 
-@pytest.mark.parametrize("method", ["blank", "adopt", "snapshot"])
+@pytest.mark.parametrize("method", ["new_state_buffer", "install_snapshot", "snapshot"])
 def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(method, tmp_path, monkeypatch):
     """Whoever waits for the prefix is computed; what cannot be written is not; the engine goes on."""
     first = start(tmp_path)

@@ -388,7 +388,7 @@ def test_what_is_unknown_is_forgotten():
     used(ledger, LONGER)
     used(ledger, [1] * 80)
     assert [found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [99, 79]
-    assert ledger.distrust({0, 1}) == [Trim(0, 0), Trim(1, 0)]
+    assert ledger.invalidate_seq_ids({0, 1}) == [Trim(0, 0), Trim(1, 0)]
     ledger.check()
     assert str(ledger) == "<Ledger 300: held 0 idle 0 free 300>"
     assert [found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [0, 0]

@@ -137,11 +137,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert match.num_tokens >= MIN_SHARED_TOKENS
         assert match.num_tokens >= (worth if worth >= MIN_SHARED_TOKENS else 0)
         leader = match.leader
-        assert (match.num_promised > 0) == (leader is not None)
+        assert (match.num_inflight_tokens > 0) == (leader is not None)
         if leader is not None:
             assert self.running[leader.seq_id] is leader
-            assert leader.num_computed_tokens < match.num_promised >= match.num_tokens + MIN_SHARED_TOKENS
-            assert self.admitted[leader.seq_id][: match.num_promised] == wanted[: match.num_promised]
+            assert leader.num_computed_tokens < match.num_inflight_tokens >= match.num_tokens + MIN_SHARED_TOKENS
+            assert self.admitted[leader.seq_id][: match.num_inflight_tokens] == wanted[: match.num_inflight_tokens]
 
     def idle_rows(self) -> list[int]:
         return sorted(self.running.keys() - self.rows.keys())
@@ -226,7 +226,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for seq in [seq for seq in self.running.values() if seq.seq_id in touched]:
             seq.num_computed_tokens = 0
             self.give_back(seq)
-        self.operations += self.ledger.distrust(touched)
+        self.operations += self.ledger.invalidate_seq_ids(touched)
 
     # --- the disk
 
@@ -251,9 +251,9 @@ class LedgerMachine(RuleBasedStateMachine):
         snapshot = data.draw(st.sampled_from(reading))
         if succeeded:
             saved = msgspec.msgpack.encode(snapshot.tokens.tolist())
-            blank = self.backend.blank(len(saved))
+            blank = self.backend.new_state_buffer(len(saved))
             blank.data[:] = saved
-            self.backend.adopt(snapshot.key, blank)
+            self.backend.install_snapshot(snapshot.key, blank)
             snapshot.place = Place.RAM
         else:
             assert self.ledger.drop(snapshot.key) == []

@@ -7,24 +7,24 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import EngineError
 from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
-from cllm.process.flights import Flights
+from cllm.process.flights import InFlightRequests
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 
 
 class Air:
-    """Flights, and the engine's part played by hand."""
+    """InFlightRequests, and the engine's part played by hand."""
 
     def __init__(self, results=0, capacity=4, **limits):
         backlog = Backlog(QueueLimits(**limits), Fair({}), {})
         backlog.observe(Stats(num_seq_ids=capacity))
-        self.flights = Flights(backlog, ResultCache(results, 100_000))
+        self.flights = InFlightRequests(backlog, ResultCache(results, 100_000))
         self.computed = []  # names of what the engine was told to compute
 
     def ask(self, *names, prompt=(1, 2, 3), terms=(), **params):
         params = SamplingParams(**{"temperature": 0, **params})
         requests = [Request(name, [*prompt], params, *terms) for name in names]
-        stream, new = self.flights.board(requests)
+        stream, new = self.flights.submit(requests)
         self.computed += [request.request_id for request in new]
         return stream
 

@@ -23,7 +23,7 @@ numbers = itertools.count()
 
 def sequence(key: str = "", priority: Priority = Priority.NORMAL, arrived: float = 0.0, size: int = 10, **limits):
     seq = Sequence(Request(str(next(numbers)), [1] * size, SamplingParams(), key, priority, **limits), 0, 0, 100)
-    seq.order, seq.arrived, seq.work = next(numbers), arrived, size
+    seq.order, seq.arrived, seq.num_uncached_tokens = next(numbers), arrived, size
     return seq
 
 

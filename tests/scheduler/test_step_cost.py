@@ -29,10 +29,10 @@ def test_the_budget_is_what_the_target_leaves():
 def test_enough_is_where_reading_the_weights_hardly_counts():
     """Twenty times as long as a step of one row; whatever fits while nothing is known."""
     cost = StepCost(10)
-    assert cost.enough == math.inf
+    assert cost.efficient_prefill_tokens == math.inf
     cost.observe(0, 100, 0.2)
     cost.observe(1, 0, 0.01)
-    assert cost.enough == pytest.approx(100)
+    assert cost.efficient_prefill_tokens == pytest.approx(100)
 
 
 def test_a_part_of_a_tile_counts_as_one():

@@ -14,7 +14,7 @@ import openai
 import pytest
 from conftest import PATIENCE
 
-from cllm.answer import Generation, Terms
+from cllm.answer import Generation, SchedulingOptions
 from cllm.backends.fake import FakeVocabulary
 from cllm.config import Settings
 from cllm.core.output import Stats
@@ -446,9 +446,9 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
             service.vocabulary = SimpleNamespace(tokenize=lambda *_, **__: pytest.fail("it was"))
             service.longest_piece = 1000
             with pytest.raises(QueueFull):
-                await service.encode("a" * 20_000, terms=Terms())
+                await service.encode("a" * 20_000, terms=SchedulingOptions())
             with pytest.raises(QueueFull):
-                await service.encode_chat(Chat([{"role": "user", "content": "a" * 20_000}]), Terms())
+                await service.encode_chat(Chat([{"role": "user", "content": "a" * 20_000}]), SchedulingOptions())
 
     with_service(test, requests=0)
 

@@ -23,7 +23,7 @@ def run(outputs: list[int], finish: str, is_text: bool, params: SamplingParams) 
             TokenOutput("A", 0, token, finish if last else "", is_text or not last, 0, Logprobs(-float(i), []))
         )
         shown += text
-        told += choice.told
+        told += choice.token_logprobs
         assert all(one.at < len(shown) or ended for one in told), "told before it is shown"
         if ended:
             break
@@ -57,7 +57,7 @@ def test_a_part_of_a_character_comes_with_the_whole():
     told = []
     for token in (0, 5, 6, 1):
         choice.feed(TokenOutput("A", 0, token, logprobs=Logprobs(0.0, [])))
-        told.append([(one.token, one.at) for one in choice.told])
+        told.append([(one.token, one.at) for one in choice.token_logprobs])
     assert told == [[(0, 0)], [], [(5, 1), (6, 1)], [(1, 2)]]
 
 
@@ -65,4 +65,4 @@ def test_nothing_is_told_to_those_who_did_not_ask():
     """And nothing is kept for them."""
     choice = Choice(0, PIECES, SamplingParams())
     choice.feed(TokenOutput("A", 0, 0))
-    assert choice.told == []
+    assert choice.token_logprobs == []

@@ -38,7 +38,7 @@ class Vocabulary(FakeVocabulary):
 def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
     vocabulary = Vocabulary(template, special)
     tokens = vocabulary.tokenize(prompt, add_special=False, parse_special=True)
-    return ChatForm(vocabulary).read(tokens, chat, SamplingParams(**params))
+    return ChatForm(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
 
 
 def grammar(*arguments, **options) -> str:
@@ -56,9 +56,9 @@ def test_plain_text_is_not_parsed() -> None:
 
 @pytest.mark.parametrize(("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)])
 def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
-    reading, _, _ = read(THINKING, prompt, Chat([]))
-    assert reading.parser().channel == channel
-    pieces = reading.pieces
+    plan, _, _ = read(THINKING, prompt, Chat([]))
+    assert plan.parser().channel == channel
+    pieces = plan.pieces
     assert (pieces[THINK], pieces[END_THINK], pieces[65]) == (b"<think>", b"</think>", b"A")
 
 
@@ -145,8 +145,8 @@ def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
 def test_a_mark_may_be_a_token_and_more() -> None:
     """Gemma 4 opens its reasoning with a special token and a word."""
     template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
-    reading, params, bound = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
+    plan, params, bound = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
     assert r"<[300]> \"thought\"" in message_grammar(bound)
     assert params.thinking == ThinkingBudget(3, 300, 301, (301,), True)
-    assert reading.pieces[300] == b"<|channel>"
+    assert plan.pieces[300] == b"<|channel>"
     assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING

@@ -137,8 +137,8 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = template
     chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
-    reading, _, _ = ChatForm(vocabulary).read([1], chat, SamplingParams())
-    parser = reading.parser()
+    plan, _, _ = ChatForm(vocabulary).plan_output([1], chat, SamplingParams())
+    parser = plan.parser()
     return [(part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())]
 
 
@@ -166,7 +166,7 @@ def test_text_that_goes_on_is_no_call_where_a_call_is_the_whole_message():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = LLAMA
     chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-    assert ChatForm(vocabulary).read([1], chat, SamplingParams()) == (None, SamplingParams(), None)
+    assert ChatForm(vocabulary).plan_output([1], chat, SamplingParams()) == (None, SamplingParams(), None)
 
 
 def test_grammar_binds_the_text_that_goes_on():
@@ -175,5 +175,5 @@ def test_grammar_binds_the_text_that_goes_on():
         vocabulary = FakeVocabulary()
         vocabulary.chat_template = template
         chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-        _, params, bound = ChatForm(vocabulary).read([1], chat, SamplingParams(grammar='start: "a"'))
+        _, params, bound = ChatForm(vocabulary).plan_output([1], chat, SamplingParams(grammar='start: "a"'))
         assert (params.grammar, bound) == ('start: "a"', None)

@@ -17,7 +17,7 @@ Logits = npt.NDArray[np.float32]
 Vectors = npt.NDArray[np.float32]
 
 
-class Blank(NamedTuple):
+class StateBuffer(NamedTuple):
     """Memory for a snapshot. The caller fills ``data``; ``state`` is private to the backend."""
 
     data: memoryview
@@ -67,11 +67,11 @@ class Backend(Protocol):
         """Return the bytes that Save stored under ``key``; they never change. Raises KeyError if there are none."""
         ...
 
-    def blank(self, num_bytes: int) -> Blank:
+    def new_state_buffer(self, num_bytes: int) -> StateBuffer:
         """Return memory for bytes that ``snapshot`` returned, maybe in another process with the same fingerprint."""
         ...
 
-    def adopt(self, key: int, filled: Blank) -> None:
+    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
         """Store the content of a filled blank as the snapshot ``key``."""
         ...
 

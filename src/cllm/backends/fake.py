@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from cllm.backends.base import Blank, Logits, Vectors
+from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError
@@ -231,11 +231,11 @@ class FakeBackend:
         num_spare_ids = self._num_spare_ids if layout == "unified" else 0
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 
-    def blank(self, num_bytes: int) -> Blank:
+    def new_state_buffer(self, num_bytes: int) -> StateBuffer:
         data = bytearray(num_bytes)
-        return Blank(memoryview(data), data)
+        return StateBuffer(memoryview(data), data)
 
-    def adopt(self, key: int, filled: Blank) -> None:
+    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
         self._snapshots[key] = bytes(filled.state)
 
     def close(self) -> None:

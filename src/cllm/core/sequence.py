@@ -72,8 +72,9 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failures",
+        "num_pending_prompt_logprobs",
         "num_prompt_tokens",
-        "num_unscored",
+        "num_uncached_tokens",
         "order",
         "request",
         "seed",
@@ -82,7 +83,6 @@ class Sequence:
         "token_counts",
         "tokens",
         "urgency",
-        "work",
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
@@ -105,13 +105,13 @@ class Sequence:
         self.arrived = 0.0
         self.expires: float | None = None
         self.order = 0
-        self.work = 0
+        self.num_uncached_tokens = 0
         self.urgency: int = request.priority
         self.status = Status.WAITING
         self.is_plain = request.params.is_plain  # looked up with every token
         # prompt tokens whose logprobs have not been reported yet; they must be computed even if they are cached
         scores = request.params.prompt_logprobs is not None and index == 0
-        self.num_unscored = self.num_prompt_tokens - 1 if scores else 0
+        self.num_pending_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
         self.limit = context_length
         if request.params.max_tokens is not None:
@@ -134,14 +134,16 @@ class Sequence:
         return self._array
 
     @property
-    def findable(self) -> npt.NDArray[np.int32]:
+    def reusable_tokens(self) -> npt.NDArray[np.int32]:
         """The tokens that may be reused from the cache: those whose logits are not needed."""
-        return self.array[: self.num_prompt_tokens - 1 - self.num_unscored if self.num_unscored else -1]
+        return self.array[
+            : self.num_prompt_tokens - 1 - self.num_pending_prompt_logprobs if self.num_pending_prompt_logprobs else -1
+        ]
 
-    def scores_of(self, start: int, count: int) -> int:
+    def count_prompt_logprobs(self, start: int, count: int) -> int:
         """Return how many of the ``count`` positions from ``start`` give prompt logprobs not yet reported."""
         last = self.num_prompt_tokens - 1
-        return max(0, min(start + count, last) - max(start, last - self.num_unscored))
+        return max(0, min(start + count, last) - max(start, last - self.num_pending_prompt_logprobs))
 
     @property
     def num_lacking_tokens(self) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.backends.base import Backend, Blank
+from cllm.backends.base import Backend, StateBuffer
 from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Stats, TokenOutput
@@ -93,7 +93,7 @@ class Engine:
         self._disk = disk
         self._chooser = chooser
         self._check = check
-        self._blanks: dict[int, Blank] = {}  # by snapshot key, being filled from disk
+        self._blanks: dict[int, StateBuffer] = {}  # by snapshot key, being filled from disk
         self._num_steps_since = 0  # since the layout was last considered
         if disk is not None:
             for file, tokens, salt in disk.find():
@@ -328,7 +328,7 @@ class Engine:
     def _with_followers(self, sharing: Sharing) -> Sharing:
         """Return the expected sharing after the deferred followers have joined their leaders."""
         num_seqs, num_tokens, num_distinct, num_idle = sharing
-        for leader, awaited in self.scheduler.deferred.led():
+        for leader, awaited in self.scheduler.deferred.leaders():
             missing = max(awaited) - self.scheduler.ledger.num_cells_of(leader.seq_id)
             num_seqs += len(awaited)
             num_tokens += missing + sum(awaited)
@@ -341,7 +341,7 @@ class Engine:
         reads, self.scheduler.reads = self.scheduler.reads, []
         for snapshot in reads:
             try:
-                blank = self.backend.blank(disk.size(snapshot.key))
+                blank = self.backend.new_state_buffer(disk.size(snapshot.key))
                 disk.read(snapshot.key, blank.data)
                 self._blanks[snapshot.key] = blank
             except Exception:
@@ -358,7 +358,7 @@ class Engine:
             filled, succeeded = self._blanks.pop(result.key), result.succeeded
             try:
                 if succeeded:
-                    self.backend.adopt(result.key, filled)
+                    self.backend.install_snapshot(result.key, filled)
             except Exception:
                 log.exception("a prefix that was read from disk cannot be used")
                 succeeded = False
@@ -380,7 +380,7 @@ class Engine:
             return False
         try:
             operations = self.scheduler.ledger.save_one_idle()
-            return bool(operations) and self._carry_out([*self.scheduler.take_owed(), *operations])
+            return bool(operations) and self._carry_out([*self.scheduler.drain_pending_operations(), *operations])
         except Exception as error:
             log.exception("an idle prefix could not be saved")
             self._recover(error)  # no sequence runs now

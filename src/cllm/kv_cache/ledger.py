@@ -59,12 +59,12 @@ class Holding:
 class Match(NamedTuple):
     """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``.
 
-    ``num_promised``: length of a longer prefix that ``leader`` will have computed soon, or 0.
+    ``num_inflight_tokens``: length of a longer prefix that ``leader`` will have computed soon, or 0.
     """
 
     num_tokens: int = 0
     source: Holding | Snapshot | None = None
-    num_promised: int = 0
+    num_inflight_tokens: int = 0
     leader: Sequence | None = None
 
     @property
@@ -106,7 +106,7 @@ class Ledger:
 
     def find(self, seq: Sequence) -> Match:
         """Match the tokens of ``seq`` whose logits are not needed."""
-        return self._match(seq.findable, seq.request.cache_salt)
+        return self._match(seq.reusable_tokens, seq.request.cache_salt)
 
     def match(self, tokens: list[int] | Tokens, salt: str = "") -> Match:
         """Match ``tokens`` except the last one, which must be computed in any case because its logits are needed."""
@@ -180,7 +180,7 @@ class Ledger:
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None and self._trims_in_place:
             if idle.salt == seq.request.cache_salt:
-                count = common_prefix(idle.path, seq.findable)  # the first tokens of a template, too few for a match
+                count = common_prefix(idle.path, seq.reusable_tokens)  # maybe of a template, too few for a match
             source = idle if count else None
         operations: list[Operation] = []
         if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
@@ -372,7 +372,7 @@ class Ledger:
                 return True
         return False
 
-    def doubt(self, operations: Iterable[Operation]) -> tuple[set[int], list[Operation]]:
+    def invalidate_operations(self, operations: Iterable[Operation]) -> tuple[set[int], list[Operation]]:
         """Return the seq_ids changed by operations that may not have run, and Drops for the snapshots they concern."""
         seq_ids: set[int] = set()
         dropped: list[Operation] = []
@@ -391,7 +391,7 @@ class Ledger:
                         dropped.append(operation)
         return seq_ids, dropped
 
-    def distrust(self, seq_ids: set[int]) -> list[Operation]:
+    def invalidate_seq_ids(self, seq_ids: set[int]) -> list[Operation]:
         """Forget the contents of these free seq_ids, which are unknown; return operations that empty them."""
         for holding in [holding for seq_id, holding in self._idle.items() if seq_id in seq_ids]:
             self._tree.remove(holding)

@@ -41,7 +41,10 @@ GAUGES = {
         "waiting_tokens",
         "tokens to compute for waiting sequences, without those that were cached when they arrived",
     ),
-    "waiting_seconds": ("estimated_waiting_seconds", "time until all waiting requests are served, by recent step costs"),
+    "waiting_seconds": (
+        "estimated_waiting_seconds",
+        "time until all waiting requests are served, by recent step costs",
+    ),
 }
 
 COUNTERS = {

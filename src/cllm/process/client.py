@@ -20,7 +20,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
-from cllm.process.flights import Flights, Stream
+from cllm.process.flights import InFlightRequests, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.reservations import Claim
@@ -67,7 +67,7 @@ class EngineClient:
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
         backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights, clock)
-        self._flights = Flights(backlog, ResultCache() if results is None else results)
+        self._flights = InFlightRequests(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: EngineProcess | None = None
         self._loaded: asyncio.Future[ModelInfo]
@@ -205,7 +205,7 @@ class EngineClient:
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self._check_ready()
-        stream, new = self._flights.board(requests, claim)
+        stream, new = self._flights.submit(requests, claim)
         if new:
             self._write(b"".join(frame(Add(request)) for request in new))
         return stream

@@ -118,7 +118,7 @@ class Flight:
         return Place(self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted)))
 
 
-class Flights:
+class InFlightRequests:
     """All requests in the engine. Reports events to the backlog and finished results to the result cache."""
 
     def __init__(self, backlog: Backlog, results: ResultCache) -> None:
@@ -130,7 +130,7 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def board(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
+    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
 
         Raises QueueFull; then nothing has changed, except that a place may be reserved.

@@ -38,7 +38,7 @@ class Deferred:
         """Return the numbers of computed tokens that the followers of ``leader`` wait for."""
         return [count for count, _ in self._followers.get(leader, ())]
 
-    def led(self) -> Iterator[tuple[Sequence, list[int]]]:
+    def leaders(self) -> Iterator[tuple[Sequence, list[int]]]:
         """Yield each leader, with the number of tokens that each of its followers waits for."""
         for leader, followers in self._followers.items():
             if awaited := [count for count, seq in followers if seq in self.reasons]:

@@ -83,7 +83,7 @@ class Scheduler(Sequences):
         self._expire(now)
         self._suspects = self.running
         self._yield_to_a_higher_class(now)
-        operations = self._operations = self.take_owed()
+        operations = self._operations = self.drain_pending_operations()
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
         space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
@@ -102,7 +102,7 @@ class Scheduler(Sequences):
         self._suspects = (seq,)
         self.ledger.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-        num_scores = seq.scores_of(seq.num_computed_tokens, count) if seq.num_unscored else 0
+        num_scores = seq.count_prompt_logprobs(seq.num_computed_tokens, count) if seq.num_pending_prompt_logprobs else 0
         return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
@@ -127,7 +127,7 @@ class Scheduler(Sequences):
         """Return rows for the running sequences that lack more than one token, within the prefill budget."""
         served = {row.seq for row in decoding}
         lacking = [seq for seq in self.running if seq not in served]
-        unserved = dict(split_prefill_budget(lacking, self.budget, self.cost.enough))
+        unserved = dict(split_prefill_budget(lacking, self.budget, self.cost.efficient_prefill_tokens))
         rows: list[Row] = []
         while unserved:
             seq, share = next(iter(unserved.items()))
@@ -167,10 +167,10 @@ class Scheduler(Sequences):
 
         Reserves a row for each other running sequence.
         """
-        if not seq.num_unscored:
+        if not seq.num_pending_prompt_logprobs:
             return seq.num_tokens
         space = self.params.max_num_samples - sum(row.num_samples for row in rows) - (len(self.running) - len(rows) - 1)
-        return max(0, seq.num_prompt_tokens - 1 - seq.num_unscored - seq.num_computed_tokens) + space
+        return max(0, seq.num_prompt_tokens - 1 - seq.num_pending_prompt_logprobs - seq.num_computed_tokens) + space
 
     def _checkpoints(self, seq: Sequence) -> list[int]:
         """Return the positions ahead where state is saved: where followers wait, and before the last prompt token."""
@@ -250,7 +250,7 @@ class Scheduler(Sequences):
         operations: list[Operation] = []
         if match.leader is not None:
             match.leader.urgency = min(match.leader.urgency, seq.urgency)
-            self.deferred.follow(match.leader, match.num_promised, seq)
+            self.deferred.follow(match.leader, match.num_inflight_tokens, seq)
         else:
             snapshot = match.source
             assert isinstance(snapshot, Snapshot)
@@ -349,13 +349,13 @@ class Scheduler(Sequences):
         """End a sequence that cannot be sampled. None of its cells are reused."""
         seq_id, seq.num_computed_tokens = seq.seq_id, 0
         self._end(seq, FinishReason.ERROR)
-        self._owed += self.ledger.distrust({seq_id})
+        self._pending_operations += self.ledger.invalidate_seq_ids({seq_id})
 
     def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
         if seq.status is Status.RUNNING:
-            self._owed += self.ledger.rewind(seq_id, keep)
+            self._pending_operations += self.ledger.rewind(seq_id, keep)
         else:  # the ledger has released it already, but the draft tokens are still in the cells
-            self._owed.append(Trim(seq_id, min(keep, seq.num_tokens)))
+            self._pending_operations.append(Trim(seq_id, min(keep, seq.num_tokens)))
 
     def _progressed(self, seq: Sequence) -> None:
         """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has computed."""
@@ -364,11 +364,11 @@ class Scheduler(Sequences):
         if not self.ledger.layout.trims and (
             seq.num_computed_tokens in (seq.num_prompt_tokens - 1, *self.deferred.awaited(seq))
         ):
-            self._owed += self.ledger.checkpoint(seq)
+            self._pending_operations += self.ledger.checkpoint(seq)
         self._call_back(self.deferred.progressed(seq))
 
     def _scored(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
-        seq.num_unscored -= len(logprobs)
+        seq.num_pending_prompt_logprobs -= len(logprobs)
         return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:

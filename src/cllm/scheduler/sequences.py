@@ -46,7 +46,7 @@ class Sequences:
         self._expiries: list[tuple[float, int, Sequence]] = []
         self._next_order = 0
         self._outputs: list[TokenOutput] = []  # not returned by any call yet
-        self._owed: list[Operation] = []  # to run first in the next batch
+        self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
         self._suspects: Iterable[Sequence] = ()  # the sequences that would have caused an exception raised now
         self._num_recoveries = 0  # since the last step
@@ -62,7 +62,7 @@ class Sequences:
         seq.urgency = self.waiting.policy.urgency(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
         match = self.ledger.find(seq)
-        seq.work = seq.num_tokens - max(match.num_tokens, match.num_promised)
+        seq.num_uncached_tokens = seq.num_tokens - max(match.num_tokens, match.num_inflight_tokens)
         request = seq.request
         self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
@@ -95,11 +95,11 @@ class Sequences:
         """Park all running sequences; return operations that empty all cells."""
         while self.running:
             self._park(max(self.running, key=rank))
-        return [*self.take_owed(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
+        return [*self.drain_pending_operations(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
 
-    def take_owed(self) -> list[Operation]:
+    def drain_pending_operations(self) -> list[Operation]:
         """Return and clear the operations that must run before all others."""
-        owed, self._owed = self._owed, []
+        owed, self._pending_operations = self._pending_operations, []
         return owed
 
     def _call_back(self, seqs: list[Sequence]) -> None:
@@ -164,9 +164,9 @@ class Sequences:
 
         Its sequences are computed again from their tokens. Sequences with MAX_FAILURES failed batches end.
         """
-        touched, owed = self.ledger.doubt(batch.operations)
+        touched, owed = self.ledger.invalidate_operations(batch.operations)
         touched |= {row.seq.seq_id for row in batch.rows}
-        self._owed += owed
+        self._pending_operations += owed
         failed = {row.seq for row in batch.rows}
         for seq in [seq for seq in self.running if seq.seq_id in touched]:
             seq.num_computed_tokens = 0
@@ -175,7 +175,7 @@ class Sequences:
                 self._park(seq)
             else:
                 self._end(seq, FinishReason.ERROR)
-        self._owed += self.ledger.distrust(touched)
+        self._pending_operations += self.ledger.invalidate_seq_ids(touched)
         return self.take_outputs()
 
     def recover(self) -> list[TokenOutput]:
@@ -188,9 +188,9 @@ class Sequences:
         suspects = {seq for seq in self._suspects if self.knows(seq)}
         self._num_recoveries += 1
         self.ledger = self.ledger.without_cells()
-        _, dropped = self.ledger.doubt([*self._operations, *self._owed])
+        _, dropped = self.ledger.invalidate_operations([*self._operations, *self._pending_operations])
         seq_ids = range(self.ledger.seq_ids.size + self.ledger.layout.num_spare_ids)
-        self._operations, self._owed = [], [*dropped, *self.ledger.distrust(set(seq_ids))]
+        self._operations, self._pending_operations = [], [*dropped, *self.ledger.invalidate_seq_ids(set(seq_ids))]
         self.waiting, self.deferred, self.running = Waiting(self.waiting.policy), Deferred(), []
         for seq in [seq for seqs in self._requests.values() for seq in seqs.values()]:
             seq.status = Status.WAITING if seq.num_cached_tokens is None else Status.PARKED

@@ -51,7 +51,7 @@ class StepCost:
         return num_tokens * (self.per_token or 0.0)
 
     @property
-    def enough(self) -> float:
+    def efficient_prefill_tokens(self) -> float:
         """Prefill tokens of a step beyond which it hardly gets more efficient; inf while unknown."""
         if not self.per_token or not self.per_rows:
             return math.inf

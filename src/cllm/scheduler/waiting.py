@@ -43,7 +43,7 @@ class Waiting:
     def push(self, seq: Sequence) -> None:
         self._next_stamp += 1
         stamp = self._stamps[seq] = self._next_stamp
-        self.num_tokens += seq.work
+        self.num_tokens += seq.num_uncached_tokens
         group = self.policy.group(seq)
         if not self._sizes.get(group):
             self.policy.arrived(group)
@@ -93,7 +93,7 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         """Remove ``seq``. Raises KeyError if it was not waiting."""
         del self._stamps[seq]
-        self.num_tokens -= seq.work
+        self.num_tokens -= seq.num_uncached_tokens
         self._sizes[self.policy.group(seq)] -= 1
 
     def __iter__(self) -> Iterator[Sequence]:

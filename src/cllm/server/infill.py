@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cllm.answer import Terms
+from cllm.answer import SchedulingOptions
 from cllm.errors import BadRequest
 from cllm.service import LONG_TEXT, Service
 
@@ -19,7 +19,7 @@ class Snippet(NamedTuple):
     text: str
 
 
-async def infill(service: Service, prefix: list[int], suffix: str, terms: Terms) -> list[int]:
+async def infill(service: Service, prefix: list[int], suffix: str, terms: SchedulingOptions) -> list[int]:
     """Return a prompt for the text between ``prefix`` and ``suffix``. Raises BadRequest if the model cannot fill in."""
     marks = find_marks(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 
-from cllm.answer import Answer, Terms
+from cllm.answer import Answer, SchedulingOptions
 from cllm.config import PriorityName
 from cllm.core.request import Priority
 from cllm.process.backlog import Place
@@ -43,11 +43,11 @@ class TermsBody(Body):
         default=None, description="Cached prefixes and results are shared only among requests with the same salt."
     )
 
-    def terms(self, request: Request, user: str | None = None) -> Terms:
+    def terms(self, request: Request, user: str | None = None) -> SchedulingOptions:
         """Return how the request is scheduled. ``user``: a user that another field of the body names."""
         key = account(request, self.user or user)
         asked: PriorityName | None = "batch" if BATCH_OWNER in request.scope else self.priority
-        return Terms(
+        return SchedulingOptions(
             key=key,
             priority=priority_of(asked, request.app.state.settings.scheduler.priorities.get(key)),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,

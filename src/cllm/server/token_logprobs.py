@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from cllm.backends.base import Vocabulary
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 
 LEAST = -9999.0  # JSON has no infinity
 
 
-def token_objects(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> list[dict[str, Any]]:
+def token_objects(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display: a part of a
     character is U+FFFD in it.
     """
@@ -22,5 +22,5 @@ def token_objects(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> list[dic
 
     return [
         {**entry(one.token, one.logprobs.logprob), "top_logprobs": [entry(*other) for other in one.logprobs.top]}
-        for one in told
+        for one in token_logprobs
     ]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cllm.core.output import Logprobs
 
 
-class ToldToken(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A sampled token and its logprobs. ``at``: the index of the answer's character at which its text begins.
 
     A token that contains only a part of a character begins where that character begins.
@@ -27,20 +27,20 @@ class Alignment:
     """
 
     def __init__(self) -> None:
-        self._held: deque[ToldToken] = deque()
+        self._held: deque[TokenLogprob] = deque()
         self._num_read = 0  # characters of all tokens
         self._num_shown = 0
 
     def add(self, token: int, text: str, logprobs: Logprobs | None) -> None:
         """Add ``token``, which completed ``text`` (possibly empty). Without logprobs it is not reported."""
         if logprobs is not None:
-            self._held.append(ToldToken(token, self._num_read, logprobs))
+            self._held.append(TokenLogprob(token, self._num_read, logprobs))
         self._num_read += len(text)
 
-    def shown(self, text: str, *, is_all: bool) -> list[ToldToken]:
+    def shown(self, text: str, *, is_all: bool) -> list[TokenLogprob]:
         """Return the tokens that begin in ``text``, which is shown now. ``is_all``: return all tokens held back."""
         self._num_shown += len(text)
-        told = []
+        token_logprobs = []
         while self._held and (is_all or self._held[0].at < self._num_shown):
-            told.append(self._held.popleft())
-        return told
+            token_logprobs.append(self._held.popleft())
+        return token_logprobs

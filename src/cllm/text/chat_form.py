@@ -27,7 +27,7 @@ EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, m
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class OutputPlan:
     """How to read a message: the bytes of each token id, marks included, and a function that creates a parser."""
 
     pieces: list[bytes]
@@ -111,9 +111,9 @@ class ChatForm:
         why = "the reasoning of this model cannot be continued"
         raise BadRequest(f"Invalid 'messages': {why}.", param="messages", code="unsupported_value")
 
-    def read(
+    def plan_output(
         self, prompt: list[int], chat: Chat, params: SamplingParams
-    ) -> tuple[Reading | None, SamplingParams, BoundMessage | None]:
+    ) -> tuple[OutputPlan | None, SamplingParams, BoundMessage | None]:
         """Return how to read what follows ``prompt``, ``params`` with a limit of reasoning, and the constraint.
 
         The first is None for plain text. The last is None if nothing but ``params.grammar`` constrains the message.
@@ -157,8 +157,8 @@ class ChatForm:
             return None, params, bound
         max_calls = None if chat.parallel_tool_calls else 1
         begun = bool(chat.continued)
-        reading = Reading(self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls))
-        return reading, params, bound
+        plan = OutputPlan(self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls))
+        return plan, params, bound
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
         """Return whether the message begins in the middle of reasoning, and whether it may begin with reasoning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
-from cllm.text.alignment import Alignment, ToldToken
+from cllm.text.alignment import Alignment, TokenLogprob
 from cllm.text.chat import Channel, Part
 from cllm.text.detokenizer import Detokenizer
 from cllm.text.parser import Parser
@@ -18,7 +18,7 @@ class Choice:
 
     ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed. With a ``parser``,
     call ``parts`` instead of ``feed``; stop strings then apply to the text channel, not to reasoning and calls.
-    ``told``: the tokens of the text that the last call returned, if logprobs were requested.
+    ``token_logprobs``: the tokens of the text that the last call returned, if logprobs were requested.
     """
 
     def __init__(self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None) -> None:
@@ -31,8 +31,8 @@ class Choice:
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens if params.stop else 0
         self._alignment = None if params.logprobs is None else Alignment()
-        self.told: list[ToldToken] = []
-        self._untold: list[ToldToken] = []
+        self.token_logprobs: list[TokenLogprob] = []
+        self._pending_logprobs: list[TokenLogprob] = []
 
     def feed(self, output: TokenOutput) -> tuple[str, str]:
         """Return the text that ``output`` adds, and ``finish``. Once ``finish`` is set, feed nothing more."""
@@ -54,7 +54,7 @@ class Choice:
             text += self._stops.flush()
             self.finish = str(output.finish)
         if self._alignment is not None:
-            self.told = self._alignment.shown(text, is_all=bool(self.finish) and not stopped)
+            self.token_logprobs = self._alignment.shown(text, is_all=bool(self.finish) and not stopped)
         return text, self.finish
 
     def parts(self, output: TokenOutput) -> list[Part]:
@@ -79,20 +79,20 @@ class Choice:
         if self._stops:
             parts = self._stopped(parts)
         if output.logprobs is not None:
-            self._tell(ToldToken(output.token, 0, output.logprobs), parts)
+            self._attach_logprobs(TokenLogprob(output.token, 0, output.logprobs), parts)
         if self.parser.num_calls and self.finish == FinishReason.STOP:
             self.finish = TOOL_CALLS
         return parts
 
-    def _tell(self, token: ToldToken, parts: list[Part]) -> None:
+    def _attach_logprobs(self, token: TokenLogprob, parts: list[Part]) -> None:
         """Report tokens with the next text part. Tokens of reasoning, calls and marks are not reported."""
-        self._untold.append(token)
-        self.told = []
+        self._pending_logprobs.append(token)
+        self.token_logprobs = []
         for part in parts:
             if part.channel == Channel.TEXT and part.text:
-                self.told += self._untold
+                self.token_logprobs += self._pending_logprobs
             if part.channel != Channel.TEXT or part.text:
-                self._untold = []
+                self._pending_logprobs = []
 
     def _stopped(self, parts: list[Part]) -> list[Part]:
         """Return ``parts`` up to a stop string."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.base import Blank, Logits, Vectors
+from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
 from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, log_lines, system_info
@@ -467,11 +467,11 @@ class LlamaCppBackend:
     def snapshot(self, key: int) -> memoryview:
         return self._states.saved_part(self._snapshots[key])
 
-    def blank(self, num_bytes: int) -> Blank:
-        state = self._states.blank(num_bytes)
-        return Blank(self._states.saved_part(state), state)
+    def new_state_buffer(self, num_bytes: int) -> StateBuffer:
+        state = self._states.new_state_buffer(num_bytes)
+        return StateBuffer(self._states.saved_part(state), state)
 
-    def adopt(self, key: int, filled: Blank) -> None:
+    def install_snapshot(self, key: int, filled: StateBuffer) -> None:
         self._snapshots[key] = filled.state
 
     def _check_seq_id(self, seq_id: int, limit: int) -> None:

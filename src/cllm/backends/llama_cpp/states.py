@@ -70,7 +70,7 @@ class States:
         """Return the part of ``state`` that is saved to a file, which never changes."""
         return state[HEAD : len(state) - self._tail].data if self._portable else state.data
 
-    def blank(self, num_bytes: int) -> Bytes:
+    def new_state_buffer(self, num_bytes: int) -> Bytes:
         """Return a state with an unfilled ``saved_part`` of ``num_bytes`` bytes."""
         state = np.empty((HEAD if self._portable else 0) + num_bytes + self._tail, np.uint8)
         state[len(state) - self._tail :] = 0

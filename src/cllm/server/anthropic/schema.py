@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 from starlette.requests import Request
 
-from cllm.answer import Terms
+from cllm.answer import SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, named
@@ -313,7 +313,7 @@ class MessagesBody(CountBody, TermsBody):
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
 
-    def terms(self, request: Request, user: str | None = None) -> Terms:
+    def terms(self, request: Request, user: str | None = None) -> SchedulingOptions:
         return super().terms(request, user or (self.metadata.user_id if self.metadata else None))
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:

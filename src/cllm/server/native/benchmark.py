@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Generation, Terms
+from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, documented, example, read_body
@@ -104,7 +104,9 @@ async def one(service: Service, body: BenchmarkBody, run: Run, seconds_left: flo
         if pieces[token]:
             prompt.append(token)
     params = SamplingParams(max_tokens=body.max_tokens, ignore_eos=True, temperature=0.0)
-    generation = Generation(f"bench-{secrets.token_hex(12)}", [prompt], params, Terms(deadline=seconds_left))
+    generation = Generation(
+        f"bench-{secrets.token_hex(12)}", [prompt], params, SchedulingOptions(deadline=seconds_left)
+    )
     begun = time.monotonic()
     try:
         with service.submit(generation) as answer:

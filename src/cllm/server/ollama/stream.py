@@ -14,7 +14,7 @@ from cllm.backends.base import Vocabulary
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
 from cllm.server.token_logprobs import token_objects
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
 
@@ -102,13 +102,13 @@ def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
 
 async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> dict[str, Any]:
     """Return the whole answer."""
-    told: list[ToldToken] = []
+    token_logprobs: list[TokenLogprob] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
     calls, last = Calls(), Delta(0, "", 0)
     async for deltas in answer:
         clock.token()
         for last in deltas:
-            told += last.logprobs
+            token_logprobs += last.logprobs
             if last.channel is Channel.CALL:
                 calls.feed(last)
             else:
@@ -116,7 +116,7 @@ async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabula
     calls.end()
     content = said("".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat)
     if answer.generation.params.logprobs is not None:
-        content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, told))
+        content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, token_logprobs))
     return {**head_object(model), **content, **ending(answer.generation, clock, last)}
 
 
@@ -154,8 +154,8 @@ class Lines:
             return b""
         self._calls.end()
         if delta.logprobs:
-            told = {"logprobs": token_objects(self._vocabulary, delta.logprobs), "done": False}
-            return self._called() + self._line({**said(delta.text, chat=self._chat), **told})
+            shown = {"logprobs": token_objects(self._vocabulary, delta.logprobs), "done": False}
+            return self._called() + self._line({**said(delta.text, chat=self._chat), **shown})
         head = self._text if delta.channel is Channel.TEXT else self._thinking
         return self._called() + head + to_json(delta.text) + self._tail
 

@@ -22,7 +22,7 @@ from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, Counted
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -62,13 +62,13 @@ async def completions(request: Request) -> Response:
         {
             "index": place,
             "text": words.echoed(whole.index) + "".join(whole.text),
-            "logprobs": words.logprobs(whole.index, whole.told, with_prompt=True),
+            "logprobs": words.logprobs(whole.index, whole.token_logprobs, with_prompt=True),
             "finish_reason": whole.finish,
         }
         for place, whole in enumerate(wholes)
     )
     num_echoed = sum(map(len, prompts)) * params.n if params.prompt_logprobs is not None else 0
-    return await choices_answer(answer, head, choices, num_echoed + sum(len(whole.told) for whole in wholes))
+    return await choices_answer(answer, head, choices, num_echoed + sum(len(whole.token_logprobs) for whole in wholes))
 
 
 def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
@@ -107,11 +107,11 @@ class Words:
         wanted = self.params.prompt_logprobs is not None
         return not wanted or len(self.answer.prompt_logprobs[i]) >= len(self.answer.generation.prompts[i]) - 1
 
-    def logprobs(self, index: int, told: list[ToldToken], *, with_prompt: bool) -> dict[str, Any] | None:
+    def logprobs(self, index: int, token_logprobs: list[TokenLogprob], *, with_prompt: bool) -> dict[str, Any] | None:
         """Return the ``logprobs`` object for tokens of the choice ``index``. ``with_prompt``: include its prompt."""
         if self.body.logprobs is None:
             return None
-        own = completion_logprobs(self._vocabulary, told, len(self.echoed(index)))
+        own = completion_logprobs(self._vocabulary, token_logprobs, len(self.echoed(index)))
         if not with_prompt or self.params.prompt_logprobs is None:
             return own
         i = index // self.params.n
@@ -125,12 +125,12 @@ class Continuation:
 
     index: int
     text: list[str] = field(default_factory=list)
-    told: list[ToldToken] = field(default_factory=list)
+    token_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str = ""
 
     @property
     def mean_logprob(self) -> float:
-        return sum(one.logprobs.logprob for one in self.told) / max(1, len(self.told))
+        return sum(one.logprobs.logprob for one in self.token_logprobs) / max(1, len(self.token_logprobs))
 
 
 async def collect(answer: Answer, words: Words) -> list[Continuation]:
@@ -141,7 +141,7 @@ async def collect(answer: Answer, words: Words) -> list[Continuation]:
         for delta in deltas:
             choice = choices[delta.index]
             choice.text.append(delta.text)
-            choice.told += delta.logprobs
+            choice.token_logprobs += delta.logprobs
             choice.finish = delta.finish
     if not words.body.chooses:
         return choices

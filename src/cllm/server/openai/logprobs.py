@@ -8,22 +8,22 @@ from typing import Any
 from cllm.backends.base import Vocabulary
 from cllm.core.output import Logprobs
 from cllm.server.token_logprobs import LEAST, token_objects
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 from cllm.text.detokenizer import Detokenizer
 
 
-def chat_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken]) -> dict[str, Any]:
+def chat_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return the ``logprobs`` object of a chat's choice."""
-    return {"content": token_objects(vocabulary, told), "refusal": None}
+    return {"content": token_objects(vocabulary, token_logprobs), "refusal": None}
 
 
-def completion_logprobs(vocabulary: Vocabulary, told: Sequence[ToldToken], offset: int) -> dict[str, Any]:
+def completion_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     """Return the ``logprobs`` object of a completion's choice, whose text begins at the character ``offset``."""
     return {
-        "tokens": [readable(vocabulary, one.token) for one in told],
-        "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in told],
-        "top_logprobs": [best(vocabulary, one.token, one.logprobs) for one in told],
-        "text_offset": [offset + one.at for one in told],
+        "tokens": [readable(vocabulary, one.token) for one in token_logprobs],
+        "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in token_logprobs],
+        "top_logprobs": [best(vocabulary, one.token, one.logprobs) for one in token_logprobs],
+        "text_offset": [offset + one.at for one in token_logprobs],
     }
 
 

@@ -13,7 +13,7 @@ from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_items import new_id
 from cllm.server.openai.response_tools import Called, extract_input
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
 
 PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
@@ -118,7 +118,7 @@ class ResponseEvents:
         head: dict[str, Any],
         on_end: Callable[[dict[str, Any]], None],
         called: Mapping[str, Called],
-        logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
+        logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
         """``head``: the response before generation. ``on_end`` gets the complete response.
 
@@ -149,17 +149,17 @@ class ResponseEvents:
 
     def _of(self, delta: Delta) -> bytes:
         self._finish = delta.finish
-        told: list[dict[str, Any]] = []
+        token_logprobs: list[dict[str, Any]] = []
         if self._logprobs is not None and delta.logprobs and delta.channel == Channel.TEXT:
-            told = self._logprobs(delta.logprobs)["content"]
-        if not delta.text and not delta.name and not told:
+            token_logprobs = self._logprobs(delta.logprobs)["content"]
+        if not delta.text and not delta.name and not token_logprobs:
             return b""
         data, item = b"", self._item
         if item is None or item.channel != delta.channel or item.call != delta.call:
             data = self._close("completed") + self._open(delta.channel, delta.call, delta.name)
             item = self._item
             assert item is not None
-        if (delta.text or told) and (event := item.add(delta.text, told, self._sequence_number)):
+        if (delta.text or token_logprobs) and (event := item.add(delta.text, token_logprobs, self._sequence_number)):
             data += event
             self._sequence_number += 1
         return data

@@ -126,12 +126,12 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
         {
             "index": i,
             "message": whole.message(),
-            "logprobs": logprobs(whole.told) if logprobs else None,
+            "logprobs": logprobs(whole.token_logprobs) if logprobs else None,
             "finish_reason": whole.finish,
         }
         for i, whole in enumerate(wholes)
     )
-    return await choices_answer(answer, head, choices, sum(len(whole.told) for whole in wholes))
+    return await choices_answer(answer, head, choices, sum(len(whole.token_logprobs) for whole in wholes))
 
 
 async def collect(answer: Answer) -> list[Whole]:

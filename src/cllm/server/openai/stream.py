@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from cllm.answer import Delta, Generation, Usage
 from cllm.server.errors import error_event
 from cllm.server.timings import build_timings
-from cllm.text.alignment import ToldToken
+from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
 
 DONE = b"data: [DONE]\n\n"
@@ -41,7 +41,7 @@ class Chunks:
         *,
         chat: bool,
         include_usage: bool,
-        logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]] | None = None,
+        logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
         """``head``: id, object, created and model, which every chunk repeats. ``logprobs`` makes the logprobs object
         of a delta.
@@ -146,14 +146,14 @@ class Whole:
 
     def __init__(self) -> None:
         self.text: list[str] = []
-        self.told: list[ToldToken] = []
+        self.token_logprobs: list[TokenLogprob] = []
         self.finish = ""
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []  # names, and the parts of the arguments
 
     def add(self, delta: Delta) -> None:
         self.finish = delta.finish
-        self.told += delta.logprobs
+        self.token_logprobs += delta.logprobs
         match delta.channel:
             case Channel.TEXT:
                 self.text.append(delta.text)
