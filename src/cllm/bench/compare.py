@@ -1,8 +1,8 @@
-"""cLLM beside its peers on one machine: the same model, threads, context per sequence and work, in turn.
+"""Compare cLLM with its peers on one machine: the same model, threads, context per sequence and requests, in turn.
 
-Every run starts its server anew and ends it, so that nothing else is loaded meanwhile and each start is timed. The
-order of a round is that of the one before turned. No prompt is sent twice. Before the clock starts each server answers
-as many short requests as run at a time.
+Each run starts its own server and stops it afterwards. So no other model is loaded during a run, and every start is
+timed. Every second round runs in reverse order. No prompt is sent twice. Before the clock starts, each server answers
+one short request for each concurrent client.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from cllm.models.memory import available_bytes
 from cllm.observe.cpu_time import cpu_seconds
 
 TEMPERATURE = 0.8
-WAVES = 2  # requests of each client
+WAVES = 2  # requests per client
 BOUND_TRIES = 20
-FEWEST = 4  # requests of a run
-KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # of the run over kept connections
-SHARED = {  # the run in which prompts begin alike
+FEWEST = 4  # least number of requests in a run
+KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # for the run over kept-alive connections
+SHARED = {  # the run whose prompts share a prefix
     "shared_requests": 24,
     "shared_seqs": 8,
     "shared_words": 300,
@@ -64,18 +64,18 @@ CURVE_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 CURVE_CONTEXT = (100, 500, 1000, 2000, 4000, 8000)  # tokens
 CURVE_SEQS = 8
 CURVE_TOKENS = 32
-CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of it
+CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
 
 Opener = Callable[[int, int], AbstractContextManager[Server]]
-"""(sequences at a time, context of each) -> a server that runs."""
+"""(number of concurrent sequences, context of each) -> a context manager that yields a running server."""
 
 Progress = Callable[[float, str], None]
 Step = tuple[str, float, Callable[[], None]]
-"""What is done, its share of the work in any unit, and what to call for it."""
+"""Description, amount of work in any unit, and the function that does the step."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared. ``peers``: the folder of llama.cpp's programs; ``default_peers``: of its default build."""
+    """What to compare. ``peers``: folder of llama.cpp's programs. ``default_peers``: folder of its default build."""
 
     model: Path
     peers: Path
@@ -90,10 +90,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(options: Options, machine: dict[str, str], progress: Progress, keep: Callable[[Results], None]) -> Results:
-    """Measure everything. ``machine``: what is known of it, for the page. ``keep`` is given what there is, after each
-    step.
+    """Run all measurements. ``machine`` describes the machine on the page. ``keep`` is called with the results so far
+    after each step.
 
-    Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run; other peers are skipped then.
+    Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run. Other peers are skipped instead.
     """
     comparison = Comparison(options, machine)
     steps = [*comparison.steps()]
@@ -190,7 +190,7 @@ class Comparison:
     # --- systems -----------------------------------------------------------------------------------------------------
 
     def _servers(self) -> dict[str, dict[str, Opener]]:
-        """Name -> settings to be tried -> how it is started."""
+        """Return name -> settings to try -> function that starts the server."""
         options = self.options
         model, threads = options.model, options.threads
         program = needed("llama-server", options.peers)
@@ -198,7 +198,7 @@ class Comparison:
 
         def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
             flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
-            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)  # as llama-server's is
+            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)  # llama-server runs without them too
             return cllm(model, *flags, *off, "--log.level", "error")
 
         def theirs(program: Path) -> dict[str, Opener]:
@@ -261,9 +261,9 @@ class Comparison:
         return f"{name}, {num_seqs} at a time", waves * num_seqs * (num_tokens + 32) / 100 + 4, do
 
     def _fastest(self, name: str, num_seqs: int) -> str:
-        """The settings that were the fastest with about so many sequences when they were tried.
+        """Return the settings that were fastest in the trials with the concurrency closest to ``num_seqs``.
 
-        Those of llama-server's default build were tried with the other build.
+        llama-server's default build uses the trials of the other build.
         """
         tried = LLAMA_SERVER if name == DEFAULT_SERVER else name
         trials = [run for run in self.results.trials if run.system == tried]
@@ -276,7 +276,7 @@ class Comparison:
     # --- runs --------------------------------------------------------------------------------------------------------
 
     def _work(self, num_requests: int, num_tokens: int) -> Work:
-        """Prompts that no other work has."""
+        """Return work with prompts that no other work has."""
         self._num_works += 1
         size = Size(num_requests, self.options.prompt_words, num_tokens, TEMPERATURE, self.options.seed)
         return Work(size, self._vocabulary, self._num_works)
@@ -313,14 +313,14 @@ class Comparison:
             self.results.shared.append(self._load(server, tasks, name, settings, num_seqs, i))
 
     def _load(self, server: Server, tasks: list[Task], name: str, settings: str, num_seqs: int, i: int) -> Run:
-        """Warm the server up, send it ``tasks``, and say what came of them."""
+        """Warm the server up, send it ``tasks`` and return the measurements."""
         load(server, self._work(num_seqs, KEPT_TOKENS).tasks_in(server.api), num_seqs, may_fail=True)
         cpu = cpu_seconds(server.pid)
         outcome = load(server, tasks, num_seqs, may_fail=True)
         cpu = cpu_seconds(server.pid) - cpu
         memory = memory_mb(server.pid)
         run = run_of(outcome, name, settings, num_seqs, i)
-        run.start_s = None if name == OLLAMA else server.start_s  # it loads the model when it is asked
+        run.start_s = None if name == OLLAMA else server.start_s  # it loads the model on the first request
         run.memory_mb = memory
         if name == CLLM and run.num_succeeded and cpu:
             run.cpu_us_per_token = 1e6 * cpu / (run.output_tokens_per_s * outcome.wall)
@@ -335,7 +335,7 @@ class Comparison:
             num_requests=work.size.num_seqs,
             num_succeeded=work.size.num_seqs,
             output_tokens_per_s=found.output_tokens_per_s,
-            decode_tokens_per_s=found.decode_tokens_per_s[0] or None,  # 0: they never decoded all at once
+            decode_tokens_per_s=found.decode_tokens_per_s[0] or None,  # 0: there was no step in which all decoded
             ttft_ms=found.ttft_ms,
             load_s=found.load_s,
         )
@@ -372,7 +372,7 @@ class Comparison:
         self.results.depths.append(depth)
 
     def _depth_bound(self, context: int) -> None:
-        """The prompt is computed once and copied, as the engine does it."""
+        """Measure the bound. The prompt is computed once and copied, as in the engine."""
         room = -(-(context + 2 * CURVE_TOKENS) // CELLS) * CELLS
         sizes = ("-c", CURVE_SEQS * room, "-npp", context, "-ntg", CURVE_TOKENS, "-npl", f"1,{CURVE_SEQS}")
         lines = self._batched_bench(2, *sizes, "-pps")
@@ -385,7 +385,11 @@ class Comparison:
         self.results.depths.append(depth)
 
     def _batched_bench(self, num_lines: int, *flags: object) -> list[dict[str, Any]]:
-        """It writes from a thread of its own, which it may not wait for when it ends; so it may take another try."""
+        """Return the ``num_lines`` lines that llama-batched-bench prints.
+
+        It prints in a separate thread and may exit before this thread has finished, so incomplete output is retried.
+        Raises StartupError after BOUND_TRIES attempts.
+        """
         threads = self.options.threads
         common = ("-m", self.options.model, "-b", 2048, "-ub", 512, "-t", threads, "-tb", threads)
         for _ in range(BOUND_TRIES):
@@ -396,7 +400,7 @@ class Comparison:
         raise StartupError(f"{self._bound} printed no result for {' '.join(map(str, flags))}")
 
     def _llama_bench(self, program: Path, rates: dict[str, list[float]]) -> None:
-        """Add one repetition of each test to ``rates``."""
+        """Run each test once and add its tokens/s to ``rates``."""
         flags = ("-m", self.options.model, "-t", self.options.threads, "-p", 512, "-n", self.options.max_tokens)
         for test in msgspec.json.decode(output_of(program, *flags, "-r", 1, "-o", "json")):
             name = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
@@ -404,7 +408,7 @@ class Comparison:
 
 
 def output_of(program: Path, *flags: object) -> str:
-    """What a program prints. Raises StartupError if it fails."""
+    """Return what a program prints on stdout. Raises StartupError if it fails."""
     done = subprocess.run(
         [str(program), *map(str, flags)], capture_output=True, text=True, errors="replace", check=False
     )
@@ -415,7 +419,7 @@ def output_of(program: Path, *flags: object) -> str:
 
 
 def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) -> Run:
-    """What a load comes to."""
+    """Return the measurements of a load."""
     good = [answer for answer in outcome.answers if answer.succeeded or complete_without_usage(answer)]
     latencies = latencies_of(good)
     gaps = latencies["itl"]
@@ -435,7 +439,7 @@ def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) 
 
 
 def complete_without_usage(answer: Answer) -> bool:
-    """Some servers count no tokens in a stream, but say that it ended for its length: then it has all of them."""
+    """Return whether the answer reached its length limit at a server that reports no usage: it has all its tokens."""
     return answer.failure == "no usage" and answer.finish_reason == "length"
 
 

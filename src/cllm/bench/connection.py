@@ -1,8 +1,8 @@
-"""HTTP/1.1 to one server: connections that are used again, answers that are read as they come.
+"""HTTP/1.1 client for one server. It reuses connections and reads responses as they arrive.
 
-The bytes of an answer go from the event loop through httptools to whom they are for, in one call: no task wakes and no
-future is made for a chunk. Beside a model on the same cores all of the client's code is cold at every chunk, so what
-is not run there costs nothing.
+The event loop passes the bytes of a response through httptools to their consumer in one call: no task wakes up and no
+future is created for a chunk. When a model runs on the same cores, all of the client's code is cold at every chunk, so
+the client must run little code there.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from urllib.parse import quote, urlsplit
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 CONNECT_TIMEOUT = 10.0  # seconds
-REFUSAL = 4096  # bytes that are kept of the body of a status other than 200
+REFUSAL = 4096  # bytes kept of the body if the status is not 200
 
 Feed = Callable[[bytes, float], bool]
-"""Takes bytes of a body, cut anywhere, and the time at which they were read; true if no more are wanted."""
+"""Takes bytes of a body, cut anywhere, and the time at which they were read. Returns True if it wants no more."""
 
 
 class CannotConnect(ConnectionError):
-    """To whom, and why not."""
+    """The connection failed. The message gives the address and the reason."""
 
 
 class BrokenHTTP(ConnectionError):
-    """The server sent something else."""
+    """The server sent something that is not valid HTTP."""
 
 
 class Response:
-    """``headers`` by names in lower case. ``body`` is empty where a ``Feed`` has taken it."""
+    """A response. The names in ``headers`` are lower case. ``body`` is empty if a ``Feed`` received it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -48,15 +48,15 @@ class Response:
 
     @property
     def has_length(self) -> bool:
-        """Else the body lasts until the connection is closed."""
+        """Whether the headers delimit the body. Otherwise it lasts until the connection is closed."""
         return b"content-length" in self.headers or b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
 
 
 class Connections:
-    """Those to one server; each is used by one request at a time.
+    """Connections to one server. Each serves one request at a time.
 
-    ``url`` may have a prefix of the paths; ``headers`` go with every request. Raises ValueError if ``url`` is not one
-    of HTTP.
+    ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. Raises ValueError if ``url`` is
+    not an HTTP URL.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, keep_alive: bool = True) -> None:
@@ -77,10 +77,10 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def request(self, path: str, body: bytes | None = None, feed: Feed | None = None) -> Response:
-        """The answer to a POST of ``body``, or to a GET, when all of it has come or ``feed`` wants no more.
+        """POST ``body``, or GET, and return the response when it is complete or ``feed`` wants no more.
 
-        ``feed`` gets the body of a 200. Nothing is sent twice: a request that was lost is the caller's loss. Raises
-        CannotConnect, BrokenHTTP, or another OSError if the connection is lost; TimeoutError if there is none in time.
+        ``feed`` receives the body of a 200. A lost request is not retried. Raises CannotConnect, BrokenHTTP, another
+        OSError if the connection is lost, or TimeoutError if connecting takes too long.
         """
         length = "" if body is None else f"Content-Length: {len(body)}\r\n"
         method = "GET" if body is None else "POST"
@@ -120,19 +120,19 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time. ``reusable`` if the next one may be sent."""
+    """A connection with one request at a time. ``reusable``: whether the next one may be sent."""
 
     def __init__(self) -> None:
         self._parser = HttpResponseParser(self)
-        # what servers in use get wrong, and other clients forgive
+        # errors that servers in use make and other clients accept
         self._parser.set_dangerous_leniencies(
             lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
         self._transport: asyncio.Transport
         self._response = Response()
-        self._ended: asyncio.Future[None] | None = None  # while a request is under way
+        self._ended: asyncio.Future[None] | None = None  # set while a request is in progress
         self._wanted: Feed | None = None
-        self._feed: Feed | None = None  # while a body is under way
+        self._feed: Feed | None = None  # set while a body is being read
         self._now = 0.0
         self.reusable = True
 
@@ -146,9 +146,9 @@ class Connection(asyncio.Protocol):
         return response
 
     def readable(self) -> bool:
-        """Whether bytes, or the end, wait to be read; for an idle connection either means that it is of no use.
+        """Return whether bytes or the end of the stream can be read. Either makes an idle connection unusable.
 
-        The event loop will see it too, but not before it has come to the next turn.
+        The event loop would see it too, but only in its next iteration. Always False on Windows.
         """
         if sys.platform == "win32":
             return False
@@ -162,7 +162,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, error: BaseException | None = None) -> None:
         ended, self._ended, self._feed = self._ended, None, None
-        if ended is None or ended.done():  # such as cancelled
+        if ended is None or ended.done():  # for example cancelled
             return
         if error is None:
             ended.set_result(None)
@@ -212,13 +212,13 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def on_message_complete(self) -> None:
-        if self._response.status >= 200:  # those below announce another
+        if self._response.status >= 200:  # a 1xx response is followed by another one
             self.reusable = self._ended is not None and self._parser.should_keep_alive()
             self._end()
 
 
 def reason(error: OSError) -> str:
-    """Why there is no connection, without numbers and addresses."""
+    """Return why a connection failed, without error numbers and addresses."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

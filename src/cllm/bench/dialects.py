@@ -1,7 +1,7 @@
-"""What the load client knows of the APIs it speaks: OpenAI's chat completions and Ollama's own chat, both streamed.
+"""What the load client knows about its two APIs: OpenAI's chat completions and Ollama's own chat, both streamed.
 
-A chunk is a line: an event of OpenAI's stream, an object of Ollama's NDJSON. To tell what it is takes two searches in
-its bytes; JSON is decoded only where a stream ends.
+A chunk is a line: an event of OpenAI's stream, or an object of Ollama's NDJSON. Two searches in its bytes classify it.
+JSON is decoded only at the end of a stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Api = Literal["openai", "ollama"]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens, as the server counts them."""
+    """Numbers of tokens, as the server counts them."""
 
     output: int
     prompt: int
@@ -25,7 +25,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What we read of a chunk."""
+    """The parts of a chunk that the client uses."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -34,25 +34,26 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError at what is none of this API's.
+    """One API. ``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError for invalid input.
 
-    ``exact_lengths``: a server can be told to ignore the end of a text, so that answers have the tokens asked for.
+    ``exact_lengths``: requests can make the server ignore end tokens, so that answers have exactly the requested
+    number of tokens.
     """
 
     chat_path: str
     models_path: str
     content: re.Pattern[bytes]
-    """Found in every line that brings text, and in no other."""
+    """Matches every line that contains text, and no other."""
     last: re.Pattern[bytes]
-    """Found in every line that has to be decoded."""
+    """Matches every line that must be decoded."""
     decode: Callable[[bytes], Event]
     decode_models: Callable[[bytes], list[str]]
     body: Callable[[str, Messages, dict[str, Any]], bytes]
-    """Of a chat: the model's name, what was said, options by OpenAI's names."""
+    """Returns the body of a chat request from the model's name, the messages and options with OpenAI's names."""
     exact_lengths: bool
 
 
-# In the patterns below: inside of a JSON string quotation marks are escaped, so none is found in generated text.
+# Quotation marks are escaped inside a JSON string, so the patterns below never match generated text.
 
 
 # --- OpenAI ----------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def openai_body(model: str, messages: Messages, options: dict[str, Any]) -> byte
 
 
 class OllamaChunk(msgspec.Struct):
-    """Counts that are 0 are left out by the server."""
+    """A chunk of the stream. The server omits counts that are 0."""
 
     message: Delta | None = None
     done: bool = False

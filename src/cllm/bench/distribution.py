@@ -1,4 +1,4 @@
-"""Many times, told in four numbers."""
+"""The distribution of many times in four numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Distribution | None:
-        """In milliseconds; None if there are no values."""
+        """Return the distribution in milliseconds, or None if there are no values."""
         values = np.fromiter(seconds, np.float64) * 1e3
         if not len(values):
             return None

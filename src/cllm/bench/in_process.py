@@ -1,6 +1,6 @@
-"""The engine alone, in a process of its own: what a server over it is compared with, and llama-batched-bench with it.
+"""Measures the engine alone in its own process, for comparison with the servers and with llama-batched-bench.
 
-``measure`` starts the process, gives it a ``Job`` and gets a ``Found``, both as JSON.
+``measure`` starts the process, sends it a ``Job`` and receives a ``Found``, both as JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from cllm.process.launch import engine_environment
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One of three things, with ``num_seqs`` at a time, each with ``context`` tokens.
+    """One of three measurements with ``num_seqs`` concurrent sequences, each with ``context`` tokens.
 
-    By default the prompts of ``Work(size, ..., number)``, each end lets the next one start. ``parts``: a step of such
-    prompts by its parts. ``depth``: one prompt of so many tokens, continued by one sequence and then by all.
+    The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the next one. ``parts``
+    times the parts of a step with such prompts. ``depth`` computes one prompt of that many tokens, continues it with
+    one sequence and then with all.
     """
 
     model: str
@@ -46,8 +47,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """load_s: until the model was loaded. Speeds in tokens/s; decoding is that of steps in which all sequences decode,
-    for ``depth`` with one sequence and with all. TTFT in milliseconds. step_us by the parts of a step.
+    """Results. load_s: seconds to load the model. Speeds are in tokens/s. Decoding speed covers the steps in which all
+    sequences decode; ``depth`` measures it with one sequence and with all. ttft_ms: mean. step_us: microseconds of a
+    step by part.
     """
 
     load_s: float
@@ -60,7 +62,7 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 def measure(job: Job) -> Found:
-    """Raises StartupError if the process fails."""
+    """Run a job in a child process. Raises StartupError if the process fails."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", "cllm.bench.in_process"],
         input=msgspec.json.encode(job),
@@ -75,7 +77,7 @@ def measure(job: Job) -> Found:
 
 
 def params_of(job: Job) -> EngineParams:
-    """What ``cllm serve`` would make of the flags that it is started with."""
+    """Return the parameters that ``cllm serve`` makes from the flags of the comparison."""
     settings = Settings.model_validate(
         {
             "model": {"max_context_length": job.context},
@@ -86,7 +88,7 @@ def params_of(job: Job) -> EngineParams:
         }
     )
     params = engine_params(settings, Path(job.model))
-    if job.depth:  # all of them at once, even if that is more than a server would take for itself
+    if job.depth:  # cells for all sequences, even if a server would not take that much memory
         return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
     return fitted(params)
 
@@ -118,7 +120,10 @@ def run(job: Job) -> Found:
 
 
 def closed_loop(engine: Engine, requests: list[Request], num_seqs: int) -> tuple[float, list[float]]:
-    """Tokens per second of the steps in which ``num_seqs`` decode (0 if there is none), and seconds to first tokens."""
+    """Run ``requests``, ``num_seqs`` at a time.
+
+    Return tokens/s of the steps in which ``num_seqs`` sequences decode (0 if there is none), and the TTFTs in seconds.
+    """
     waiting = iter(requests)
     sent: dict[str, float] = {}
     ttfts: list[float] = []
@@ -149,7 +154,7 @@ def all_decode(engine: Engine, num_seqs: int) -> bool:
 
 
 def go_deep(engine: Engine, job: Job, found: Found) -> None:
-    """The first computes the prompt; all others of it begin with what is kept, but in cells of their own."""
+    """Measure ``job.depth``. The first request computes the prompt; the others reuse it in cells of their own."""
     vocabulary_size = engine.backend.info.vocabulary_size
     prompt = [(7919 * (i + 1)) % (vocabulary_size - 300) for i in range(job.depth)]
     params = SamplingParams(temperature=0, max_tokens=job.size.num_tokens, ignore_eos=True)

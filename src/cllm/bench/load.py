@@ -1,12 +1,13 @@
-"""A load client for servers that speak OpenAI's chat completions or Ollama's own chat, streamed.
+"""A load client for servers with OpenAI's chat completions or Ollama's own chat, streamed.
 
-Closed loop: a fixed number of requests at a time, each end lets the next one start. Open loop: requests are sent at
-given times, whatever has become of the earlier ones.
+Closed loop: a fixed number of requests at a time; each finished request starts the next one. Open loop: requests are
+sent at given times, even if earlier ones have not finished.
 
-It knows the server by HTTP alone, and the API by its ``Dialect``. On small machines it shares the cores with the
-server, so reading a chunk must cost little.
+The client knows the server only through HTTP, and the API only through its ``Dialect``. On small machines it shares the
+cores with the server, so reading a chunk must cost little.
 
-Times are seconds of ``time.perf_counter``, taken when bytes are read: events that came in one packet have one time.
+Times are seconds of ``time.perf_counter``, taken when bytes are read. Events that arrive in one packet have the same
+time.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Progress = Callable[[int], None]
 REFUSALS = {429, 503}
 FINISH_REASONS = {"stop", "length"}
 FIRST_TIMEOUT = 30.0  # seconds, for the list of models
-DETAIL = 200  # characters that are kept of what a server says
+DETAIL = 200  # characters kept of a server's message
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server. ``url`` is without the API's path; ``timeout`` in seconds for each request, from sending to the last
-    byte. Without ``keep_alive`` each request has a connection of its own.
+    """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each request, from sending to
+    the last byte. Without ``keep_alive``, each request has a connection of its own.
     """
 
     url: str
@@ -53,28 +54,28 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """What came for one task, read as it comes."""
+    """The answer to one task, parsed as it arrives."""
 
     def __init__(self, task: Task, sent: float, dialect: Dialect = DIALECTS["openai"]) -> None:
         self.task = task
         self.dialect = dialect
         self.sent = self.ended = sent
         self.content_times: list[float] = []
-        """One for each chunk that holds text."""
+        """The arrival time of each chunk that contains text."""
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
         self.cancelled = False
-        """The client went away, as the task wanted."""
+        """The client disconnected, as the task required."""
         self.refused = False
-        """The server had too much to do, and said so (429 or 503): a failure too, unless the task allows it."""
+        """The server rejected the request because of overload (429 or 503). A failure unless the task allows it."""
         self.failure = ""
-        """Why this is no success, in a few words that are the same for all such; empty for a success."""
+        """Why the request did not succeed, in a few words that all failures of the kind share. Empty for a success."""
         self.detail = ""
         self._rest = b""
         self._content: list[bytes] = []
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Take the bytes that were read at ``now``, cut anywhere. True if the task wants to go away now."""
+        """Process bytes that were read at ``now``, cut anywhere. Return True if the client must disconnect now."""
         self.ended = now
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -104,12 +105,12 @@ class Answer:
             return Event()
 
     def fail(self, reason: str, detail: object = "") -> None:
-        """The first failure counts."""
+        """Record a failure. Only the first one counts."""
         if not self.failure:
             self.failure, self.detail = reason, printable(detail)
 
     def judge(self) -> None:
-        """Compare what came with what the task wants."""
+        """Record a failure if the answer is not what the task requires."""
         tokens, wanted = self.output_tokens, self.task.num_tokens
         if self.cancelled or self.refused:
             return
@@ -127,7 +128,7 @@ class Answer:
             self.fail("wrong answer", f"{self.text()!r} instead of {self.task.answer!r}")
 
     def text(self) -> str:
-        """The whole answer; it is kept only for tasks whose text matters."""
+        """Return the whole text. It is kept only for tasks whose text matters."""
         return "".join(self._decode(line).text for line in self._content)
 
     @property
@@ -136,7 +137,7 @@ class Answer:
 
     @property
     def stopped_early(self) -> bool:
-        """The text had an end before the tokens that were wanted, and the server could not be told to ignore it."""
+        """Whether the model ended the text before the requested length, at a server that cannot ignore end tokens."""
         wanted = self.task.num_tokens
         return (
             not self.dialect.exact_lengths
@@ -159,12 +160,14 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """When the first text came; a token without text is not seen before the end."""
+        """The arrival time of the first text. A token without text is noticed only at the end."""
         return self.content_times[0] if self.content_times else self.ended
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A measured run: ``wall`` from the first request sent to the last byte, ``cpu`` of this process in that time."""
+    """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU seconds of this
+    process in that time.
+    """
 
     answers: list[Answer]
     wall: float
@@ -172,9 +175,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def find_model(target: Target, wanted: str | None = None) -> str:
-    """The model to ask for: ``wanted``, or else the first that the server names.
+    """Return the model to request: ``wanted``, or the first one that the server lists.
 
-    Raises StartupError if the server cannot be reached or, without ``wanted``, names none.
+    Raises StartupError if the server cannot be reached or, without ``wanted``, lists none.
     """
     return _run(_find_model(target, wanted))
 
@@ -190,9 +193,9 @@ def run_load(
 ) -> Outcome:
     """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
 
-    The first ``warmup`` of them are sent before the clock starts and appear nowhere in the outcome. Connections are
-    kept, and those that warm-up has opened are used. With ``arrivals``, in seconds, the others are sent at these times
-    and ``concurrency`` is that of the warm-up. A failure is an answer, never an exception.
+    The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The measured tasks
+    reuse the connections of the warm-up. With ``arrivals``, in seconds, they are sent at these times, and
+    ``concurrency`` applies to the warm-up only. A failure is an answer, never an exception.
     """
     return _run(_run_load(target, tasks, concurrency, warmup, progress, arrivals))
 
@@ -234,7 +237,7 @@ class Client:
         self._timeout = target.timeout
 
     async def closed_loop(self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]) -> list[Answer]:
-        """The answers in the order in which they ended."""
+        """Send ``tasks``, ``concurrency`` at a time. Return the answers in the order in which they ended."""
         waiting = iter(tasks)
         answers: list[Answer] = []
 
@@ -250,7 +253,7 @@ class Client:
     async def open_loop(
         self, tasks: Sequence[Task], arrivals: Sequence[float], ended: Callable[[], None]
     ) -> list[Answer]:
-        """The same, each task at its time."""
+        """Send each task at its time. Return the answers in the order in which they ended."""
         answers: list[Answer] = []
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -260,7 +263,7 @@ class Client:
         return answers
 
     async def _talk(self, task: Task, answers: list[Answer], ended: Callable[[], None]) -> None:
-        """``task`` and what follows it; after a failure nothing does."""
+        """Send ``task`` and the tasks that follow it, until one fails."""
         following: Task | None = task
         while following is not None:
             answer = await self.ask(following)
@@ -298,7 +301,7 @@ class Client:
 
 
 def says_when(retry_after: str) -> bool:
-    """Whether it is a value of that header: seconds, or a date (RFC 9110, 10.2.3)."""
+    """Return whether the value is valid for the header Retry-After: seconds, or a date (RFC 9110, 10.2.3)."""
     return retry_after.isdecimal() or parsedate(retry_after) is not None
 
 
@@ -327,7 +330,7 @@ def _refuse(target: Target, reason: str) -> NoReturn:
 
 
 def connections(target: Target) -> Connections:
-    """To be closed. Raises StartupError if the target's URL is none of HTTP."""
+    """Return connections, which the caller closes. Raises StartupError if the target's URL is not an HTTP URL."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -338,7 +341,7 @@ def connections(target: Target) -> Connections:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work`` in an event loop of its own: uvloop where there is one."""
+    """Run ``work`` in an event loop of its own, uvloop if installed, and return its result."""
     try:
         import uvloop
 
@@ -350,7 +353,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def printable(text: object) -> str:
-    """Foreign text for one line of a terminal, shortened."""
+    """Return untrusted text, shortened, for one line of a terminal."""
     line = " ".join(str(text)[: 2 * DETAIL].split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= DETAIL else line[: DETAIL - 3] + "..."

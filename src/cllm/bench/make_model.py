@@ -1,6 +1,6 @@
-"""A model of a real one's shape with random weights, for measuring speed where nothing can be downloaded.
+"""Makes a model with the shape of a real one and random weights, to measure speed where nothing can be downloaded.
 
-It costs what the real one costs in time and memory, token for token; what it says is noise.
+Each token costs as much time and memory as with the real model. The output is noise.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import gguf
 
 Progress = Callable[[str, float], None]
-"""Called with the name of the stage and the share of it that is done, 0 to 1."""
+"""Called with the name of the stage and its completed share, 0 to 1."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The dimensions of a transformer with grouped attention, SwiGLU and embeddings that are also the output."""
+    """The dimensions of a transformer with grouped-query attention, SwiGLU and tied embeddings."""
 
     architecture: str
     tokenizer: str
@@ -74,10 +74,11 @@ def make_model(
     threads: int | None = None,
     progress: Progress,
 ) -> None:
-    """Write the model ``SHAPES[shape]`` quantized to ``QUANTS[quant]`` as ``out``, whole or not at all.
+    """Write the model ``SHAPES[shape]``, quantized to ``QUANTS[quant]``, to ``out``, completely or not at all.
 
-    The same arguments give the same weights. Needs the ``bench`` extra and beside ``out`` room for the model in F16 as
-    well. Raises StartupError for unknown names, a missing extra or folder, or too little room.
+    The same arguments give the same weights. Needs the ``bench`` extra, and space for the model in F16 in the folder of
+    ``out``, in addition to the result. Raises StartupError for an unknown name, a missing extra or folder, or too
+    little space.
     """
     _check(shape, SHAPES, "shape")
     _check(quant, QUANTS, "quantization")
@@ -96,7 +97,7 @@ def make_model(
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape (rows, columns) of each tensor; norms are vectors."""
+    """Yield the name and shape (rows, columns) of each tensor. Norms are vectors."""
     yield "token_embd.weight", (shape.vocabulary, shape.width)
     yield "output_norm.weight", (shape.width,)
     for layer in range(shape.layers):
@@ -105,10 +106,11 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[str]]:
-    """The tokens and merges of a byte-level BPE with ``size`` tokens, the control tokens last.
+    """Return the tokens and merges of a byte-level BPE with ``size`` tokens, the control tokens last.
 
-    Every byte, then each string of 2, 3, 4 lower-case letters in order, with and without a space before it; a token
-    comes from the one that is a letter shorter, so every token can be reached and English costs 3 letters a token.
+    The tokens are all bytes, then all strings of 2, 3, 4 lower-case letters in order, with and without a leading space.
+    Each token is merged from the token that is a letter shorter, so every token can be reached. English text needs a
+    token for every 3 letters.
     """
     tokens = [_byte_characters()[byte] for byte in range(256)]
     merges = list(islice(_merges(), size - len(tokens) - len(CONTROL)))
@@ -144,7 +146,7 @@ def _layer_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -178,10 +180,11 @@ def _write_f16(shape: Shape, name: str, path: Path, seed: int, progress: Progres
 
 
 class _Weights:
-    """Matrices with normal entries of standard deviation 1/sqrt(columns), so that activations keep their size.
+    """Matrices with normally distributed entries of standard deviation 1/sqrt(columns), so that activations keep their
+    size.
 
-    600 million of them would take half a minute; here every matrix is put together from pieces, cut at random places,
-    of one block of eight million numbers. Neither speed nor size depends on it.
+    Drawing 600 million entries would take half a minute. Instead, each matrix is assembled from pieces of one block of
+    eight million numbers, cut at random places. This affects neither the model's speed nor its size.
     """
 
     def __init__(self, seed: int) -> None:
@@ -203,7 +206,7 @@ class _Weights:
 
 
 def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
-    """A writer that holds all metadata and the vocabulary."""
+    """Return a writer that contains all metadata and the vocabulary."""
     try:
         import gguf
     except ImportError:

@@ -1,8 +1,8 @@
-"""Speed and quality of a model under some parameters, measured in a child process that may die of them.
+"""Measures the speed and quality of a model with given parameters, in a child process that they may crash.
 
-The child keeps the weights loaded and opens a context for each job; a candidate that crashes, or takes all memory, or
-never ends, is out, and the next job finds a new child. It reads a job a line on stdin and answers with a line on
-stdout; what goes wrong is the last line on stderr.
+The child keeps the weights loaded and opens a context for each job. A candidate that crashes, exhausts the memory or
+never ends is ruled out, and the next job gets a new child. The child reads one job per line on stdin and answers with
+one line on stdout. The last line on stderr is the error.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from cllm.backends.base import Backend, Logits
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
 
-WINDOW = 512  # tokens of a text that know of each other
-LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; and of the longest measurement so far
+WINDOW = 512  # tokens of a text that attend to each other
+LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; multiple of the longest measurement so far
 
 
 class CandidateError(Exception):
-    """This candidate cannot be measured; the message says why, on one line."""
+    """The candidate cannot be measured. The message gives the reason on one line."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """``num_seqs`` unrelated prompts of ``prompt_tokens`` at once, then ``steps`` in which all of them decode."""
+    """``num_seqs`` unrelated prompts of ``prompt_tokens`` tokens, then ``steps`` steps in which all of them decode."""
 
     num_seqs: int
     prompt_tokens: int
@@ -53,21 +53,24 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """Tokens a second of all sequences together."""
+    """Tokens per second of all sequences together."""
 
     prompt: float
     decode: float
 
 
 class Measure(msgspec.Struct, tag=True, frozen=True):
-    """Answered with Speeds."""
+    """A job that the child answers with Speeds."""
 
     params: EngineParams
     work: Work
 
 
 class Judge(msgspec.Struct, tag=True, frozen=True):
-    """Compute the logits behind each of ``tokens``: into ``file`` if ``write``; else answer with Quality against it."""
+    """A job to compute the logits after each of ``tokens``.
+
+    With ``write``, the child writes them to ``file``. Otherwise it compares them with ``file`` and returns Quality.
+    """
 
     params: EngineParams
     tokens: list[int]
@@ -76,7 +79,7 @@ class Judge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Bench:
-    """The parent's side. A context manager, which leaves no child behind."""
+    """The parent's side. A context manager that ends its child on exit."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -91,15 +94,15 @@ class Bench:
         self._end()
 
     def measure(self, params: EngineParams, work: Work) -> Speeds:
-        """Raises CandidateError."""
+        """Return the speeds of ``work``. Raises CandidateError."""
         return msgspec.json.decode(self._ask(Measure(params, work)), type=Speeds)
 
     def write_logits(self, params: EngineParams, tokens: list[int], file: Path) -> None:
-        """Raises CandidateError."""
+        """Write the logits after each of ``tokens`` to ``file``. Raises CandidateError."""
         self._ask(Judge(params, tokens, str(file), write=True))
 
     def quality(self, params: EngineParams, tokens: list[int], file: Path) -> Quality:
-        """Against what ``write_logits`` has written for the same tokens. Raises CandidateError."""
+        """Compare with the logits that ``write_logits`` wrote for the same tokens. Raises CandidateError."""
         return msgspec.json.decode(self._ask(Judge(params, tokens, str(file), write=False)), type=Quality)
 
     def _ask(self, job: Measure | Judge) -> bytes:
@@ -190,7 +193,7 @@ def main() -> None:
 
 
 def sized(job: Measure | Judge) -> EngineParams:
-    """Room for the job and no more."""
+    """Return the job's parameters with cells for this job and no more."""
     if isinstance(job, Measure):
         num_seqs, context = job.work.num_seqs, job.work.prompt_tokens + job.work.steps + 1
     else:
@@ -220,7 +223,7 @@ def run(backend: Backend, work: Work) -> Speeds:
 
 
 def prompt_rows(seqs: list[Sequence], space: int) -> Iterator[list[Row]]:
-    """The prompts in steps of ``space`` tokens, as many of them in each as fit."""
+    """Yield the rows of the prompts for each step. A step takes as many prompts as fit into ``space`` tokens."""
     rows: list[Row] = []
     left = space
     for seq in seqs:
@@ -254,7 +257,7 @@ def judge(backend: Backend, job: Judge) -> Quality | None:
 
 
 def logits_of(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits]]:
-    """A position, and the logits behind the tokens from there on, shape (some, vocabulary)."""
+    """Yield a position and the logits after the tokens from there on, shape (some, vocabulary)."""
     space = backend.info.max_num_samples
     for window in range(0, len(tokens), WINDOW):
         text = tokens[window : window + WINDOW]

@@ -1,4 +1,4 @@
-"""Reports of the load client as one HTML file that needs nothing else: no network, no script."""
+"""Reports of the load client as one HTML file that needs no network and no script."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def summary(report: Report) -> list[str]:
 
 
 def picture_of(reports: Mapping[str, Report]) -> str:
-    """The SVG element itself, without what only a file of its own begins with."""
+    """Return the SVG element in a figure, without the header of an SVG file."""
     svg = picture(load_figure(reports), ".svg").decode()
     return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{CAPTION}</figcaption></figure>"
 

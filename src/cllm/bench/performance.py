@@ -19,11 +19,12 @@ OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One system at one concurrency in one round. Rates and latencies are those of successes; None: not measured.
+    """One system at one concurrency in one round. Rates and latencies are those of successful requests. None: not
+    measured.
 
     output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s: of steps in which
-    all sequences decode. load_s: of the model alone. memory_mb: PSS of all its processes after the work.
-    cpu_us_per_token: of the process that was started, which of cLLM is the API process.
+    all sequences decode. load_s: loading the model alone. memory_mb: PSS of all the system's processes after the work.
+    cpu_us_per_token: CPU time of cLLM's API process.
     """
 
     system: str
@@ -45,14 +46,14 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Parts(msgspec.Struct):
-    """Microseconds of a decoding step of the engine, by its parts."""
+    """Microseconds of a decoding step of the engine, by part."""
 
     num_seqs: int
     step_us: dict[str, float]
 
 
 class Depth(msgspec.Struct, kw_only=True):
-    """Speeds in tokens/s behind ``context`` tokens; decoding by the number of sequences."""
+    """Speeds in tokens/s after ``context`` tokens. Decoding speed is by number of sequences."""
 
     system: str
     context: int
@@ -61,7 +62,7 @@ class Depth(msgspec.Struct, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """All that was measured; what ``--json`` writes and ``--from`` reads."""
+    """All measurements, as ``--json`` writes and ``--from`` reads them."""
 
     date: str
     machine: dict[str, str]
@@ -69,22 +70,22 @@ class Results(msgspec.Struct, kw_only=True):
     skipped: dict[str, str] = {}
     """System -> why it was not measured."""
     llama_bench: dict[str, list[float]] = {}
-    """Test -> tokens/s of each round, of the build with cLLM's compiler switches."""
+    """Test -> tokens/s of each round, for the build with cLLM's compiler switches."""
     default_bench: dict[str, list[float]] = {}
-    """The same of llama.cpp's default build."""
+    """The same for llama.cpp's default build."""
     trials: list[Run] = []
     runs: list[Run] = []
     kept: list[Run] = []
-    """Over connections that are kept."""
+    """Runs over kept-alive connections."""
     shared: list[Run] = []
-    """Requests whose prompts begin alike."""
+    """Runs whose prompts share a prefix."""
     curve: list[Run] = []
     parts: list[Parts] = []
     depths: list[Depth] = []
 
 
 def read_results(path: Path) -> Results:
-    """Raises StartupError with one line."""
+    """Return the results in a file. Raises StartupError with a message of one line."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Results)
     except OSError as error:
@@ -97,8 +98,8 @@ def read_results(path: Path) -> Results:
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """``values``: one of each round. Their median, or with ``every`` each of them, is to be at least ``target``,
-    or else at most.
+    """A number with a target. ``values``: one for each round. Their median, or with ``every`` each of them, must be at
+    least ``target``; without ``at_least``, at most ``target``.
     """
 
     name: str
@@ -116,7 +117,7 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool | None:
-        """None without a target."""
+        """Whether the target is met; None without a target."""
         if self.target is None:
             return None
         return self.judged >= self.target if self.at_least else self.judged <= self.target
@@ -131,13 +132,13 @@ class Figure(msgspec.Struct, frozen=True):
 
 TO_BOUND, TO_ENGINE = 0.99, 0.97
 TO_LLAMA_SERVER = {1: 1.00, 8: 1.05, 32: 1.08}
-TO_DEFAULT_BUILD = 1.2  # of prefill, where AVX2 is the widest that the CPU has
+TO_DEFAULT_BUILD = 1.2  # for prefill, if AVX2 is the CPU's widest vector extension
 TTFT = {LLAMA_SERVER: {8: 1.0, 32: 1.0}, DEFAULT_SERVER: {8: 0.8}}
 MEMORY_MB, START_S = 150.0, 1.5
 
 
 def figures(results: Results) -> list[Figure]:
-    """What is held against targets; what was not measured is not there."""
+    """Return the figures that were measured, with their targets."""
     found: list[Figure] = []
 
     def add(name: str, values: list[float], target: float | None, **how: Any) -> None:
@@ -199,7 +200,7 @@ def figures(results: Results) -> list[Figure]:
 
 
 def is_avx2(results: Results) -> bool:
-    """Whether AVX2 is the widest vector extension that llama.cpp uses on this machine."""
+    """Return whether AVX2 is the widest vector extension that llama.cpp uses on this machine."""
     used = results.machine.get("llama.cpp uses", "").split(", ")
     return "AVX2" in used and "AVX512" not in used
 
@@ -207,7 +208,7 @@ def is_avx2(results: Results) -> bool:
 def paired(
     runs: Iterable[Run], num_seqs: int, value: Callable[[Run], float | None]
 ) -> Callable[[str, str, Callable[[float, float], float]], list[float]]:
-    """A function of two systems that joins their values round by round, where both were measured."""
+    """Return a function that combines the values of two systems round by round, where both were measured."""
     values = {(run.system, run.round): value(run) for run in runs if run.num_seqs == num_seqs}
 
     def join(one: str, other: str, how: Callable[[float, float], float]) -> list[float]:
@@ -262,9 +263,9 @@ continue with {own_words} words of their own. Answers have {shared_tokens} token
 
 
 def write_page(results: Results, path: Path) -> list[Path]:
-    """Write the page and its pictures beside it; notes that the page has are kept. Returns what was written.
+    """Write the page, and its pictures next to it. Keeps the notes in an existing page. Returns the written paths.
 
-    Raises StartupError if that cannot be done.
+    Raises StartupError if a file cannot be written.
     """
     from cllm.bench.plots import picture
 
@@ -280,7 +281,7 @@ def write_page(results: Results, path: Path) -> list[Path]:
 
 
 def page(results: Results, stem: str, notes: dict[str, str]) -> str:
-    """Markdown; the pictures that it shows are called ``stem``-name.svg."""
+    """Return the page in Markdown. Its pictures are named ``stem``-name.svg."""
     setup = results.setup
     parts = [
         "# Performance",
@@ -345,7 +346,7 @@ def figure_table(found: Sequence[Figure]) -> str:
 
 
 def systems(runs: Sequence[Run]) -> str:
-    """A table of ``runs``, which have the same number of requests at a time."""
+    """Return a table of ``runs``, which have the same concurrency."""
     columns: dict[str, Callable[[Run], float | None]] = {
         "output tokens/s": lambda run: run.output_tokens_per_s,
         "decoding tokens/s": lambda run: run.decode_tokens_per_s,
@@ -399,7 +400,7 @@ def depth_table(depths: Sequence[Depth]) -> str:
 
 
 def host_us(parts: Parts) -> float:
-    """Microseconds a row of all that is not llama.cpp's."""
+    """Return the microseconds per row that are spent outside llama.cpp."""
     return sum(us for part, us in parts.step_us.items() if part != "decode") / parts.num_seqs
 
 
@@ -409,7 +410,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Median (least-most)."""
+    """Return "median (least to most)"; the median alone if there is one value; "" if there is none."""
     if not values:
         return ""
     middle = number(statistics.median(values)) + unit
@@ -417,7 +418,7 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def number(value: float | None) -> str:
-    """Three or four digits."""
+    """Return the number with three or four digits, or "" for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
@@ -440,7 +441,7 @@ AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
 
 
 def drawn(results: Results) -> dict[str, Any]:
-    """Name -> figure of matplotlib, of the curves that were measured."""
+    """Return name -> matplotlib figure for the curves that were measured."""
     from cllm.bench.plots import curves
 
     pictures: dict[str, Any] = {}
@@ -476,7 +477,7 @@ def drawn(results: Results) -> dict[str, Any]:
         for name in systems:
             for depth in of[name]:
                 for count, speed in depth.decode_tokens_per_s.items():
-                    if not speed:  # they never decoded all at once
+                    if not speed:  # there was no step in which all decoded
                         continue
                     label = f"{name}, {count} at a time"
                     speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)

@@ -1,6 +1,6 @@
-"""Pictures of what was measured, for paper: told apart in grey and by those who see few colours.
+"""Plots of measurements, readable when printed in grey and with colour blindness.
 
-Nothing here needs a display. Names are drawn as they are, never as formulas.
+No display is needed. Names are drawn literally, never as formulas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LineStyle = str | tuple[int, tuple[int, ...]]
 
 SUFFIXES = (".png", ".svg")
 
-# Okabe and Ito, "Color Universal Design": each with a line and a marker of its own.
+# The colours of Okabe and Ito, "Color Universal Design", each with its own line style and marker.
 LOOKS: tuple[tuple[str, LineStyle, str], ...] = (
     ("#0072b2", "-", "o"),
     ("#d55e00", "--", "s"),
@@ -56,21 +56,21 @@ STYLE: Any = {
     "svg.hashsalt": "cllm",  # the same picture has the same bytes
     "text.parse_math": False,
 }
-LOGARITHMIC = 20  # times the median, from which a longest time would squeeze all others
+LOGARITHMIC = 20  # medians; a longer maximum makes the axis logarithmic, because it would squeeze all other times
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 Measured = Mapping[str, Mapping[float, Sequence[float]]]
 
 
 def checked_picture(path: Path) -> Path:
-    """Raises StartupError if no picture can have this name."""
+    """Return ``path``. Raises StartupError if its suffix is not one of SUFFIXES."""
     if path.suffix.lower() not in SUFFIXES:
         raise StartupError(f"{path}: a picture's name ends in {' or '.join(SUFFIXES)}")
     return path
 
 
 def picture(figure: Figure, suffix: str) -> bytes:
-    """The file's content; ``suffix`` is one of SUFFIXES."""
+    """Return the content of the picture's file. ``suffix`` is one of SUFFIXES."""
     content = io.BytesIO()
     with style():
         figure.savefig(content, format=suffix[1:], metadata={"Date": None} if suffix == ".svg" else None)
@@ -80,15 +80,15 @@ def picture(figure: Figure, suffix: str) -> bytes:
 @contextmanager
 def style() -> Iterator[None]:
     with mpl.rc_context():
-        mpl.rcdefaults()  # not what a person has in his own file
+        mpl.rcdefaults()  # ignores the user's matplotlibrc
         mpl.rcParams.update(STYLE)
         yield
 
 
 def curves(lines: Measured, *, x: str, y: str) -> Figure:
-    """``lines``: name -> x -> what was measured there; drawn are the medians, and the spread from least to most.
+    """Draw the medians, and the spread from least to most, of ``lines``: name -> x -> values measured there.
 
-    x is spaced by ratio. ``x`` and ``y`` name the axes, with units.
+    The x axis is logarithmic. ``x`` and ``y`` name the axes, with units.
     """
     with style():
         figure = Figure(figsize=(6.4, 4))
@@ -109,9 +109,9 @@ def curves(lines: Measured, *, x: str, y: str) -> Figure:
 
 
 def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figure:
-    """``groups``: name of a group -> name of a bar, the same in all -> what was measured; drawn as in ``curves``.
+    """Draw ``groups``, as in ``curves``: name of a group -> name of a bar, the same in all groups -> measured values.
 
-    The bars go from dark to light. ``y`` names the axis, with its unit.
+    In each group, the colours change from dark to light. ``y`` names the axis, with its unit.
     """
     with style():
         names = list(next(iter(groups.values())))
@@ -134,9 +134,9 @@ def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figu
 
 
 def load_figure(reports: Mapping[str, Report]) -> Figure:
-    """Latencies as shares of what took at most so long, and rate and running requests over time.
+    """Draw the cumulative distributions of the latencies, and the rate and the running requests over time.
 
-    Several reports are drawn over one another. Those that a version without percentiles has written have no lines.
+    Several reports share the same axes. Reports from a version without percentiles have no lines.
     """
     with style():
         figure = Figure(figsize=(10, 5.6))
@@ -181,7 +181,7 @@ def draw_over_time(axes: Axes, what: str, timelines: list[Timeline | None], fiel
 
 
 def medians_and_spread(measured: Iterable[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """And how far the least and the most are from each median."""
+    """Return the medians, and the distances of the least and the greatest value from each median."""
     values = [(min(found), statistics.median(found), max(found)) for found in measured]
     below = [middle - least for least, middle, _ in values]
     above = [most - middle for _, middle, most in values]

@@ -1,14 +1,14 @@
-"""What a run of the load client comes to.
+"""Reports on runs of the load client.
 
 Latencies are those of successful requests, in milliseconds:
 
-- TTFT from sending to the first chunk that holds text (a chunk that only opens the answer does not count),
-- ITL between one such chunk and the next; a chunk may hold several tokens, see ``tokens_per_chunk``,
-- TPOT (E2E - TTFT) / (tokens - 1), one value a request,
-- E2E from sending to the last byte, ``[DONE]`` included.
+- TTFT: from sending to the first chunk that contains text (a chunk that only opens the answer does not count),
+- ITL: from one such chunk to the next; a chunk may contain several tokens, see ``tokens_per_chunk``,
+- TPOT: (E2E - TTFT) / (tokens - 1), one value per request,
+- E2E: from sending to the last byte, ``[DONE]`` included.
 
-Rates are successful requests and their tokens over the wall time, ramps at both ends included. A request that the
-workload wants to be cancelled or refused is neither a success nor a failure.
+Rates are successful requests and their tokens divided by the wall time, including the ramps at both ends. A request
+that is cancelled or rejected as the workload intends is neither a success nor a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cllm.errors import StartupError
 if TYPE_CHECKING:
     from rich.console import Console
 
-BUSY = 0.8  # share of a core from which the client rather than the server may be what was measured
+BUSY = 0.8  # share of a core from which the client may be the bottleneck instead of the server
 
 
 BINS = 40  # of a timeline
@@ -40,18 +40,18 @@ Bins = Annotated[list[float], msgspec.Meta(min_length=1)]
 class Timeline(msgspec.Struct, frozen=True):
     """What happened when, in bins of ``bin_s`` seconds from the first request sent to the last byte.
 
-    The tokens of an answer are spread evenly over its chunks, since a chunk does not say how many it holds.
+    The tokens of an answer are spread evenly over its chunks, because a chunk does not say how many it contains.
     """
 
     bin_s: float
     output_tokens_per_s: Bins
     """Of successful requests."""
     running: Bins
-    """Requests that were sent and had not ended: the mean over the bin."""
+    """Requests that were sent and had not ended, as the mean over the bin."""
 
     @classmethod
     def of(cls, answers: list[Answer], good: list[Answer]) -> Timeline | None:
-        """None if nothing took any time."""
+        """Return the timeline of ``answers``, or None if it has no duration. ``good``: the successful answers."""
         sent = np.array([answer.sent for answer in answers])
         ended = np.array([answer.ended for answer in answers])
         if not len(answers) or sent.min() == ended.max():
@@ -61,7 +61,7 @@ class Timeline(msgspec.Struct, frozen=True):
         times = [answer.content_times or [answer.ended] for answer in good]
         shares = [np.full(len(at), answer.output_tokens / len(at)) for at, answer in zip(times, good, strict=True)]
         tokens = np.histogram(concatenated(times), edges, weights=concatenated(shares))[0]
-        waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])  # seconds of all until then
+        waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])  # request-seconds until edge
         return cls(float(bin_s), rounded(tokens / bin_s), rounded(np.diff(waited) / bin_s))
 
 
@@ -74,7 +74,7 @@ def rounded(values: np.ndarray) -> list[float]:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The object that ``--json`` prints; the ending of a name is its unit."""
+    """The object that ``--json`` prints. The suffix of a name is its unit."""
 
     url: str
     model: str
@@ -82,16 +82,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_succeeded: int
     num_short: int = 0
-    """Successes with fewer tokens than wanted, where the API cannot ask for the exact number."""
+    """Successful requests with fewer tokens than requested, where the API cannot request an exact number."""
     num_cancelled: int
-    """By the client, as the workload wants."""
+    """Cancelled by the client, as the workload intends."""
     num_refused: int
-    """The server had too much to do and said so; failures, unless the workload wants it."""
+    """Rejected by the server because of overload. These are failures unless the workload allows them."""
     num_failed: int
     failures: dict[str, int]
-    """Reason -> how many."""
+    """Reason -> number of failures."""
     examples: dict[str, str]
-    """Reason -> what the first of these servers' answers said."""
+    """Reason -> detail of the first of these failures, such as the server's message."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -100,22 +100,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     requests_per_s: float
     good_requests_per_s: float | None
-    """Goodput: successes a second that kept the limits ``ttft`` and ``tpot`` of the settings; None without limits."""
+    """Goodput: successes per second within the limits ``ttft`` and ``tpot`` of the settings. None without limits."""
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
     tpot_ms: Distribution | None
     e2e_ms: Distribution | None
     client_cpu_s: float
     client_cpu_share: float
-    """Of one core; near 1 the client was the bottleneck."""
+    """Share of one core. Near 1, the client was the bottleneck."""
     client_us_per_chunk: float | None
     percentiles_ms: dict[str, Percentiles] = {}
-    """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e; nothing for one that has no values."""
+    """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e. A latency without values is missing."""
     timeline: Timeline | None = None
 
     @property
     def latencies(self) -> dict[str, Distribution]:
-        """Those that have values, by the name that people read."""
+        """The latencies that have values, by displayed name."""
         found = {"TTFT": self.ttft_ms, "ITL": self.itl_ms, "TPOT": self.tpot_ms, "E2E": self.e2e_ms}
         return {name: values for name, values in found.items() if values is not None}
 
@@ -160,7 +160,7 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
 
 
 def latencies_of(answers: list[Answer]) -> dict[str, list[float]]:
-    """In seconds."""
+    """Return the latencies of ``answers`` in seconds, by name."""
     return {
         "ttft": [answer.first - answer.sent for answer in answers],
         "itl": [gap for answer in answers for gap in np.diff(answer.content_times)],
@@ -183,12 +183,12 @@ def goodput(answers: list[Answer], wall: float, settings: dict[str, Any]) -> flo
 
 
 def time_per_token(answer: Answer) -> float:
-    """Seconds a token after the first; 0 if the first text came with the last."""
+    """Return the seconds per token after the first. 0 if the first text arrived with the last."""
     return (answer.ended - answer.first) / (answer.output_tokens - 1)
 
 
 def print_report(report: Report, console: Console) -> None:
-    """For a person."""
+    """Print the report as text and a table."""
     from rich.table import Table
 
     table = Table("milliseconds", *(("mean", "p50", "p95", "p99")), title_justify="left")
@@ -206,7 +206,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Raises StartupError with one line."""
+    """Return the report in a file. Raises StartupError with a message of one line."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
@@ -216,7 +216,7 @@ def read_report(path: Path) -> Report:
 
 
 def print_diff(before: Report, after: Report, console: Console) -> None:
-    """For a person: what differs in the settings, then each figure, and the second over the first."""
+    """Print the settings that differ, and a table of both reports' figures and their ratios."""
     from rich.table import Table
 
     for line in differences(before, after):
@@ -230,7 +230,7 @@ def print_diff(before: Report, after: Report, console: Console) -> None:
 
 
 def differences(before: Report, after: Report) -> list[str]:
-    """The settings in which two reports differ."""
+    """Return a line for each setting in which two reports differ."""
     pairs = {
         name: (before.settings.get(name), after.settings.get(name))
         for name in dict.fromkeys([*before.settings, *after.settings])
@@ -239,7 +239,7 @@ def differences(before: Report, after: Report) -> list[str]:
 
 
 def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
-    """Name, before, after and their ratio, of each figure that the first report has."""
+    """Return name, before, after and their ratio for each figure of the first report."""
     rows, news = [], figures(after)
     for name, old in figures(before).items():
         new = news.get(name)
@@ -249,7 +249,7 @@ def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The numbers that are worth comparing, by name and unit."""
+    """Return the numbers worth comparing, by name and unit."""
     found: dict[str, float | None] = {
         "succeeded": report.num_succeeded,
         "output tokens/s": report.output_tokens_per_s,

@@ -1,8 +1,8 @@
-"""Other types for the weights: what they gain in speed on this machine, and what they cost in quality.
+"""Tries other types for the weights: what they gain in speed on this machine, and what they cost in quality.
 
-A form of a model is named by its body and its head, such as Q4_0+Q6_K. The head, the matrix that makes logits, is
-computed for every decoded token and is large where the vocabulary is; its best type differs from CPU to CPU. So heads
-are tried first, with the body as it is, and then bodies with the best of them.
+A form of a model is named by the types of its body and its head, such as Q4_0+Q6_K. The head is the matrix that
+computes the logits. It is used for every decoded token, and it is large if the vocabulary is. Its best type differs
+from CPU to CPU. So heads are tried first, with the body unchanged, and then bodies with the best head.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header, size_text
 
 HEADS = ("Q4_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 BODIES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
-"""llama.cpp's file types, and the tensor type that most of their weights have."""
-SIZE_LIMIT = 1.1  # of the original's size; what is larger pays for speed with memory
-KL_LIMIT = 0.03  # nats, above which a form is not recommended; --write-as takes any
-SHARE_OF_ROOM = 1.2  # of what is written, that must be free
+"""llama.cpp's file type -> the tensor type of most of its weights."""
+SIZE_LIMIT = 1.1  # times the original's size; a larger form would pay for speed with memory
+KL_LIMIT = 0.03  # nats; a form above it is not recommended, but --write-as accepts it
+SHARE_OF_ROOM = 1.2  # free space that is needed, as a multiple of the bytes to write
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of it that is done, 0 to 1."""
+"""Called with the current activity and its completed share, 0 to 1."""
 
 
 class Form(msgspec.Struct, frozen=True):
-    """The types of a model's body and head. ``body`` is a file type, or the original's type: then it stays as it is."""
+    """The types of a model's body and head. ``body`` is a file type, or the original's tensor type for an unchanged
+    body.
+    """
 
     body: str
     head: str
@@ -46,7 +48,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Requantized(msgspec.Struct, frozen=True):
-    """One form against the original. quality is None where it could not be measured."""
+    """One form compared with the original. quality is None if it could not be measured."""
 
     form: str
     num_bytes: int
@@ -60,7 +62,7 @@ class Requantized(msgspec.Struct, frozen=True):
 
 
 def original_form(header: GgufHeader) -> Form:
-    """The body's type is the one that most of its bytes have."""
+    """Return the form of the model as it is. The body's type is the type of most of its bytes."""
     head = head_name(header)
     sizes = Counter[str]()
     for tensor in header.tensors:
@@ -70,7 +72,7 @@ def original_form(header: GgufHeader) -> Form:
 
 
 def read_form(text: str, header: GgufHeader) -> Form:
-    """From "BODY+HEAD". Raises StartupError that says what there is."""
+    """Return the form named "BODY+HEAD". Raises StartupError listing the known types."""
     body, _, head = text.partition("+")
     known, heads = {*BODIES, original_form(header).body}, possible_heads(header)
     if body not in known or head not in heads:
@@ -87,7 +89,9 @@ def heads_to_try(header: GgufHeader) -> list[Form]:
 
 
 def possible_heads(header: GgufHeader) -> list[str]:
-    """Those whose blocks divide its rows; llama.cpp falls back to others for the body, but not for the head."""
+    """Return the types whose block size divides the head's rows. llama.cpp replaces unsuitable types in the body, but
+    not in the head.
+    """
     blocks = {name: elements for name, elements, _ in TENSOR_TYPES.values()}
     row = next(tensor.shape[0] for tensor in header.tensors if tensor.name == head_name(header))
     return [head for head in HEADS if row % blocks[head] == 0]
@@ -99,12 +103,12 @@ def bodies_to_try(header: GgufHeader, head: str) -> list[Form]:
 
 
 def small_ones(forms: list[Form], header: GgufHeader) -> list[Form]:
-    """Those that are not much larger than the original, by estimate."""
+    """Return the forms whose estimated size is at most SIZE_LIMIT times the original's."""
     return [form for form in forms if estimated_bytes(form, header) <= SIZE_LIMIT * header.tensor_bytes]
 
 
 def estimated_bytes(form: Form, header: GgufHeader) -> int:
-    """As if every matrix of the body had the one type."""
+    """Return the size that the form would have if all matrices of its body had the same type."""
     blocks = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
     head, kept = head_name(header), original_form(header).body == form.body
     total = 0
@@ -120,14 +124,17 @@ def estimated_bytes(form: Form, header: GgufHeader) -> int:
 
 
 def write_form(source: Path, target: Path, form: Form, progress: Callable[[float], None]) -> None:
-    """Raises StartupError with llama.cpp's reason; ``target`` may then be incomplete."""
+    """Write ``source`` in another form to ``target``, which may be incomplete after an error.
+
+    Raises StartupError with llama.cpp's reason.
+    """
     body = None if form.body == original_form(read_header(source)).body else form.body
     quantize(source, target, body, head=form.head, threads=None, progress=progress)
 
 
 @contextmanager
 def workplace(num_bytes: int) -> Iterator[Path]:
-    """A folder for files of so many bytes in all, gone afterwards. Raises StartupError if there is no room."""
+    """Yield a temporary folder for files of ``num_bytes`` in all. Raises StartupError if there is too little space."""
     with tempfile.TemporaryDirectory(prefix="cllm-tune-") as folder:
         free = shutil.disk_usage(folder).free
         if free < SHARE_OF_ROOM * num_bytes:
@@ -147,9 +154,9 @@ def try_forms(
     folder: Path,
     progress: Progress,
 ) -> list[Requantized]:
-    """Measure ``forms``, or those that are worth a try, in the order in which they were tried.
+    """Measure ``forms``, or by default those worth trying, and return the results in the order of the measurements.
 
-    tokens: the text on which quality is judged. Each form lies in ``folder`` only while it is measured. Raises
+    tokens: the text on which quality is judged. Each form exists in ``folder`` only while it is measured. Raises
     StartupError if the original cannot be measured.
     """
     source, logits = Path(params.path), folder / "logits"
@@ -191,5 +198,5 @@ def try_forms(
 
 
 def best_of(found: list[Requantized]) -> Requantized | None:
-    """The fastest of those that cost little quality and are faster at all."""
+    """Return the fastest recommended form, or None if there is none."""
     return max((one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None)

@@ -1,4 +1,4 @@
-"""Servers to be measured, each started on a free port and gone at the end, with all its processes."""
+"""Starts the servers to measure, each on a free port, and ends them with all their processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cllm.errors import StartupError
 START_TIMEOUT = 180.0  # seconds
 STOP_TIMEOUT = 20.0
 LLAMA_SERVER = FOLDER / "llama-server"
-MODEL = "m"  # the name that all servers are asked for
+MODEL = "m"  # the model's name in all requests
 
 
 class Server(Target, frozen=True):
-    """A server that runs: its process, and the seconds from its start until it was ready."""
+    """A running server: its process id, and the seconds from its start until it was ready."""
 
     pid: int = 0
     start_s: float = 0.0
@@ -53,14 +53,14 @@ def running(
     api: Api = "openai",
     environment: Mapping[str, str] = {},
 ) -> Iterator[Server]:
-    """Start ``command``, whose "PORT" is replaced, wait until ``health`` answers 200, and end it with SIGTERM.
+    """Start ``command`` with its "PORT" replaced, and yield the server when ``health`` answers 200.
 
-    Raises StartupError if it does not start.
+    SIGTERM ends it afterwards. Raises StartupError if it does not start.
     """
     port = port or free_port()
     words = [str(word).replace("PORT", str(port)) for word in command]
     begun = time.perf_counter()
-    # A person's settings would change some of those that are compared and not the others.
+    # The user's settings would affect some of the compared servers and not the others.
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("CLLM_", "LLAMA_ARG_"))}
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -80,7 +80,7 @@ def running(
                 process.wait(STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 pass
-            finally:  # a second Ctrl-C comes here too
+            finally:  # also after a second Ctrl-C
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -101,7 +101,7 @@ def answers(url: str) -> bool:
 
 
 def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManager[Server]:
-    """cLLM with ``flags`` of ``cllm serve``; without a model the built-in one."""
+    """Start cLLM with ``flags`` of ``cllm serve``. Without a model, it serves the built-in one."""
     command = [
         sys.executable,
         "-m",
@@ -120,7 +120,7 @@ def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManage
 def llama_server(
     model: Path, *flags: object, program: Path = LLAMA_SERVER, threads: int | None = None
 ) -> contextlib.AbstractContextManager[Server]:
-    """llama-server with ``flags``; a connection for each request, because it loses some that are kept."""
+    """Start llama-server with ``flags``. Each request opens a connection, because it drops some kept-alive ones."""
     threads = threads or os.cpu_count()
     return running(
         [program, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags], "/health", keep_alive=False
@@ -129,7 +129,7 @@ def llama_server(
 
 @contextlib.contextmanager
 def ollama(program: Path, model: Path, threads: int, num_seqs: int, context: int) -> Iterator[Server]:
-    """An ``ollama serve`` of our own, which knows this model alone, under another name in a folder of its own."""
+    """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         environment = {
@@ -154,7 +154,7 @@ def ollama(program: Path, model: Path, threads: int, num_seqs: int, context: int
 def example_server(
     script: Path, model: Path, threads: int, unified: bool, num_seqs: int, context: int
 ) -> Iterator[Server]:
-    """llama-cpp-python's example server, on the libraries beside ``script``."""
+    """Start llama-cpp-python's example server with the libraries in the folder of ``script``."""
     port = free_port()
     options = {
         "path": str(model.absolute()),
@@ -177,12 +177,12 @@ def example_server(
 
 
 def memory_mb(pid: int) -> float | None:
-    """Proportional set size of a process and all below it, in MB; None where there is no /proc."""
+    """Return the proportional set size of a process and its descendants in MB, or None if there is no /proc."""
     if not Path("/proc/self/smaps_rollup").exists():
         return None
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     family, total = [pid], 0
     for member in family:
@@ -196,7 +196,7 @@ def memory_mb(pid: int) -> float | None:
 def load(
     target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None, may_fail: bool = False
 ) -> Outcome:
-    """Send ``tasks``, so many at a time; nothing is warmed up here. A failure ends the benchmark unless it may be."""
+    """Send ``tasks``, ``concurrency`` at a time, without warm-up. Raises StartupError if one fails and may not."""
     target = msgspec.structs.replace(target, api_key=api_key)
     outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
     if not may_fail and (failed := failures(outcome)):

@@ -1,8 +1,8 @@
 """Replays a trace through the real scheduler with a simulated clock.
 
-Everything is the product's own: engines, schedulers, policies, the ledger of the cells. What is simulated is the model,
-whose steps cost what the cost model says, and the time. Events happen in global order: a request finds its replica in
-the middle of a step and is seen by the next one; what a step gave is known when it has ended.
+Engines, schedulers, policies and the KV cache ledger are the real code. Only the model and the time are simulated: each
+step takes the time that the cost model gives. Events happen in global order. A request that arrives in the middle of a
+replica's step is seen by the next step. The outputs of a step are known when it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
-SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)  # 0.6 billion weights on two cores
-MAX_SEQ_IDS = 256  # of libllama; in the unified layout those that compute nothing can hold prefixes
+SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)  # a model of 0.6 billion weights on two cores
+MAX_SEQ_IDS = 256  # libllama's limit; in the unified layout, spare seq_ids can keep prefixes
 NEVER = 1 << 62
-CROWDED = 2  # times the least load: a replica beyond that is left alone, whatever prefix it has
+CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
 
 TOO_LONG = "the prompt does not fit into the context"
 STUCK = "never served: the scheduler is stuck"
@@ -45,9 +45,9 @@ Progress = Callable[[int], None]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. Sizes are those of one replica; ``num_cells`` is of the unified layout alone.
+    """The simulated system. Sizes are those of one replica. ``num_cells`` is for the unified layout only.
 
-    Raises StartupError for sizes that do not fit together.
+    Raises StartupError for inconsistent sizes.
     """
 
     context: int
@@ -78,12 +78,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> int:
-        """Of one replica."""
+        """The number of cells of one replica."""
         return self.num_cells or self.context * self.max_num_seqs
 
 
 class Course:
-    """How one request fared. Times in seconds of the trace; ``times`` are those of its tokens."""
+    """The course of one request. Times are in seconds of the trace; ``times`` are those of its tokens."""
 
     __slots__ = ("ended", "entry", "failure", "num_cached", "replica", "times")
 
@@ -97,7 +97,7 @@ class Course:
 
 
 class Timekeeper(FakeBackend):
-    """Costs and says what the fake backend does, but keeps no cells and believes its caller: much faster."""
+    """Has the costs and outputs of the fake backend, but is much faster: it keeps no cells and checks nothing."""
 
     def forward(self, batch: Batch) -> Logits:
         self.num_steps += 1
@@ -115,7 +115,7 @@ class Timekeeper(FakeBackend):
 
 
 class Replica:
-    """An engine, its clock, and the requests that are with it."""
+    """An engine, its clock, and its unfinished requests."""
 
     def __init__(self, setup: Setup) -> None:
         unified = setup.layout == "unified"
@@ -141,7 +141,7 @@ class Replica:
         self.courses: dict[str, Course] = {}
         self.engine = build_engine(backend, params, lambda: self.now)
         self.scheduler = self.engine.scheduler
-        self._outputs: list[TokenOutput] = []  # what the last step gave, known at ``now``
+        self._outputs: list[TokenOutput] = []  # of the last step, known at ``now``
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -151,7 +151,7 @@ class Replica:
         return len(self.courses)
 
     def take(self, name: str, course: Course) -> None:
-        """A request arrives; in the middle of a step it is seen by the next one."""
+        """Add a request that arrives. If a step is in progress, the next step sees the request."""
         entry = course.entry
         if not self.is_stepping:
             self.now = entry.arrived
@@ -162,7 +162,7 @@ class Replica:
         self._outputs += self.engine.handle(Add(request))
 
     def finish_step(self) -> int:
-        """Hand out what the step gave that ends now; how many requests have ended with it."""
+        """Record the outputs of the step that ends now. Return the number of requests that end with it."""
         num_ended = 0
         for output in self._outputs:
             course = self.courses[output.request_id]
@@ -178,7 +178,7 @@ class Replica:
         return num_ended
 
     def step(self) -> bool:
-        """Begin the next step, which ends at ``now``; False if there is none."""
+        """Begin the next step, which ends at ``now``. Return False if there is none."""
         if not self.scheduler.has_work():
             return False
         num_steps = self.scheduler.num_steps
@@ -187,14 +187,14 @@ class Replica:
 
 
 class Router:
-    """Chooses the replica of a request."""
+    """Chooses a replica for each request."""
 
     def __init__(self, setup: Setup, replicas: list[Replica], block_size: int) -> None:
         self._routing = setup.routing
         self._replicas = replicas
         self._rng = random.Random(setup.seed)
         self._last = -1
-        self._seen: OrderedDict[int, int] = OrderedDict()  # block -> bits of the replicas, the latest used last
+        self._seen: OrderedDict[int, int] = OrderedDict()  # block -> bit mask of replicas, least recently used first
         self._max_seen = setup.cells * setup.replicas // block_size
 
     def choose(self, entry: Entry) -> int:
@@ -215,7 +215,7 @@ class Router:
         return self._rng.choice([i for i, load in enumerate(loads) if load == least])
 
     def _homes(self, entry: Entry) -> list[int]:
-        """The replicas that have seen the longest prefix of the request's blocks, if anyone has seen any."""
+        """Return the replicas that have seen the longest prefix of the request's blocks; empty if none has seen any."""
         bits = (1 << len(self._replicas)) - 1
         found = 0
         for block_id in entry.hash_ids:
@@ -235,11 +235,11 @@ class Router:
 def simulate(
     entries: list[Entry], setup: Setup, progress: Progress = lambda _: None
 ) -> tuple[list[Course], list[Replica]]:
-    """Let ``entries``, in the order of time, arrive at the replicas and run until all have ended."""
+    """Run ``entries``, which are in order of time, on the replicas until all requests have ended."""
     replicas = [Replica(setup) for _ in range(setup.replicas)]
     router = Router(setup, replicas, entries[0].block_size)
     courses = [Course(entry) for entry in entries]
-    stepping: list[tuple[float, int]] = []  # the replicas in a step, by the time at which it ends
+    stepping: list[tuple[float, int]] = []  # heap of (end of the step, index of the replica)
     num_arrived = num_ended = 0
     while num_arrived < len(courses) or stepping:
         if num_arrived < len(courses) and (not stepping or entries[num_arrived].arrived <= stepping[0][0]):
@@ -272,7 +272,7 @@ def simulate(
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a request must keep to count as good, in milliseconds; None is no limit."""
+    """The limits within which a request counts as good, in milliseconds. None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -284,8 +284,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key got. ``served``: prompt tokens computed for it and OUTPUT_WEIGHT times the tokens of its answers,
-    which is what the policy fair counts."""
+    """Results of one key. ``served``: prompt tokens computed for it plus OUTPUT_WEIGHT times the tokens of its answers,
+    as the policy fair counts."""
 
     num_requests: int
     num_succeeded: int
@@ -297,7 +297,7 @@ class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
 class Fairness(msgspec.Struct, frozen=True, kw_only=True):
     """What the compared keys were served while each of them had a request that waited for its first token.
 
-    jain_index: 1 if all got the same, 1 / (number of keys) if one got everything; None if there was no such time.
+    jain_index: 1 if all got the same, 1 / (number of keys) if one got everything, None if none got anything.
     """
 
     seconds: float
@@ -308,9 +308,9 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The object that ``--json`` prints. Latencies are those of successful requests, as in bench/report.py.
 
-    num_cut: answers that the context cut short. prefill_tokens: of prompts, computed in all, so also what sequences
-    that were parked computed again. Rates are over ``wall_s``, simulated seconds from the first arrival to the last
-    end; good requests are those within the limits.
+    num_cut: answers cut short by the context length. prefill_tokens: prompt tokens computed in all, including what
+    parked sequences computed again. Rates are over ``wall_s``, simulated seconds from the first arrival to the last
+    end. Good requests are those within the limits.
     """
 
     trace: str
@@ -345,7 +345,7 @@ def ttft(course: Course) -> float:
 
 
 def tpot(course: Course) -> float:
-    """Seconds a token after the first; 0 if there is none."""
+    """Return the seconds per token after the first; 0 if there is none."""
     return (course.ended - course.times[0]) / max(1, len(course.times) - 1)
 
 
@@ -362,7 +362,7 @@ def summarize(
     limits: Limits = Limits(),  # noqa: B008  # immutable
     keys: Sequence[str] = (),
 ) -> SimulationReport:
-    """``keys`` are those of the trace to be compared; none means all, if there are several."""
+    """Return the report. ``keys``: keys of the trace to compare for fairness; by default all, if there are several."""
     good = [course for course in courses if not course.failure]
     bad = [course for course in courses if course.failure]
     wall = max(max(course.ended for course in courses) - courses[0].entry.arrived, 1e-9)
@@ -414,7 +414,7 @@ def key_report(courses: list[Course]) -> KeyReport:
 
 
 Interval = tuple[float, float]
-"""Without its begin, with its end: what a step gave belongs to the time before."""
+"""(begin, end], without begin and with end, because the outputs of a step belong to the time before it ends."""
 
 
 def fairness(compared: dict[str, list[Course]]) -> Fairness:
@@ -431,7 +431,7 @@ def fairness(compared: dict[str, list[Course]]) -> Fairness:
 
 
 def backlog(courses: list[Course]) -> list[Interval]:
-    """The times at which a request waited for its first token, in order and apart from each other."""
+    """Return the intervals in which a request waited for its first token, in order and disjoint."""
     waits = [(course.entry.arrived, course.times[0] if course.times else course.ended) for course in courses]
     merged: list[Interval] = []
     for begin, end in sorted(waits):
@@ -443,7 +443,7 @@ def backlog(courses: list[Course]) -> list[Interval]:
 
 
 def overlap(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Both lists are in order."""
+    """Return the intersection of two lists of intervals, which are in order."""
     common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -457,11 +457,11 @@ def overlap(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def served(courses: list[Course], intervals: list[Interval]) -> int:
-    """What was served in these times; a prompt counts when its first token comes."""
+    """Return what was served in these intervals, as in KeyReport. A prompt counts at the time of the first token."""
     begins, ends = (np.array([interval[side] for interval in intervals]) for side in (0, 1))
     amount = 0
     for course in courses:
-        at = np.searchsorted(begins, course.times) - 1  # the last interval that began before
+        at = np.searchsorted(begins, course.times) - 1  # the last interval that began before each token
         inside = (at >= 0) & (np.array(course.times) <= ends[at]) if len(intervals) else np.zeros(len(at), bool)
         amount += OUTPUT_WEIGHT * int(inside.sum())
         if len(inside) and inside[0]:

@@ -1,10 +1,10 @@
-"""Where the speed goes between llama_decode and the socket: the same work at every stage of the way.
+"""Measures the speed that is lost between llama_decode and the socket, with the same work at every stage.
 
-The work: N prompts at once, each continued by D tokens. They have been computed before, and lie in the cells: what is
-measured is decoding, and not how prompts are cut that arrive one after the other. Stages: the backend alone; with
+The work: N prompts together, each continued by D tokens. The prompts are already in the cells, so this measures
+decoding, and not how the engine chunks prompts that arrive one after the other. Stages: the backend alone; with
 sampling; with scheduler (the engine in this process); the engine in its own process; with detokenizing (the service);
-over HTTP in one piece; over HTTP as streams. Speed is N * D tokens over the time from the first request to the last
-token.
+over HTTP in one piece; over HTTP as streams. Speed is N * D tokens divided by the time from the first request to the
+last token.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ STAGES = (
 )
 BY_HAND = STAGES[:2]
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
-SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")  # servers have other defaults
-PAUSE = 0.3  # seconds between two runs, for threads that spin
+SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")  # servers' own defaults differ
+PAUSE = 0.3  # seconds between two runs, until spinning threads go to sleep
 
 Progress = Callable[[float, str], None]
 
 
 class Size(msgspec.Struct, frozen=True):
-    """What is asked for at each stage. ``temperature`` 0 is greedy; else with the usual top-k and top-p."""
+    """The work of each stage. ``temperature`` 0 is greedy; other temperatures use top-k 40 and top-p 0.95."""
 
     num_seqs: int
     prompt_words: int
@@ -75,7 +75,7 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class StageResult(msgspec.Struct, frozen=True):
-    """tokens_per_s: of each round."""
+    """The speed of one stage. tokens_per_s: one value for each round."""
 
     stage: str
     tokens_per_s: list[float]
@@ -86,7 +86,7 @@ class StageResult(msgspec.Struct, frozen=True):
 
 
 class SizeResult(msgspec.Struct, frozen=True):
-    """step_us: microseconds of a decoding step of the engine in this process, by its parts."""
+    """All stages of one size. step_us: microseconds of a decoding step of the engine in this process, by part."""
 
     num_seqs: int
     stages: list[StageResult]
@@ -94,7 +94,7 @@ class SizeResult(msgspec.Struct, frozen=True):
 
 
 class Work:
-    """The prompts of one size, in words, as bodies of requests, and as tokens."""
+    """The prompts of one size: as messages, as request bodies and as token ids."""
 
     def __init__(self, size: Size, vocabulary: Vocabulary, number: int = 0) -> None:
         """Works with different numbers share no prompt."""
@@ -118,12 +118,12 @@ class Work:
         return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
 
     def before(self) -> Work:
-        """The same prompts, one token each: after it they are in the cells."""
+        """Return the same prompts with one output token each. Running it computes the prompts into the cells."""
         return Work(msgspec.structs.replace(self.size, num_tokens=1), self._vocabulary, self.number)
 
     @property
     def context(self) -> int:
-        """Room for it, and for works of the same size with other words."""
+        """A context length that suffices for this work and for works of the same size with other words."""
         return int(1.2 * max(map(len, self.prompts))) + self.size.num_tokens + 32
 
     @property
@@ -154,10 +154,10 @@ def run_size(
     with ExitStack() as stack:
         stages, engine = open_stages(path, Work(size, vocabulary), vocabulary, stack)
         count = 0
-        for i in range(-1, rounds):  # the first one warms up
+        for i in range(-1, rounds):  # round -1 is the warm-up
             for stage in STAGES if i % 2 else reversed(STAGES):
                 count += 1
-                work = Work(size, vocabulary, count)  # of which nothing is cached anywhere
+                work = Work(size, vocabulary, count)  # not cached anywhere
                 if stage in BY_HAND:
                     prefill_by_hand(engine, work)
                 else:
@@ -175,7 +175,7 @@ def run_size(
 def open_stages(
     path: Path, work: Work, vocabulary: Vocabulary, stack: ExitStack
 ) -> tuple[dict[str, Callable[[Work], object]], Engine]:
-    """What to call for each stage; everything is loaded once, and is closed with ``stack``."""
+    """Return the function that runs each stage, and the engine. All is loaded once and closed with ``stack``."""
     num_seqs = work.size.num_seqs
     params = EngineParams(
         path=str(path),
@@ -212,13 +212,13 @@ async def started(params: EngineParams) -> EngineClient:
 
 
 def losses(result: SizeResult) -> list[float]:
-    """The share of the speed that each stage loses against the one before; the first has nothing to lose."""
+    """Return the share of the speed that each stage loses compared with the one before; 0 for the first."""
     medians = [stage.median for stage in result.stages]
     return [0.0, *(1 - after / before for before, after in pairwise(medians))]
 
 
 def shares(results: list[SizeResult]) -> dict[str, dict[str, list[float]]]:
-    """Size -> stage -> of each round, the share of the backend's median speed."""
+    """Return size -> stage -> the speed of each round as a share of the backend's median speed."""
     return {
         sequences(result.num_seqs): {
             stage.stage: [speed / result.stages[0].median for speed in stage.tokens_per_s] for stage in result.stages
@@ -228,7 +228,7 @@ def shares(results: list[SizeResult]) -> dict[str, dict[str, list[float]]]:
 
 
 def print_stages(results: list[SizeResult], console: Console) -> None:
-    """For a person."""
+    """Print a table of the stages and the parts of a step for each size."""
     from rich.table import Table
 
     for result in results:
@@ -254,7 +254,7 @@ def sequences(count: int) -> str:
 
 
 def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
-    """As the engine would have them; the seq_id is the place."""
+    """Return the work's sequences as the engine would make them. The seq_id is the index."""
     seqs = [Sequence(request, 0, i, backend.info.context_length) for i, request in enumerate(work.requests())]
     for seq_id, seq in enumerate(seqs):
         seq.seq_id = seq_id
@@ -262,7 +262,7 @@ def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
 
 
 def prefill_by_hand(engine: Engine, work: Work) -> None:
-    """All of the prompts but the last token, in the cells that were the engine's."""
+    """Empty the engine's cells, and compute all tokens of each prompt except the last one into them."""
     forget(engine)
     space = engine.backend.info.max_num_batched_tokens
     for seq in sequences_of(engine.backend, work):
@@ -271,12 +271,12 @@ def prefill_by_hand(engine: Engine, work: Work) -> None:
 
 
 def forget(engine: Engine) -> None:
-    """Nothing is in the cells after it."""
+    """Empty all cells."""
     engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
 
 
 def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
-    """The batches that the engine would make, without it. Without a sampler every token is the same."""
+    """Run the batches that the engine would make, without the engine. Without a sampler, every token is 1."""
     seqs = sequences_of(backend, work)
     for _ in range(work.size.num_tokens):
         batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
@@ -284,7 +284,7 @@ def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
         tokens = sampler.sample(batch, logits) if sampler else [1] * len(seqs)
         for seq, token in zip(seqs, tokens, strict=True):
             seq.append(token)
-    backend.forward(Batch([], [Trim(seq_id, 0) for seq_id in range(len(seqs))]))  # as it was
+    backend.forward(Batch([], [Trim(seq_id, 0) for seq_id in range(len(seqs))]))  # empty, as the engine left them
 
 
 def step_engine(engine: Engine, work: Work) -> None:
@@ -334,14 +334,14 @@ async def post_all(target: Target, work: Work) -> None:
 
 
 class Stopwatch:
-    """Seconds by part, of the functions that are timed."""
+    """Seconds spent in the timed functions, by part."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
     def timing(self, owner: Any, name: str, part: str) -> Iterator[None]:
-        """``owner.name`` is timed meanwhile."""
+        """Add the time of all calls of ``owner.name`` to ``part`` until the context ends."""
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -359,10 +359,10 @@ class Stopwatch:
 
 
 def step_parts(engine: Engine, work: Work) -> dict[str, float]:
-    """Microseconds of a decoding step: the mean over all steps of one run in which everybody decodes.
+    """Return the microseconds of a decoding step by part: the mean over the steps of one run in which all decode.
 
-    "decode" is all of the backend's forward but the filling of its arrays. "send" is what the engine process does in
-    addition: the message about the step, written to nobody.
+    "decode" is the backend's forward without the filling of its arrays. "send" is what the engine process does in
+    addition: it encodes the message about the step and writes it, here to the null device.
     """
     watch = Stopwatch()
     for request in work.requests():

@@ -1,4 +1,4 @@
-"""Traces that nobody recorded: chats, shared prompts, long ones."""
+"""Synthetic traces: chats, shared prefixes, long prompts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from cllm.observe.trace_file import Entry
 
-BLOCK_SIZE = 16  # so that short prompts can share; every length is a whole number of blocks
+BLOCK_SIZE = 16  # tokens; small, so that short prompts can share. Every prompt is a whole number of blocks
 NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT = 8, 1024
 MEAN_TURNS = 5
 
 
 class Source:
-    """Where lengths, times and new blocks come from; the same seed gives the same ones."""
+    """A source of lengths, times and new blocks. The same seed gives the same ones."""
 
     def __init__(self, seed: int, rate: float) -> None:
         self.rng = np.random.default_rng(seed)
@@ -24,18 +24,18 @@ class Source:
         self._ids = count()
 
     def arrivals(self, share: float = 1.0) -> Iterator[float]:
-        """Milliseconds, a Poisson process of ``share`` of the rate."""
+        """Yield arrival times in milliseconds: a Poisson process with ``share`` of the rate."""
         at = 0.0
         while True:
             at += self.rng.exponential(1000 / (self._rate * share))
             yield at
 
     def lognormal(self, median: float, sigma: float = 0.8) -> float:
-        """Nothing beyond 16 times the median, so that one request does not decide the result."""
+        """Return a random value of at most 16 times the median, so that one request does not decide the result."""
         return min(float(self.rng.lognormal(np.log(median), sigma)), 16 * median)
 
     def blocks(self, num_tokens: float) -> list[int]:
-        """New ones that hold so many tokens, at least one block."""
+        """Return new blocks for ``num_tokens`` tokens, at least one block."""
         return [next(self._ids) for _ in range(max(1, round(num_tokens / BLOCK_SIZE)))]
 
     def entry(self, at: float, blocks: list[int], output_length: float, key: str = "") -> Entry:
@@ -63,7 +63,7 @@ def shared_prefix(source: Source) -> Iterator[Entry]:
 
 
 def multi_turn(source: Source) -> Iterator[Entry]:
-    """Yields in the order of time, which is not that in which talks are made up."""
+    """Yield requests in order of time. Conversations are generated whole, so later requests wait in a heap."""
     ahead: list[tuple[float, int, Entry]] = []
     numbers = count()
     for begun in source.arrivals(1 / MEAN_TURNS):
@@ -101,6 +101,6 @@ WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
 
 
 def synthesize(workload: str, num_requests: int, rate: float, seed: int) -> list[Entry]:
-    """The first ``num_requests`` of a workload, ``rate`` a second on average."""
+    """Return the first ``num_requests`` requests of a workload, ``rate`` per second on average."""
     make, _ = WORKLOADS[workload]
     return list(islice(make(Source(seed, rate)), num_requests))

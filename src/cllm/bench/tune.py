@@ -1,9 +1,9 @@
-"""Which settings make a model fastest on this machine: measured one after the other, the one that matters most first.
+"""Finds the settings that make a model fastest on this machine, one setting after the other, the most important first.
 
-All candidates for a setting, and what it is now, are measured in turn, round after round, so that a slow minute of the
-machine meets all of them. What counts is the ratio to the present value in the same round: a candidate is taken if the
-median of these ratios is better by more than their noise. In the end the settings as they were and all that was chosen
-are measured against each other once more, and what does not show then is not recommended.
+All candidates for a setting, and its present value, are measured in turn, round after round, so that a slow minute of
+the machine affects all of them. What counts is the ratio to the present value in the same round: a candidate is chosen
+if the median of these ratios is better by more than their noise. At the end, the original settings and all choices are
+measured against each other once more. Choices that are not faster in this measurement are not recommended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cllm.errors import StartupError
 
 T = TypeVar("T")
 Choice = dict[str, Any]
-"""Values of settings by their dotted keys."""
+"""Dotted key of a setting -> its value."""
 Clock = Callable[[], float]
 
 THREADS, BATCH_THREADS = "backend.llama_cpp.n_threads", "backend.llama_cpp.n_threads_batch"
@@ -38,15 +38,16 @@ FIELDS = {
 """Setting -> its field of EngineParams."""
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
-ENOUGH = 5  # rounds, from which a median distance says something
-LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1  # shares that are worth a line in a file; that are worth giving up `auto` for
-KV_KL_LIMIT = 0.01  # nats; what nobody asked for must not change the answers more
-HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}  # rounds -> ratio; who was below it in all of them is not measured any more
-MEASUREMENTS = 60  # of one candidate each, about, for which the time is to suffice
+ENOUGH = 5  # rounds from which the median distance is meaningful
+LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1  # least gain worth a line in a config file; least gain worth giving up `auto`
+KV_KL_LIMIT = 0.01  # nats; a change that the user did not request must not alter the answers more
+HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}  # rounds -> ratio; a candidate below it in all of these rounds is dropped
+MEASUREMENTS = 60  # approximate number of measurements, of one candidate each, that must fit into the time
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """speeds: tokens a second by figure, of each round. gain, noise: shares, against what it was compared with.
+    """The result of one candidate. speeds: figure -> tokens/s of each round. gain, noise: shares of the speed of the
+    candidate that it was compared with.
 
     failure: why it could not be measured; "" if it could.
     """
@@ -61,7 +62,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """A value of a setting. note: why it was not taken although it was faster."""
+    """A measured value of a setting. note: why it was not chosen although it was faster."""
 
     key: str
     value: object
@@ -71,11 +72,11 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """What came of it. before and after: the settings as they were and all choices, measured in turn; None if nothing
-    was chosen.
+    """The result. before and after: the original settings and all choices, measured in turn; None if nothing was
+    chosen.
 
-    confirmed: the choices are faster in this last measurement too. skipped: settings for which there was nothing to try
-    or no time left.
+    confirmed: the choices are faster in this last measurement too. skipped: settings with nothing to try or no time
+    left.
     """
 
     tried: list[Tried]
@@ -94,7 +95,7 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 class Figure(NamedTuple):
-    """A number that is looked at: ``part`` (prompt or decode) of the speeds of a work."""
+    """A measured number: ``part`` (prompt or decode) of the speeds of a work."""
 
     part: str
     work: Work
@@ -105,7 +106,7 @@ class Figure(NamedTuple):
 
 
 class Works(NamedTuple):
-    """What is measured: one sequence; several; several with longer prompts; as many as run at all."""
+    """The works to measure: one sequence; several; several with longer prompts; the most that can run, up to 32."""
 
     one: Work
     many: Work
@@ -114,7 +115,7 @@ class Works(NamedTuple):
 
 
 class Knob(NamedTuple):
-    """A setting, the values to try beside the present one, what to look at, and the least gain."""
+    """A setting, the values to try in addition to the present one, the figures to measure, and the least gain."""
 
     key: str
     values: list[object]
@@ -125,11 +126,11 @@ class Knob(NamedTuple):
 def race(
     runners: Mapping[str, T], measure: Callable[[T], dict[str, float]], going_on: Callable[[int], bool]
 ) -> dict[str, Outcome]:
-    """Measure all in turn, round after round; the first is the one that the others are compared with.
+    """Measure all runners in turn, round after round. The others are compared with the first one.
 
-    measure: tokens a second by figure; a CandidateError takes a runner out. ``going_on`` is asked after each round.
-    What a runner has in a round is the geometric mean of its figures' ratios to the first one's. Raises StartupError if
-    the first one fails.
+    measure: returns tokens/s by figure; a CandidateError removes the runner. ``going_on`` is called with the number of
+    rounds after each of them. A runner's value in a round is the geometric mean of its figures' ratios to those of the
+    first runner. Raises StartupError if the first runner fails.
     """
     first, *others = runners
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
@@ -156,7 +157,9 @@ def race(
 
 
 def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str) -> Outcome:
-    """The noise is twice the median distance of the rounds from their median; of few rounds the largest distance."""
+    """Return gain and noise. The noise is twice the median distance of the rounds from their median; with few rounds,
+    it is the largest distance.
+    """
     speeds = {figure: [found[figure] for found in rounds] for figure in (rounds[0] if rounds else ())}
     if failure or not ratios:
         return Outcome(speeds, failure=failure or "not measured")
@@ -167,7 +170,7 @@ def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str
 
 
 def figures_of(figures: list[Figure], measure: Callable[[Work], Speeds]) -> dict[str, float]:
-    """Each work is done once."""
+    """Return label -> tokens/s of each figure. Each work is measured once."""
     speeds = {work: measure(work) for work in dict.fromkeys(figure.work for figure in figures)}
     return {figure.label: getattr(speeds[figure.work], figure.part) for figure in figures}
 
@@ -183,8 +186,8 @@ def search(
 ) -> Tuned:
     """Coordinate descent: settle one setting after the other, beginning with ``start``.
 
-    refuse: why a faster choice is still not to be taken; "" if it is. The time is shared by the number of measurements
-    a setting needs; what is begun gets MIN_ROUNDS whatever they take. Raises StartupError if ``start`` fails.
+    refuse: returns why a faster choice must not be taken, or "" if it may. Each setting gets time in proportion to the
+    measurements it needs, but at least MIN_ROUNDS once it has begun. Raises StartupError if ``start`` fails.
     """
     end = clock() + seconds
     sizes = [(1 + len(knob.values)) * len({figure.work for figure in knob.figures}) for knob in knobs]
@@ -220,7 +223,9 @@ def search(
 def pick(
     candidates: dict[str, Choice], outcomes: dict[str, Outcome], knob: Knob, refuse: Callable[[str, Choice], str]
 ) -> tuple[str, dict[str, str]]:
-    """The name of the best, which may be the first, the present value; and why others were refused."""
+    """Return the name of the best candidate, which may be the first one (the present value), and why faster ones were
+    rejected.
+    """
     present, *others = candidates
     notes = {}
     for name in sorted(others, key=lambda name: -outcomes[name].gain):
@@ -233,18 +238,20 @@ def pick(
 
 
 def changed(start: Choice, choice: Choice) -> Choice:
-    """What differs; of the two numbers of threads both if one does, for one that is not given follows the other."""
+    """Return the settings that differ. If one of the two thread counts does, return both, because an unset one follows
+    the other.
+    """
     keys = {key for key in choice if choice[key] != start[key]}
     if keys & {THREADS, BATCH_THREADS}:
         keys |= {THREADS, BATCH_THREADS}
     return {key: choice[key] for key in choice if key in keys}
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
+# --- candidates ------------------------------------------------------------------------------------------------------
 
 
 def starting_choice(params: EngineParams, cores: int) -> Choice:
-    """The settings as they are, with numbers in place of null."""
+    """Return the present settings, with numbers instead of null."""
     threads = params.n_threads or cores
     return {
         BATCH_THREADS: params.n_threads_batch or threads,
@@ -260,7 +267,7 @@ def applied(params: EngineParams, choice: Choice) -> EngineParams:
 
 
 def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) -> Works:
-    """Works that take the time a measurement may take on this machine: the slower it is, the less they are."""
+    """Return works that take as long as one measurement may. They are smaller on a slower machine."""
     several = min(8, max_num_seqs)
     one, many = measure(Work(1, 16, 8)), measure(Work(several, 16, 4))
     time_each = seconds / MEASUREMENTS
@@ -279,9 +286,9 @@ def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) 
 
 
 def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) -> list[Knob]:
-    """What to try for each setting. One sequence decodes with n_threads, all else with n_threads_batch.
+    """Return what to try for each setting. One sequence decodes with n_threads; everything else uses n_threads_batch.
 
-    Passes over more tokens than a step of the work has cannot be told apart, so one of them is enough.
+    Values of n_ubatch above the number of tokens in a step of the work have the same effect, so one of them is enough.
     """
     shares = {cores, cores * 3 // 4, cores // 2, cores // 4, 1 if cores <= 4 else cores}
     threads = sorted(shares - {0}, reverse=True)

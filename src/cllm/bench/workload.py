@@ -1,4 +1,4 @@
-"""What a load client asks for, made before the clock starts and the same for the same seed."""
+"""The requests of the load client. They are made before the clock starts, and the same seed gives the same ones."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from cllm.models.builtin.questions import KINDS, held_out_questions
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
 LONGEST_WORD = 4  # syllables
 
-# A call of a tool comes as structure and not as text, and every dialect has its own.
+# Tool calls arrive as structured data and not as text, and each dialect has its own form.
 QUESTION_KINDS = [kind for kind in KINDS if kind != "tools"]
 
 SPREAD = 0.8  # sigma of the lognormal lengths of a chat
-LONGEST = 16  # times the median, so that one request does not decide the result
-LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill every fifth prompt is so many times as long
-CANCELLED_EVERY = 2  # in cancel-storm every second client goes away
+LONGEST = 16  # largest multiple of the median, so that one request does not decide the result
+LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill, every fifth prompt is 25 times as long
+CANCELLED_EVERY = 2  # in cancel-storm, every second client disconnects
 TURNS = 4
-SHARED = 0.75  # of a prompt in shared-prefix
-BURSTINESS = 0.25  # shape of the gamma distribution of the gaps in bursty arrivals: 1 would be Poisson
+SHARED = 0.75  # share of a prompt that is common in shared-prefix
+BURSTINESS = 0.25  # shape of the gamma distribution of the gaps in bursty arrivals; 1 would be Poisson
 
 Arrivals = Literal["poisson", "bursty", "even"]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One request: the body of a chat, and what makes the answer to it a success."""
+    """One request: the body of a chat, and the conditions for a successful answer."""
 
     body: bytes
     num_tokens: int | None = None
-    """The answer has exactly so many tokens; None: any number but 0."""
+    """The exact number of tokens in the answer. None: any number except 0."""
     answer: str | None = None
-    """The answer is exactly this text; None: any."""
+    """The exact text of the answer. None: any text."""
     cancel_after: int | None = None
-    """The client goes away when so many chunks of text have come."""
+    """The client disconnects after this number of chunks with text. None: never."""
     may_be_refused: bool = False
-    """429 or 503 is a right answer too, if it says when to come again."""
+    """429 or 503 with Retry-After is a correct answer too."""
     follow: Callable[[str], Task] | None = None
-    """What is asked next, once the answer is known."""
+    """Returns the next request of the conversation, from the text of the answer."""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens; ``shared_words`` of a
-    prompt are the same in all. Each answer is to have ``max_tokens``, which takes a server that knows ``ignore_eos``.
+    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The first ``shared_words``
+    are the same in all prompts. Each answer must have ``max_tokens``, so the server must support ``ignore_eos``.
     """
 
     api: Api = "openai"
@@ -62,26 +62,26 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def word_tasks(count: int, words: Words) -> list[Task]:
-    """All of one size."""
+    """Return tasks that all have the same size."""
     source = Source(words)
     return [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
 
 
 def chat_tasks(count: int, words: Words) -> list[Task]:
-    """Lengths of prompts and answers are lognormal; what ``words`` says are their medians."""
+    """Return tasks with lognormal lengths of prompts and answers. The lengths in ``words`` are the medians."""
     source = Source(words)
     return [source.task(source.about(words.prompt_words), source.about(words.max_tokens)) for _ in range(count)]
 
 
 def long_prefill_tasks(count: int, words: Words) -> list[Task]:
-    """Every fifth prompt is very long."""
+    """Return tasks in which every fifth prompt is very long."""
     source = Source(words)
     sizes = [words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1) for i in range(count)]
     return [source.task(size, words.max_tokens) for size in sizes]
 
 
 def cancel_tasks(count: int, words: Words) -> list[Task]:
-    """Every second client goes away somewhere on the way."""
+    """Return tasks in which every second client disconnects at a random point in the first half of its answer."""
     source = Source(words)
     tasks = [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
     leaves = [source.random.randint(1, max(1, words.max_tokens // 2)) for _ in tasks]
@@ -92,12 +92,12 @@ def cancel_tasks(count: int, words: Words) -> list[Task]:
 
 
 def overload_tasks(count: int, words: Words) -> list[Task]:
-    """To be sent all at once; a server that refuses some does right."""
+    """Return tasks to send all at the same time. The server may reject some of them."""
     return [msgspec.structs.replace(task, may_be_refused=True) for task in word_tasks(count, words)]
 
 
 def multi_turn_tasks(count: int, words: Words) -> list[Task]:
-    """Talks of a few turns; each prompt holds all that was said. ``count`` is that of all turns."""
+    """Return conversations of a few turns, ``count`` turns in all. Each prompt contains all earlier messages."""
     source = Source(words)
     talks = [[source.text(words.prompt_words) for _ in range(TURNS)] for _ in range(-(-count // TURNS))]
     talks[-1] = talks[-1][: (count - 1) % TURNS + 1]
@@ -105,7 +105,7 @@ def multi_turn_tasks(count: int, words: Words) -> list[Task]:
 
 
 def turn(words: Words, messages: Messages, texts: list[str]) -> Task:
-    """The next request of a talk in which ``texts`` are still to be said."""
+    """Return the next request of a conversation. ``texts``: the user's remaining messages."""
     asked = [*messages, {"role": "user", "content": texts[0]}]
 
     def follow(answer: str) -> Task:
@@ -130,7 +130,7 @@ WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
 
 
 def num_requests(tasks: list[Task]) -> int:
-    """Requests that ``tasks`` come to, with all that follows, if every answer is a success."""
+    """Return the number of requests in ``tasks``, including all that follow if every answer is a success."""
     count = 0
     for task in tasks:
         following: Task | None = task
@@ -141,7 +141,7 @@ def num_requests(tasks: list[Task]) -> int:
 
 
 def question_tasks(count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai") -> list[Task]:
-    """Questions that the built-in model was not trained on and answers nevertheless; the kinds in turn."""
+    """Return questions that the built-in model was not trained on but can answer, the kinds in turn."""
     options = {"max_tokens": max_tokens, "temperature": 0}
     questions = islice(held_out_questions(seed, QUESTION_KINDS), count)
     body = DIALECTS[api].body
@@ -149,7 +149,7 @@ def question_tasks(count: int, *, model: str, max_tokens: int, seed: int, api: A
 
 
 def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[float]:
-    """Seconds from the start at which requests are sent, ``rate`` a second on average."""
+    """Return the times to send requests, in seconds from the start, ``rate`` per second on average."""
     gaps = random.Random(seed)
     shape = {"poisson": 1.0, "bursty": BURSTINESS, "even": math.inf}[kind]
     at, times = 0.0, []
@@ -160,10 +160,10 @@ def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[fl
 
 
 class Source:
-    """Where words and sizes come from."""
+    """A source of words and sizes."""
 
     def __init__(self, words: Words) -> None:
-        """Raises StartupError if more words are to be shared than a prompt has."""
+        """Raises StartupError if ``shared_words`` is more than ``prompt_words``."""
         if words.shared_words > words.prompt_words:
             raise StartupError(f"--shared-words {words.shared_words} is more than --prompt-words {words.prompt_words}")
         self.random = random.Random(words.seed)
