@@ -1,9 +1,9 @@
-"""What a streamed token costs the API process: CPU time of `cllm serve` over the fake backend, in microseconds a token.
+"""Measure the CPU time of the API process per streamed token, in microseconds, with the fake backend.
 
     python benchmarks/api_cost.py --streams 64 --tokens 512
 
-The engine process keeps time like a model and computes nothing; the load client runs beside both. Exit code 1 if the
-median is above --most.
+The engine process takes as long as a model but computes nothing. The load client runs alongside both processes. Exit
+code 1 if the median is above --most.
 """
 
 from __future__ import annotations

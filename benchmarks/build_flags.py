@@ -1,10 +1,10 @@
-"""What compilers and their switches make of llama.cpp's CPU kernels: speed, and whether the logits stay the same.
+"""Compare compilers and switches for llama.cpp's CPU kernels: the speed, and whether the logits stay the same.
 
     python benchmarks/build_flags.py --model models/qwen3-0.6b.gguf --rounds 7 --only default cllm clang-19
 
-Only ggml-cpu is built anew for each candidate, from the source that ``cllm bench compare --build`` fetches; everything
-else is the installed llama-cpp-python. The candidates are measured in turn, each in a process of its own, and a ratio
-is one of two measurements in the same round. A candidate whose compiler is not installed is skipped.
+Only ggml-cpu is rebuilt for each candidate, from the source that ``cllm bench compare --build`` fetches. Everything
+else is the installed llama-cpp-python. The candidates are measured in turn, each in its own process. A ratio is always
+between two measurements of the same round. A candidate whose compiler is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PREFILL_TOKENS, DECODE_STEPS, DECODING = 256, 24, (1, 8, 16)
 
 
 class Candidate(NamedTuple):
-    """How ggml-cpu is compiled. ``level``: instead of Release's -O3. ``needs``: a flag that the CPU must have."""
+    """How ggml-cpu is compiled. ``level`` replaces Release's -O3. ``needs``: a flag that the CPU must have."""
 
     cc: str = "gcc-12"
     cxx: str = "g++-12"
     flags: str = ""
     c_flags: str = "-w"
     level: str = "-O3"
-    trains: bool = False  # runs once before it is compiled again with the profile of that run
+    trains: bool = False  # runs once, and is then compiled again with the profile of that run
     needs: str = ""
 
 
@@ -99,14 +99,14 @@ def main() -> None:
 
 
 def why_not(candidate: Candidate) -> str:
-    """Why a candidate cannot be tried here; "" if it can."""
+    """Return why a candidate cannot be tried here, or "" if it can."""
     if not shutil.which(candidate.cxx):
         return f"{candidate.cxx} is not installed"
     return f"the CPU has no {candidate.needs}" if candidate.needs and candidate.needs not in cpu_flags() else ""
 
 
 def build(name: str, candidate: Candidate, options: argparse.Namespace) -> Path:
-    """A folder with the installed libraries and this candidate's ggml-cpu."""
+    """Build a candidate. Return a folder with the installed libraries and this candidate's ggml-cpu."""
     folder = (BUILDS / name.replace(" ", "-")).absolute()
     libraries = folder / "lib"
     if (libraries / "done").exists():
@@ -116,7 +116,7 @@ def build(name: str, candidate: Candidate, options: argparse.Namespace) -> Path:
     compile_in(folder, candidate, profile)
     collect(folder, libraries)
     if candidate.trains:
-        measured(libraries, options)  # leaves the profile beside the object files
+        measured(libraries, options)  # writes the profile next to the object files
         compile_in(folder, candidate, "-fprofile-use -fprofile-correction -Wno-missing-profile")
         collect(folder, libraries)
     (libraries / "done").touch()
@@ -158,7 +158,7 @@ def collect(folder: Path, libraries: Path) -> None:
 
 
 def measured(libraries: Path, options: argparse.Namespace) -> dict:
-    """What ``measure`` found in a process that loads ``libraries``."""
+    """Return the result of ``measure`` in a process that loads ``libraries``."""
     command = [sys.executable, __file__, "--measure", "--model", options.model, "--threads", options.threads]
     environment = os.environ | {"LLAMA_CPP_LIB_PATH": str(libraries)}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
@@ -168,7 +168,7 @@ def measured(libraries: Path, options: argparse.Namespace) -> dict:
 
 
 def measure(model: Path, threads: int) -> dict:
-    """Tokens a second of prefill and decoding, and a digest of all logits."""
+    """Return tokens/s of prefill and decoding, and a digest of all logits."""
     from cllm.core.batch import Batch, Row, Trim
     from cllm.core.params import SamplingParams
     from cllm.core.request import Request
@@ -214,7 +214,7 @@ def measure(model: Path, threads: int) -> dict:
 
 
 def report(found: dict[str, list[dict]]) -> str:
-    """A table in Markdown: ratios to the default build, median (least to most), and whether the logits are the same."""
+    """Return a Markdown table: ratios to the default build, as median (least to most), and whether the logits agree."""
     columns = ["prefill", *(f"decode {count}" for count in DECODING)]
     lines = [f"CPU: {cpu_name()}. llama.cpp uses: {found[BASE][0]['system']}", ""]
     lines += ["| build | " + " | ".join(columns) + " | logits |", "| --- |" + " ---: |" * len(columns) + " --- |"]

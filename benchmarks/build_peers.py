@@ -1,4 +1,4 @@
-"""Build llama.cpp's own programs from the very source that cLLM runs on, in .tools/peers."""
+"""Build llama.cpp's own programs in .tools/peers, from the same source as cLLM's llama.cpp."""
 
 from cllm.bench.peers import BUILT, build
 

@@ -1,11 +1,11 @@
-"""What the engine adds to llama.cpp: its decoding speed as a ratio to llama-batched-bench, in the same run.
+"""Measure what the engine adds to llama.cpp: its decoding speed divided by that of llama-batched-bench.
 
     make bench ARGS="--model 0.6b.gguf --sizes 1 8"
 
-Both decode N sequences with the same model, threads, context and KV layout, alternating, one process beside the other
-at rest. llama-batched-bench neither samples nor reads logits; the engine schedules, samples greedily and checks for the
-end of each sequence. Compared are the tokens per second of the steps in which all N sequences decode. Exit code 1 if
-a median ratio is below --least.
+Both decode N sequences with the same model, threads, context and KV layout. They alternate in one run, and each is idle
+while the other runs. llama-batched-bench neither samples nor reads logits. The engine schedules, samples greedily and
+checks for the end of each sequence. The speeds are tokens per second of the steps in which all N sequences decode. Exit
+code 1 if a median ratio is below --least.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: s
 
 
 def engine_speed(engine: Engine, num_seqs: int, num_prompt: int, num_decode: int) -> float:
-    """Tokens per second of the decoding steps."""
+    """Return tokens per second of the decoding steps."""
     vocabulary = engine.backend.info.vocabulary_size
     params = SamplingParams(temperature=0, max_tokens=num_decode, ignore_eos=True)
     prompts = [[(7919 * (i + 1) * (j + 1)) % (vocabulary - 300) for j in range(num_prompt)] for i in range(num_seqs)]
@@ -51,7 +51,7 @@ def engine_speed(engine: Engine, num_seqs: int, num_prompt: int, num_decode: int
 
 
 def peer_speed(options: argparse.Namespace, num_seqs: int) -> float:
-    """Tokens per second that llama-batched-bench reports for decoding."""
+    """Return tokens per second that llama-batched-bench reports for decoding."""
     length = options.prompt + options.decode
     command = [options.peer, "-m", options.model, "-c", num_seqs * length, "-b", 2048, "-ub", 512]
     command += ["-npp", options.prompt, "-ntg", options.decode, "-npl", num_seqs, "--output-format", "jsonl"]

@@ -1,12 +1,12 @@
-"""What a grammar costs: milliseconds a row, and how much slower its neighbours become.
+"""Measure what a grammar costs: milliseconds per row, and how much it slows down other sequences.
 
     python benchmarks/grammar_cost.py --model models/qwen3-0.6b.gguf
 
-Without --model: a made vocabulary of 151,936 tokens, and a backend that reads memory for --step-ms. Rows are sampled
-cold, as between two decodes: before each, more memory is read than the caches hold. The neighbours' step is that of
---sequences of which one follows a schema, divided by the step of as many that follow nothing; in turns, the median of
---rounds.
-Exit code 1 if the mean of a row is above --most-ms, or the neighbours are slowed by more than --most-share.
+Without --model, the vocabulary has 151,936 generated tokens, and the backend reads memory for --step-ms. Rows are
+sampled with cold caches, as between two decodes: before each row, more memory is read than fits into the caches. The
+slowdown is the step time of --sequences sequences, one of them with a schema, divided by the step time without a
+schema. Both are measured in turn; the result is the median of --rounds.
+Exit code 1 if a row costs more than --most-ms extra on average, or the slowdown is more than --most-share.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCHEMA = {
 
 
 class MadeVocabulary(FakeVocabulary):
-    """Texts of letters, as bench make-model gives them; the last token is the end."""
+    """The pieces that bench make-model generates. The last token is the end token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class MadeVocabulary(FakeVocabulary):
 
 
 class PacedBackend(FakeBackend):
-    """Reads memory as long as a step is to take, and then thinks something up."""
+    """Returns random logits, and reads memory for the duration of a step."""
 
     def __init__(self, num_seqs: int, seconds: float) -> None:
         super().__init__(max_num_seqs=num_seqs, context_length=4096)
@@ -100,7 +100,7 @@ class PacedBackend(FakeBackend):
 
 
 def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of CPU: to sample a constrained row and consume its token; to sample one that is free."""
+    """Return CPU milliseconds to sample a constrained row and consume its token, and to sample an unconstrained one."""
     grammar = Grammar(params.grammar, backend.vocabulary.grammar_tokenizer(backend.info.end_tokens))
     assert not grammar.error, grammar.error
     random = np.random.default_rng(1)
@@ -126,7 +126,7 @@ def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tupl
 
 
 def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_bound: int, num_steps: int) -> float:
-    """The median step while ``num_bound`` of ``num_seqs`` follow the grammar."""
+    """Return the median step time in seconds while ``num_bound`` of ``num_seqs`` sequences follow the grammar."""
     free = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, ignore_eos=True)
     names = [f"{time.monotonic_ns()}-{i}" for i in range(num_seqs)]
     for i, name in enumerate(names):
@@ -139,7 +139,7 @@ def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_boun
         outputs = engine.step()
         if decoding:
             times.append(time.perf_counter() - begun)
-        for output in outputs:  # whoever is through with his grammar begins again
+        for output in outputs:  # a sequence that has completed its grammar begins again
             if output.finish:
                 names.append(f"{output.request_id}'")
                 bound = int(output.request_id.partition("-")[2].rstrip("'")) < num_bound
@@ -181,7 +181,7 @@ def main() -> None:
     )
 
     engine = build_engine(backend, engine_params)
-    step_seconds(engine, params, options.sequences, 1, 20)  # compiles
+    step_seconds(engine, params, options.sequences, 1, 20)  # compiles the grammar
     ratios = []
     for i in range(options.rounds):
         found = {}

@@ -1,10 +1,10 @@
-"""Ten times as many clients as a server can serve at once: how many rejected clients are served when they retry?
+"""Measure how many rejected clients are served on their retry, with ten times as many clients as can run and wait.
 
     uv run python benchmarks/overload.py [--mock] [--no-tickets] [--rounds 3] [--json out.json]
 
 Each client sends one request of its own. If it is rejected, it retries once after Retry-After and up to a tenth more,
-with the ticket that it got. In the first measurement all clients come at once and no others ("closed"); in the second,
-fresh clients also arrive at twice the rate that can be served ("fresh"). Exit code 1 if a target is missed.
+with the ticket that it got. In the first measurement ("closed"), all clients send at the start and no others follow. In
+the second ("fresh"), new clients also arrive at twice the rate that can be served. Exit code 1 if a target is missed.
 
 Goodput: tokens/s of complete answers, divided by those of the same server with as many clients as can run and wait.
 """
@@ -27,16 +27,16 @@ from cllm.bench.connection import Connections, Response
 from cllm.bench.servers import MODEL, cllm
 from cllm.cli.main import end_in_order
 
-TIMES = 10  # clients, divided by those that can run and wait
-FRESH = 2.0  # requests that arrive meanwhile, divided by those that can be served
-SERVED = {"closed": 0.8, "fresh": 0.8}  # the least share of rejected clients that is served at the next try
+TIMES = 10  # number of clients, as a multiple of those that can run and wait
+FRESH = 2.0  # rate of new requests, as a multiple of the rate that can be served
+SERVED = {"closed": 0.8, "fresh": 0.8}  # the least share of rejected clients that is served on the retry
 GOODPUT = {"closed": 0.95, "fresh": 0.9}
 TICKET = b"x-cllm-retry-ticket"
 
 
 @dataclass
 class Client:
-    """One request. served: when its answer was complete, in seconds of time.perf_counter; 0 if it has none."""
+    """One request. served: seconds of time.perf_counter at which its answer was complete; 0 if there is no answer."""
 
     body: bytes
     num_tokens: int
@@ -54,14 +54,14 @@ class Crowd:
         self.clients: list[Client] = []
 
     def add(self) -> Client:
-        words = " ".join(f"{self.random.getrandbits(32):x}" for _ in range(6))  # its own
+        words = " ".join(f"{self.random.getrandbits(32):x}" for _ in range(6))  # unique to the client
         num_tokens = self.random.randint(self.options.tokens // 2, self.options.tokens * 3 // 2)
         body = {"model": MODEL, "prompt": words, "max_tokens": num_tokens, "ignore_eos": True}
         self.clients.append(Client(json.dumps(body).encode(), num_tokens))
         return self.clients[-1]
 
     async def ask(self, client: Client) -> None:
-        """Send its request, and retry it once as told."""
+        """Send the client's request, and retry it once after Retry-After if it is rejected."""
         response = await self._send(client, {})
         if response.status == 429:
             ticket = {}
@@ -85,7 +85,7 @@ class Crowd:
 
 
 async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> float:
-    """Tokens/s with ``num_clients``, each of which sends its next request when it has its answer."""
+    """Return tokens/s with ``num_clients`` clients. Each sends its next request when it has its answer."""
 
     async def take_turns(clients: Iterator[Client]) -> None:
         for client in clients:
@@ -95,13 +95,13 @@ async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> flo
     waiting = iter(clients)
     begun = time.perf_counter()
     await asyncio.gather(*(take_turns(waiting) for _ in range(num_clients)))
-    # after that fewer clients are left than can run and wait
+    # after this time, fewer clients are left than can run and wait
     end = sorted(client.served for client in clients)[-num_clients]
     return crowd.tokens(begun, end) / (end - begun)
 
 
 async def measure(crowd: Crowd, num_clients: int, rate: float, fresh: float) -> tuple[int, float, float]:
-    """The number of rejected clients, the share of them that was served at the next try, and goodput."""
+    """Return the number of rejected clients, the share of them that was served on the retry, and goodput."""
     begun = time.perf_counter()
     seconds = num_clients * crowd.options.tokens / rate
     async with asyncio.TaskGroup() as group:

@@ -1,9 +1,9 @@
-"""What the scheduler promises, measured against llama-server on the same machine, in the same run.
+"""Measure whether the scheduler meets its targets, against llama-server on the same machine in the same run.
 
     uv run python benchmarks/scheduling.py [NAME ...] --model 0.6b.gguf --rounds 3 --json out.json
 
 NAME: shared-prefix long-prompt small-pool fairness queue speculation restart; all of them if none is named. Each prints
-its figures beside its target and how far they spread. Exit code 1 if a target is missed.
+its figures with their spread and targets. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from cllm.models.builtin.questions import held_out_questions
 from cllm.process.launch import with_big_pages
 
 LAYOUTS = ("unified", "partitioned")
-NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, which is no merit
+NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, so speculation would gain too much
 
 
 class Report:
-    """Figures and whether they reach their targets."""
+    """Figures, and those that miss their targets."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
@@ -53,9 +53,9 @@ class Report:
     def figure(
         self, name: str, values: list[float], target: float | None = None, *, least: bool = True, every: bool = False
     ) -> None:
-        """Print the median and the spread; ``least``: the target is the least, else the most, the median may be.
+        """Print the median and the spread. ``least``: the median must be at least the target, otherwise at most.
 
-        ``every``: each value is to reach it.
+        ``every``: each value must reach the target, not only the median.
         """
         median = statistics.median(values)
         self.figures[name] = {"median": median, "values": values, "target": target}
@@ -82,7 +82,7 @@ def ttfts(outcome: Outcome) -> list[float]:
 
 
 def shared_prefix(options: argparse.Namespace, report: Report) -> None:
-    """24 requests share 1,000 words and have 20 of their own, 8 clients, 30 tokens each."""
+    """24 requests from 8 clients share 1,000 words and have 20 of their own; each answer has 30 tokens."""
     peers = {
         "-np 8": ["-np", 8, "-c", 8 * 4096],
         "-np 8 -kvu": ["-np", 8, "-kvu", "-c", 8 * 4096],
@@ -126,9 +126,10 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
 
 
 def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[tuple[float, float], int]:
-    """Seconds that llama.cpp needs for this work at least, the mean TTFT then, and the prompt tokens to be computed.
+    """Return the least time and mean TTFT, in seconds, of llama.cpp for this work, and the prompt tokens to compute.
 
-    The shared prompt once, then three times: eight own parts in one batch, and 29 steps of eight sequences that share.
+    The work: the shared prompt once, then three times the own parts of eight prompts in one batch and 29 steps of
+    these eight sequences.
     """
     vocabulary = build_vocabulary(EngineParams(path=str(options.model)))
     texts = [msgspec.json.decode(task.body)["messages"][0]["content"] for task in tasks]
@@ -151,7 +152,7 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tup
     seqs = [Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, 4096) for i, prompt in enumerate(prompts)]
     for i, seq in enumerate(seqs):
         seq.seq_id = i % 8
-    backend.forward(Batch([Row(seqs[0], 0, size, 0)], []))  # warm, as the servers are
+    backend.forward(Batch([Row(seqs[0], 0, size, 0)], []))  # warm-up, which the servers get too
     backend.forward(Batch([], [Trim(0, 0)]))
     begun = sent = time.perf_counter()
     ttft = 0.0
@@ -183,7 +184,7 @@ def metric(target: Target, name: str) -> float:
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name)))
 
 
-# --- a long prompt beside streams ------------------------------------------------------------------------------------
+# --- a long prompt alongside streams ---------------------------------------------------------------------------------
 
 
 def long_prompt(options: argparse.Namespace, report: Report) -> None:
@@ -206,7 +207,7 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
 
 
 def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) -> tuple[float, float, float]:
-    """p99 of the seven's inter-token times, time to first token of the long prompt beside them, and alone."""
+    """Return the p99 ITL of seven streams, and the TTFT of a long prompt alongside them and alone."""
     alone, beside = (
         words(1, options, prompt_words=options.long_words, max_tokens=2, seed=seed) for seed in (50 + i, 80 + i)
     )
@@ -236,7 +237,7 @@ def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) 
 
 
 def question_tasks(count: int, seed: int, least: int) -> list[Task]:
-    """Questions to the built-in model with answers of ``least`` characters or more."""
+    """Return questions for the built-in model with answers of ``least`` characters or more."""
     found = []
     for question in held_out_questions(seed, None):
         if len(question.answer) >= least and not question.tools:
@@ -249,7 +250,7 @@ def question_tasks(count: int, seed: int, least: int) -> list[Task]:
 
 
 def small_pool(options: argparse.Namespace, report: Report) -> None:
-    """16 requests at once, all growing, on cells for about four of them; the built-in model's answers are checked."""
+    """16 concurrent, growing requests with cells for about four of them; the built-in model's answers are checked."""
     from cllm.models.catalog import BUILTIN
 
     ours, theirs, ample, parked = [], [], [], []
@@ -275,7 +276,7 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
 
 
 def fairness(options: argparse.Namespace, report: Report) -> None:
-    """One key sends 200 requests, another 10, same class; then both send 60."""
+    """One key sends 200 requests and another 10, in the same class; then both send 60."""
     slower, jain = [], []
     for i in range(options.rounds):
         with cllm(options.model, "--max-num-seqs", 8, "--context", 512, *NO_GUESSES, *options.flags) as target:
@@ -302,7 +303,7 @@ def fairness(options: argparse.Namespace, report: Report) -> None:
 
 
 def together(target: Target, *loads: tuple[list[Task], int, str, float]) -> list[Outcome]:
-    """Several loads at once: tasks, clients, key, seconds to wait first."""
+    """Run several loads concurrently. Each has tasks, clients, a key, and seconds to wait before it starts."""
     outcomes: dict[int, Outcome] = {}
 
     def run(i: int, tasks: list[Task], concurrency: int, key: str, delay: float) -> None:
@@ -325,7 +326,7 @@ def mean_latency(outcome: Outcome) -> float:
 
 
 def queue(options: argparse.Namespace, report: Report) -> None:
-    """Microseconds of scheduling a step with 10 and with 10,000 waiting."""
+    """Microseconds to schedule a step with 10 and with 10,000 waiting requests."""
     from cllm.backends.fake import FakeBackend
     from cllm.engine.build import build_engine
     from cllm.engine.commands import Add
@@ -367,7 +368,7 @@ def queue(options: argparse.Namespace, report: Report) -> None:
 
 
 def speculation(options: argparse.Namespace, report: Report) -> None:
-    """The built-in model says a text again that stands in the conversation: prompt lookup against none."""
+    """The built-in model repeats a text from the conversation, with and without prompt lookup."""
     alone, crowd = [], []
     for i in range(options.rounds):
         speeds: dict[tuple[str, int], float] = {}
@@ -390,7 +391,7 @@ def speculation(options: argparse.Namespace, report: Report) -> None:
 
 
 def copy_tasks(count: int, seed: int) -> list[Task]:
-    """Conversations in which something was said once and is asked for again."""
+    """Return conversations that ask for an answer again that they already contain."""
     tasks = []
     for question in held_out_questions(seed, None):
         if len(question.messages) == 1 and not question.tools and len(question.answer) >= 60:
@@ -408,7 +409,7 @@ def copy_tasks(count: int, seed: int) -> list[Task]:
 
 
 def restart(options: argparse.Namespace, report: Report) -> None:
-    """A prompt of about 2,000 tokens, cold, and after a restart with what the disk kept."""
+    """TTFT of a prompt of about 2,000 tokens, cold and after a restart with the disk cache."""
     ratios = []
     params = EngineParams(path=str(options.model), context_length=1024, max_num_seqs=2, kv_memory=1 << 40)
     backend = build_backend(params)
@@ -433,7 +434,7 @@ def restart(options: argparse.Namespace, report: Report) -> None:
 
 
 def restored(backend: Backend, num_tokens: int) -> float:
-    """Seconds of loading a prefix from RAM, over those of computing it."""
+    """Return the time to load a prefix from RAM, divided by the time to compute it."""
     seq = Sequence(Request("0", [7 * i % 1000 for i in range(num_tokens)], SamplingParams()), 0, 0, num_tokens + 1)
     seq.seq_id, size = 0, backend.info.max_num_batched_tokens
     begun = time.perf_counter()
@@ -471,7 +472,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = with_big_pages(os.environ)
-    if environment != os.environ:  # so that what is measured here has what the engine process has
+    if environment != os.environ:  # so that this process has big pages, like the engine process
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     report = Report()
     for name in options.names or BENCHMARKS:
