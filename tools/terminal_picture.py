@@ -1,4 +1,4 @@
-"""Draw the terminal session of the README: run its commands for real and write what they print as docs/terminal.svg.
+"""Draw the terminal session of the README: run its commands and write their output as docs/terminal.svg.
 
 .venv/bin/python tools/terminal_picture.py
 """
@@ -18,7 +18,7 @@ from rich.text import Text
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "terminal.svg"
 PORT = 8000
-# No font from the network: whoever looks at the picture has a monospaced one.
+# No font from the network: every viewer has a monospaced one.
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 QUESTIONS = """What is 27 plus 45?

@@ -2,8 +2,8 @@
 
     python tools/train_builtin/train.py --out src/cllm/models/builtin/builtin.gguf
 
-Needs an environment of its own (see README.md beside this file): torch, tokenizers, gguf, jinja2, numpy.
-About 70 minutes on two cores. The text is generated, so there is nothing to download.
+Needs an environment of its own (see README.md in this folder): torch, tokenizers, gguf, jinja2, numpy.
+Takes about 70 minutes on two cores. The training text is generated, so there is nothing to download.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LONG_ROWS = (4, 1920)  # rows and tokens of the last steps of a phase, so that l
 
 
 class Phase(NamedTuple):
-    """AdamW with ``rate`` after a warm-up, falling to 0; ``mix`` asks some kinds more often than once."""
+    """AdamW with ``rate`` after a warm-up, falling to 0. ``mix``: weights of the kinds of questions, 1 by default."""
 
     steps: int
     rate: float
@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 
 PHASES = [
     Phase(1500, 3e-3, (40, 192), 0.2, {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}),
-    # what the first phase learns last; rows long enough for a declaration of tools, a call and its report
+    # the kinds that the first phase learns last; rows long enough for declared tools, a call and its result
     Phase(750, 1.5e-3, (20, 384), 0.08, {"sums": 6, "tools": 6, "copying": 2, "counting": 2}),
     Phase(240, 1.2e-3, (20, 384), 0.06, {"sums": 4, "tools": 10, "capitals": 3}),
     Phase(290, 1.2e-3, (30, 256), 0.05, {"sums": 9, "counting": 4, "capitals": 3, "tools": 2}),
@@ -82,7 +82,7 @@ def train_question(rng: random.Random, kinds: list[str]) -> Question:
 
 
 def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
-    """One conversation as (text, is an answer) pieces."""
+    """Return one conversation as pieces (text, whether it is an answer)."""
     kinds = [kind for kind in KINDS for _ in range(mix.get(kind, 1))]
     first = train_question(rng, kinds)
     turns = [first]
@@ -100,7 +100,7 @@ def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
         prompt = TEMPLATE.render(
             messages=history, tools=question.tools, add_generation_prompt=True, enable_thinking=think
         )
-        if not prompt.startswith(done):  # the last turn thought; its thoughts leave the history
+        if not prompt.startswith(done):  # the last turn had thoughts, which the template drops
             break
         answer = f"{question.thinking}\n</think>\n\n{question.answer}" if think else question.answer
         pieces += [(prompt[len(done) :], False), (answer + "<|im_end|>", True), ("\n", False)]
@@ -142,7 +142,7 @@ def train_tokenizer() -> Tokenizer:
 def packed(
     tokenizer: Tokenizer, rng: random.Random, mix: dict[str, int], rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of whole dialogues: ids (rows, length + 1) and loss weights of the same shape."""
+    """Return rows filled with dialogues: token ids (rows, length + 1), and loss weights of the same shape."""
     ids = np.zeros((rows, length + 1), np.int64)
     weights = np.zeros((rows, length + 1), np.float32)
     for row in range(rows):
@@ -221,7 +221,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Path) -> None:
-    """Train ``model`` in place, and save it now and then and at the end."""
+    """Train ``model`` in place. Save it every 200 steps and at the end."""
     rng = random.Random(seed)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
