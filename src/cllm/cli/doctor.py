@@ -21,7 +21,7 @@ from cllm.models.memory import available_bytes
 # As in pyproject.toml, which an installed package does not have.
 SWITCHES = "-fno-tree-sra -fno-tree-dse -fno-dse -fschedule-insns -fsched-pressure -frecord-gcc-switches -w"
 FASTER = ("-fschedule-insns", "-fsched-pressure")
-GAIN = "prompts are computed 1.2 to 1.4 times as fast on CPUs with AVX2"  # as benchmarks/build_flags.py measures
+GAIN = "prompts are computed 1.15 to 1.4 times as fast on CPUs with AVX2"  # as benchmarks/build_flags.py measures
 # A vector extension: its name in /proc/cpuinfo -> its name in llama.cpp's system info.
 EXTENSIONS = {
     "avx2": "AVX2",
