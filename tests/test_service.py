@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.answer import Answer, Generation, SchedulingOptions, request_of
+from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, request_of
 from cllm.backends.fake import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
@@ -31,3 +31,20 @@ def test_text_before_an_error_is_not_lost() -> None:
         with pytest.raises(EngineError):
             answer.take()
         assert answer.generation.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("queue_timeout", "deadline", "code"),
+    [(60.0, 0.5, "deadline_exceeded"), (0.5, 60.0, "queue_timeout"), (None, 0.5, "deadline_exceeded")],
+)
+def test_error_names_the_limit_that_expired_although_less_time_has_passed_here(queue_timeout, deadline, code) -> None:
+    """The engine's clock began before this answer was made, on a busy machine much earlier."""
+    options = SchedulingOptions(queue_timeout=queue_timeout, deadline=deadline)
+    generation = Generation("a", [[1]], SamplingParams(), options)
+    stream = Stream([request_of("a-0", [1], generation.params, options)])
+    stream.put(TokenOutput("a-0", 0, -1, FinishReason.TIMEOUT, False))
+    with Answer(generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None) as answer:
+        assert not answer.take()
+        with pytest.raises(RequestTimeout) as caught:
+            answer.take()
+        assert caught.value.code == code

@@ -322,7 +322,9 @@ class Answer:
     def _timeout(self) -> RequestTimeout:
         """Return the error for the limit in ``terms`` that has ended the generation."""
         terms = self.generation.terms
-        if terms.queue_timeout is not None and time.monotonic() - self._begun < (terms.deadline or math.inf):
+        deadline = math.inf if terms.deadline is None else terms.deadline
+        # the engine's clock began earlier than this one, so a deadline may expire before it has passed here
+        if terms.queue_timeout is not None and terms.queue_timeout < deadline > time.monotonic() - self._begun:
             limit = round(terms.queue_timeout * 1000)
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)
