@@ -10,7 +10,7 @@ from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
-from cllm.process.flights import Stream
+from cllm.process.in_flight import Stream
 
 
 class Engine:

@@ -20,7 +20,7 @@ from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import NO_CLAIM, Place
 from cllm.process.client import EngineClient
-from cllm.process.flights import Stream
+from cllm.process.in_flight import Stream
 from cllm.process.reservations import Claim
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
@@ -323,8 +323,9 @@ class Answer:
         """Return the error for the limit in ``terms`` that has ended the generation."""
         terms = self.generation.terms
         deadline = math.inf if terms.deadline is None else terms.deadline
-        # the engine's clock began earlier than this one, so a deadline may expire before it has passed here
-        if terms.queue_timeout is not None and terms.queue_timeout < deadline > time.monotonic() - self._begun:
+        # The engine's clock started earlier, so elapsed may be below a deadline that has expired.
+        elapsed = time.monotonic() - self._begun
+        if terms.queue_timeout is not None and terms.queue_timeout < deadline and elapsed < deadline:
             limit = round(terms.queue_timeout * 1000)
             return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
         limit = round((terms.deadline or 0) * 1000)

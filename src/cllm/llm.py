@@ -146,7 +146,7 @@ class LLM:
         passed to the model's chat template.
         """
         with self._shared.in_use():
-            return self._chat_template.encode(for_template(messages), checked_tools(tools), **variables)
+            return self._chat_template.encode(for_template(messages), tools_for_template(tools), **variables)
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Complete each prompt (text or token ids)."""
@@ -325,7 +325,7 @@ def for_template(messages: Any) -> Messages:
     return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def checked_tools(tools: Any) -> Messages:
+def tools_for_template(tools: Any) -> Messages:
     """Return ``tools``, or [] for None. Raises BadRequest, naming the entry, if they are not in OpenAI's format."""
     tools = [] if tools is None else tools
     if not isinstance(tools, list):

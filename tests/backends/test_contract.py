@@ -503,9 +503,9 @@ def test_the_size_of_a_state(backend, caller):
 
 
 def install_snapshot(backend: Backend, key: int, data: bytes) -> None:
-    blank = backend.new_state_buffer(len(data))
-    blank.data[:] = data
-    backend.install_snapshot(key, blank)
+    buffer = backend.new_state_buffer(len(data))
+    buffer.data[:] = data
+    backend.install_snapshot(key, buffer)
 
 
 def test_a_snapshot_moves_house(kind, backend, make_backend, caller):

@@ -251,9 +251,9 @@ class LedgerMachine(RuleBasedStateMachine):
         snapshot = data.draw(st.sampled_from(reading))
         if succeeded:
             saved = msgspec.msgpack.encode(snapshot.tokens.tolist())
-            blank = self.backend.new_state_buffer(len(saved))
-            blank.data[:] = saved
-            self.backend.install_snapshot(snapshot.key, blank)
+            buffer = self.backend.new_state_buffer(len(saved))
+            buffer.data[:] = saved
+            self.backend.install_snapshot(snapshot.key, buffer)
             snapshot.place = Place.RAM
         else:
             assert self.ledger.drop(snapshot.key) == []

@@ -19,7 +19,7 @@ from cllm.engine.build import build_engine
 from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueFull, QueueLimits
-from cllm.process.flights import InFlightRequests
+from cllm.process.in_flight import InFlightRequests
 from cllm.process.reservations import Claim, QueueLoad, Reservations
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
@@ -54,7 +54,7 @@ class World:
         self.engine = build_engine(backend, EngineParams(speculation="off"), lambda: self._engine_now)
         self.backlog = Backlog(QueueLimits(requests=max_waiting), Fair({}), {}, lambda: self.now)
         self.backlog.observe(self.engine.scheduler.stats())
-        self.flights = InFlightRequests(self.backlog, ResultCache())
+        self.in_flight = InFlightRequests(self.backlog, ResultCache())
         self.sends_ticket = sends_ticket
         self.one_body = one_body  # of all clients
         self.clients: list[Client] = []
@@ -84,12 +84,12 @@ class World:
             self._admit_until(self._engine_now)
             self.now = self._engine_now
             self.backlog.observe(self.engine.scheduler.stats())
-            self.flights.put(outputs)
+            self.in_flight.put(outputs)
             for output in outputs:
                 if output.finish:
                     client, stream = self._streams.pop(output.request_id)
                     client.ended = self.now
-                    self.flights.leave(stream)
+                    self.in_flight.leave(stream)
 
     def _admit_until(self, end: float) -> None:
         while self._arrivals and self._arrivals[0][0] <= end:
@@ -101,7 +101,7 @@ class World:
         params = SamplingParams(max_tokens=client.num_tokens, ignore_eos=True)
         name = str(client.number)
         try:
-            stream, new = self.flights.submit([Request(name, [*name.encode()], params, client.account)], client.claim)
+            stream, new = self.in_flight.submit([Request(name, [*name.encode()], params, client.account)], client.claim)
         except QueueFull as error:
             if client.num_tries == 1 and client.returns:
                 client.claim = Claim(error.ticket if self.sends_ticket else "", client.claim.body)

@@ -462,7 +462,7 @@ def test_tokens_and_seconds_are_bounded_too(limits, kind):
             for i in range(2):
                 generation = Generation(str(i), [[i] * 6], SamplingParams(ignore_eos=True))
                 stack.enter_context(service.submit(generation))
-            service.engine._flights.backlog.observe(Stats(num_seq_ids=1, place_seconds=3.0))
+            service.engine._in_flight.backlog.observe(Stats(num_seq_ids=1, place_seconds=3.0))
             answer = await client.post("/v1/completions", json={"prompt": [7] * 6})
             assert (answer.status_code, answer.json()["error"]["type"]) == (429, kind)
 

@@ -93,7 +93,7 @@ class Engine:
         self._disk = disk
         self._chooser = chooser
         self._check = check
-        self._blanks: dict[int, StateBuffer] = {}  # by snapshot key, being filled from disk
+        self._state_buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled from disk
         self._num_steps_since = 0  # since the layout was last considered
         if disk is not None:
             for file, tokens, salt in disk.find():
@@ -341,9 +341,9 @@ class Engine:
         reads, self.scheduler.reads = self.scheduler.reads, []
         for snapshot in reads:
             try:
-                blank = self.backend.new_state_buffer(disk.size(snapshot.key))
-                disk.read(snapshot.key, blank.data)
-                self._blanks[snapshot.key] = blank
+                buffer = self.backend.new_state_buffer(disk.size(snapshot.key))
+                disk.read(snapshot.key, buffer.data)
+                self._state_buffers[snapshot.key] = buffer
             except Exception:
                 log.exception("a prefix cannot be read from disk")
                 self.scheduler.was_read(snapshot.key, succeeded=False)
@@ -355,7 +355,7 @@ class Engine:
                 for old in self.scheduler.ledger.written(result.key):
                     disk.delete(old)
                 continue
-            filled, succeeded = self._blanks.pop(result.key), result.succeeded
+            filled, succeeded = self._state_buffers.pop(result.key), result.succeeded
             try:
                 if succeeded:
                     self.backend.install_snapshot(result.key, filled)

@@ -20,7 +20,7 @@ from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueLimits
 from cllm.process.embeddings import Embeddings, Waiter
-from cllm.process.flights import InFlightRequests, Stream
+from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
 from cllm.process.reservations import Claim
@@ -67,7 +67,7 @@ class EngineClient:
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
         backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights, clock)
-        self._flights = InFlightRequests(backlog, ResultCache() if results is None else results)
+        self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: EngineProcess | None = None
         self._loaded: asyncio.Future[ModelInfo]
@@ -81,7 +81,7 @@ class EngineClient:
     @property
     def num_unfinished(self) -> int:
         """The number of requests that the engine has not answered completely, including those for embeddings."""
-        return len(self._flights) + len(self._embeddings)
+        return len(self._in_flight) + len(self._embeddings)
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises StartupError if it cannot load the model."""
@@ -113,7 +113,7 @@ class EngineClient:
                 self._loaded.exception()  # so that asyncio does not report it as never retrieved
         self._earlier_stats = self.stats_since_start
         self.stats = Stats(num_seq_ids=self.info.max_num_seqs, num_cells=self.info.num_cells)
-        self._flights.backlog.observe(self.stats)
+        self._in_flight.backlog.observe(self.stats)
         self._ready_since = self._clock()
         self._load_seconds = self._ready_since - self._started
         self.ready = True
@@ -123,8 +123,8 @@ class EngineClient:
         match message:
             case Stepped():
                 self.stats = message.stats
-                self._flights.backlog.observe(message.stats)
-                self._flights.put(message.outputs)
+                self._in_flight.backlog.observe(message.stats)
+                self._in_flight.put(message.outputs)
             case Embedded():
                 self._embeddings.put(message)
             case Explained():
@@ -145,7 +145,7 @@ class EngineClient:
     @property
     def reservations(self) -> Mapping[str, int]:
         """See Reservations.counts."""
-        return self._flights.backlog.reservations.counts
+        return self._in_flight.backlog.reservations.counts
 
     def seconds_until_ready(self) -> float:
         """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the engine is ready."""
@@ -163,7 +163,7 @@ class EngineClient:
                 self._backoff = FIRST_BACKOFF
             cause = process.describe_end()
             message = "the engine died (%s) with %d requests; starting it again in %.1f s"
-            log.error(message, cause, len(self._flights), self._backoff)
+            log.error(message, cause, len(self._in_flight), self._backoff)
             reason = f"The engine died ({cause}) and is being started again; please retry."
             died = EngineError(reason, self._backoff + self._load_seconds)
             self.end_all(died)
@@ -192,12 +192,12 @@ class EngineClient:
             num_waiting_tokens=0,
             waiting_seconds=0.0,
         )
-        self._flights.fail(error)
+        self._in_flight.fail(error)
         self._embeddings.fail(error)
 
     def check_room(self, request: Request, claim: Claim = NO_CLAIM) -> None:
         """Raise QueueFull if ``request`` would be rejected now. Equal requests that it could share are ignored."""
-        self._flights.backlog.check([request], claim)
+        self._in_flight.backlog.check([request], claim)
 
     def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
         """Send requests to the engine, or find their results. The caller must call ``close_stream`` later.
@@ -205,20 +205,20 @@ class EngineClient:
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
         self._check_ready()
-        stream, new = self._flights.submit(requests, claim)
+        stream, new = self._in_flight.submit(requests, claim)
         if new:
             self._write(b"".join(frame(Add(request)) for request in new))
         return stream
 
     def stop(self, stream: Stream, request_id: str, index: int) -> None:
         """End one of a request's sequences in the engine's next step, because its reader needs no more tokens."""
-        name = self._flights.stop(stream, request_id, index)
+        name = self._in_flight.stop(stream, request_id, index)
         if name is not None and self.ready:
             self._write(frame(Abort(name, index)))
 
     def close_stream(self, stream: Stream) -> None:
         """Forget the stream's requests. Unfinished requests that no other stream reads are aborted."""
-        for name in self._flights.leave(stream):
+        for name in self._in_flight.leave(stream):
             if self.ready:
                 self._write(frame(Abort(name)))
 

@@ -29,7 +29,7 @@ class Stream:
         self.num_shared = 0
         self.num_recalled = 0
         self.num_reused_tokens = 0
-        self.flights: dict[str, Flight] = {}  # by the reader's request ids
+        self.in_flight: dict[str, InFlightRequest] = {}  # by the reader's request ids
         self._outputs: list[TokenOutput] = []
         self._error: CLLMError | None = None
         self._listener: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class Stream:
             self.listen(None)
 
 
-class Flight:
+class InFlightRequest:
     """One request in the engine, read by one or more streams, each of which has its own request id for it.
 
     The outputs so far are kept for streams that join later, and for the result cache.
@@ -99,7 +99,7 @@ class Flight:
         for output in self.outputs:
             stream.put(renamed(output, request_id))
         self.readers.setdefault(stream, []).append(request_id)
-        stream.flights[request_id] = self
+        stream.in_flight[request_id] = self
 
     def leave(self, stream: Stream) -> None:
         self.readers.pop(stream, None)
@@ -124,11 +124,11 @@ class InFlightRequests:
     def __init__(self, backlog: Backlog, results: ResultCache) -> None:
         self.backlog = backlog
         self._results = results
-        self._flights: dict[str, Flight] = {}
-        self._open: dict[bytes, Flight] = {}  # requests that streams may join
+        self._by_id: dict[str, InFlightRequest] = {}
+        self._open: dict[bytes, InFlightRequest] = {}  # requests that streams may join
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._by_id)
 
     def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
@@ -149,8 +149,8 @@ class InFlightRequests:
         for request, key in zip(requests, keys, strict=True):
             if key is not None and key in self._results:
                 places.append(self._recall(stream, request, key))
-            elif (flight := self._like(request, key)) is not None:
-                places.append(self._share(stream, request, flight))
+            elif (entry := self._like(request, key)) is not None:
+                places.append(self._share(stream, request, entry))
             else:
                 places.append(place or self.backlog.place(request))
                 self._start(stream, request, key, places[-1])
@@ -165,95 +165,95 @@ class InFlightRequests:
             stream.put(output)
         return Place()
 
-    def _share(self, stream: Stream, request: Request, flight: Flight) -> Place:
+    def _share(self, stream: Stream, request: Request, entry: InFlightRequest) -> Place:
         stream.num_shared += 1
         stream.num_reused_tokens += len(request.prompt)
-        flight.join(stream, request.request_id)
-        return flight.place_now()
+        entry.join(stream, request.request_id)
+        return entry.place_now()
 
     def _start(self, stream: Stream, request: Request, key: bytes | None, place: Place) -> None:
         shares = key is not None and may_share(request)
-        flight = Flight(request, place, key if shares or self._results.is_on else None)
-        flight.join(stream, request.request_id)
-        self._flights[request.request_id] = flight
+        entry = InFlightRequest(request, place, key if shares or self._results.is_on else None)
+        entry.join(stream, request.request_id)
+        self._by_id[request.request_id] = entry
         if key is not None and shares:
-            self._open[key] = flight
+            self._open[key] = entry
         self.backlog.submitted(request)
 
-    def _like(self, request: Request, key: bytes | None) -> Flight | None:
+    def _like(self, request: Request, key: bytes | None) -> InFlightRequest | None:
         """Return an equal request in the engine, unless ``request`` itself would probably be served sooner."""
-        flight = self._open.get(key) if key is not None and may_share(request) else None
-        if flight is None or flight.request.priority > request.priority:
+        entry = self._open.get(key) if key is not None and may_share(request) else None
+        if entry is None or entry.request.priority > request.priority:
             return None
-        if flight.begun or flight.request.key == request.key:
-            return flight
+        if entry.begun or entry.request.key == request.key:
+            return entry
         own = self.backlog.place(request)
-        sooner = flight.place.position <= own.position or flight.place_now().seconds < own.seconds
-        return flight if sooner else None
+        sooner = entry.place.position <= own.position or entry.place_now().seconds < own.seconds
+        return entry if sooner else None
 
     def put(self, outputs: list[TokenOutput]) -> None:
         """Hand the outputs of a step to their streams."""
         woken: dict[Stream, bool] = {}
         for output in outputs:
-            flight = self._flights.get(output.request_id)
-            if flight is not None:
-                for stream in flight.readers:
+            entry = self._by_id.get(output.request_id)
+            if entry is not None:
+                for stream in entry.readers:
                     woken[stream] = True
-                self._put(flight, output)
+                self._put(entry, output)
         for stream in woken:
             stream.wake()
 
-    def _put(self, flight: Flight, output: TokenOutput) -> None:
-        flight.put(output)
-        if output.token >= 0 and output.index not in flight.begun:
-            self.backlog.begun(flight.request, is_first=not flight.begun)
-            flight.begun.add(output.index)
+    def _put(self, entry: InFlightRequest, output: TokenOutput) -> None:
+        entry.put(output)
+        if output.token >= 0 and output.index not in entry.begun:
+            self.backlog.begun(entry.request, is_first=not entry.begun)
+            entry.begun.add(output.index)
         if output.finish:
-            flight.going.discard(output.index)
-            flight.failed = flight.failed or output.finish in FAILURES
-            has_run = output.index in flight.begun
-            self.backlog.ended(flight.request, num_running=has_run, num_waiting=not has_run)
-            if not flight.going:
-                self._remove(flight)
-                if flight.key is not None and not flight.failed:
-                    self._results.keep(flight.key, flight.outputs)
+            entry.going.discard(output.index)
+            entry.failed = entry.failed or output.finish in FAILURES
+            has_run = output.index in entry.begun
+            self.backlog.ended(entry.request, num_running=has_run, num_waiting=not has_run)
+            if not entry.going:
+                self._remove(entry)
+                if entry.key is not None and not entry.failed:
+                    self._results.keep(entry.key, entry.outputs)
 
-    def _remove(self, flight: Flight) -> None:
-        del self._flights[flight.request.request_id]
-        if flight.key is not None and self._open.get(flight.key) is flight:
-            del self._open[flight.key]
-        if not flight.begun:
-            self.backlog.left_queue(flight.request)
-        num_running = len(flight.going & flight.begun)
-        self.backlog.ended(flight.request, num_running, len(flight.going) - num_running)
+    def _remove(self, entry: InFlightRequest) -> None:
+        del self._by_id[entry.request.request_id]
+        if entry.key is not None and self._open.get(entry.key) is entry:
+            del self._open[entry.key]
+        if not entry.begun:
+            self.backlog.left_queue(entry.request)
+        num_running = len(entry.going & entry.begun)
+        self.backlog.ended(entry.request, num_running, len(entry.going) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
         """Stop a sequence whose reader needs no more tokens; readers of an equal request need none either.
 
         Returns the request id under which the engine must stop it; None if the engine has ended it or was asked before.
         """
-        flight = stream.flights.get(request_id)
-        if flight is None or index not in flight.going or index in flight.stopped:
+        entry = stream.in_flight.get(request_id)
+        if entry is None or index not in entry.going or index in entry.stopped:
             return None
-        flight.stopped.add(index)
-        return flight.request.request_id
+        entry.stopped.add(index)
+        return entry.request.request_id
 
     def leave(self, stream: Stream) -> list[str]:
         """Detach ``stream``. Returns the ids of unfinished requests that no stream reads any more."""
         unwanted = []
-        for flight in set(stream.flights.values()):
-            flight.leave(stream)
-            name = flight.request.request_id
-            if self._flights.get(name) is flight and not flight.is_wanted:
-                self._remove(flight)
+        for entry in set(stream.in_flight.values()):
+            entry.leave(stream)
+            name = entry.request.request_id
+            if self._by_id.get(name) is entry and not entry.is_wanted:
+                self._remove(entry)
                 unwanted.append(name)
         return unwanted
 
     def fail(self, error: CLLMError) -> None:
         """End all streams with ``error``, because the engine will not answer them."""
-        flights, self._flights, self._open = self._flights, {}, {}
+        entries, self._by_id, self._open = self._by_id, {}, {}
         self.backlog.clear()
-        for stream in {stream: None for flight in flights.values() for stream in flight.readers}:
+        for stream in {stream: None for entry in entries.values() for stream in entry.readers}:
             stream.fail(error)
 
 

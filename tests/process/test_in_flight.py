@@ -7,7 +7,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import EngineError
 from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
-from cllm.process.flights import InFlightRequests
+from cllm.process.in_flight import InFlightRequests
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 
@@ -18,13 +18,13 @@ class Air:
     def __init__(self, results=0, capacity=4, **limits):
         backlog = Backlog(QueueLimits(**limits), Fair({}), {})
         backlog.observe(Stats(num_seq_ids=capacity))
-        self.flights = InFlightRequests(backlog, ResultCache(results, 100_000))
+        self.in_flight = InFlightRequests(backlog, ResultCache(results, 100_000))
         self.computed = []  # names of what the engine was told to compute
 
     def ask(self, *names, prompt=(1, 2, 3), terms=(), **params):
         params = SamplingParams(**{"temperature": 0, **params})
         requests = [Request(name, [*prompt], params, *terms) for name in names]
-        stream, new = self.flights.submit(requests)
+        stream, new = self.in_flight.submit(requests)
         self.computed += [request.request_id for request in new]
         return stream
 
@@ -32,13 +32,13 @@ class Air:
         for i, token in enumerate(tokens):
             last = i == len(tokens) - 1
             output = TokenOutput(name, index, token, finish if last else "", True, cached)
-            self.flights.put([output])
+            self.in_flight.put([output])
             cached = 0
 
     def is_empty(self):
-        return len(self.flights) == len(self.flights._open) == sum(
-            self.flights.backlog._num_seqs.values()
-        ) == 0 and not any(self.flights.backlog._pending.values())
+        return len(self.in_flight) == len(self.in_flight._open) == sum(
+            self.in_flight.backlog._num_seqs.values()
+        ) == 0 and not any(self.in_flight.backlog._pending.values())
 
 
 def read(stream):
@@ -86,18 +86,18 @@ def test_the_end_of_one_reader_does_not_end_the_other(leaver):
     air = Air()
     streams = [air.ask("a"), air.ask("b")]
     air.say("a", 10)
-    assert air.flights.leave(streams[leaver]) == []
+    assert air.in_flight.leave(streams[leaver]) == []
     air.say("a", 11)
     assert [token for _, _, token, _ in read(streams[1 - leaver])] == [10, 11]
-    assert air.flights.leave(streams[1 - leaver]) == ["a"]
-    assert air.flights.leave(streams[1 - leaver]) == []
+    assert air.in_flight.leave(streams[1 - leaver]) == ["a"]
+    assert air.in_flight.leave(streams[1 - leaver]) == []
     assert air.is_empty()
 
 
 def test_what_nobody_reads_any_longer_cannot_be_joined():
     """Its last reader has gone, so the engine has been told to end it."""
     air = Air()
-    air.flights.leave(air.ask("a"))
+    air.in_flight.leave(air.ask("a"))
     air.ask("b")
     assert air.computed == ["a", "b"]
 
@@ -153,7 +153,7 @@ def test_a_full_queue_still_shares():
         air.ask("c", prompt=(3,))
     assert air.ask("d", prompt=(2,)).num_shared == 1
     assert air.computed == ["a", "b"]
-    assert len(air.flights) == 2
+    assert len(air.in_flight) == 2
 
 
 def test_the_place_of_who_shares():
@@ -171,9 +171,9 @@ def test_a_stopped_sequence_is_told_once_and_still_counts():
     air = Air(results=8)
     first, second = air.ask("a", stop=("x",)), air.ask("b", stop=("x",))
     air.say("a", 10)
-    assert air.flights.stop(second, "b", 0) == "a"
-    assert air.flights.stop(first, "a", 0) is None
-    assert air.flights.leave(first) == air.flights.leave(second) == []
+    assert air.in_flight.stop(second, "b", 0) == "a"
+    assert air.in_flight.stop(first, "a", 0) is None
+    assert air.in_flight.leave(first) == air.in_flight.leave(second) == []
     late = air.ask("c", stop=("x",))
     air.say("a", -1, finish="abort")
     assert [token for _, _, token, _ in read(late)] == [10, -1]
@@ -191,7 +191,7 @@ def test_a_result_is_given_again():
     again = air.ask("b", n=2, terms=("", Priority.INTERACTIVE, 1.0))
     assert read(again) == [("b", 0, 10, ""), ("b", 0, 11, "stop"), ("b", 1, 20, "length")]
     assert (again.num_recalled, again.num_shared, again.num_reused_tokens, again.place) == (1, 0, 3, Place())
-    assert air.flights.leave(again) == []
+    assert air.in_flight.leave(again) == []
     assert air.computed == ["a", "other"]
 
 
@@ -202,7 +202,7 @@ def test_what_went_wrong_is_not_kept(finish):
     air.ask("a")
     air.say("a", 10)
     air.say("a", -1, finish=finish)
-    air.flights.leave(air.ask("b"))
+    air.in_flight.leave(air.ask("b"))
     air.ask("c")
     assert air.computed == ["a", "b", "c"]
 
@@ -222,11 +222,11 @@ def test_the_end_of_the_engine_is_told_to_all_readers():
     air = Air()
     streams = [air.ask("a"), air.ask("b")]
     air.say("a", 10)
-    air.flights.fail(EngineError("gone"))
+    air.in_flight.fail(EngineError("gone"))
     for stream in streams:
         assert [token for _, _, token, _ in read(stream)] == [10]
         with pytest.raises(EngineError, match="gone"):
             stream.take()
-        assert air.flights.leave(stream) == []
+        assert air.in_flight.leave(stream) == []
     air.say("a", 11)
     assert air.is_empty()
