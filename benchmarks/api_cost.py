@@ -1,9 +1,10 @@
-"""Measure the CPU time of the API process per streamed token, in microseconds, with the fake backend.
+"""Measure the CPU time of the API process per streamed token, in microseconds, with the fake
+backend.
 
     python benchmarks/api_cost.py --streams 64 --tokens 512
 
-The engine process takes as long as a model but computes nothing. The load client runs alongside both processes. Exit
-code 1 if the median is above --most.
+The engine process takes as long as a model but computes nothing. The load client runs alongside
+both processes. Exit code 1 if the median is above --most.
 """
 
 from __future__ import annotations
@@ -20,24 +21,36 @@ from cllm.observe.cpu_time import cpu_seconds
 
 def main() -> None:
     end_in_order()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=float, default=30.0)
     options = parser.parse_args()
     costs = []
-    flags = ("--backend.name", "fake", "--max-num-seqs", options.streams, "--context", options.tokens + 256)
+    flags = (
+        "--backend.name",
+        "fake",
+        "--max-num-seqs",
+        options.streams,
+        "--context",
+        options.tokens + 256,
+    )
     with cllm(None, *flags) as target:
         for i in range(-1, options.rounds):
             tasks = word_tasks(
-                options.streams, Words(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1)
+                options.streams,
+                Words(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1),
             )
             begun = cpu_seconds(target.pid)
             outcome = load(target, tasks, options.streams)
             cost = (cpu_seconds(target.pid) - begun) / (options.streams * options.tokens) * 1e6
             client = outcome.cpu / (options.streams * options.tokens) * 1e6
-            print(f"{cost:.1f} us a token in the API process, {client:.1f} in the client", flush=True)
+            print(
+                f"{cost:.1f} us a token in the API process, {client:.1f} in the client", flush=True
+            )
             if i >= 0:
                 costs.append(cost)
     median = statistics.median(costs)

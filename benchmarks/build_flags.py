@@ -1,10 +1,13 @@
-"""Compare compilers and switches for llama.cpp's CPU kernels: the speed, and whether the logits stay the same.
+"""Compare compilers and switches for llama.cpp's CPU kernels: the speed, and whether the logits
+stay the same.
 
-    python benchmarks/build_flags.py --model models/qwen3-0.6b.gguf --rounds 7 --only default cllm clang-19
+    python benchmarks/build_flags.py --model models/qwen3-0.6b.gguf --rounds 7 --only default cllm
+    clang-19
 
-Only ggml-cpu is rebuilt for each candidate, from the source that ``cllm bench compare --build`` fetches. Everything
-else is the installed llama-cpp-python. The candidates are measured in turn, each in its own process. A ratio is always
-between two measurements of the same round. A candidate whose compiler is not installed is skipped.
+Only ggml-cpu is rebuilt for each candidate, from the source that ``cllm bench compare --build``
+fetches. Everything else is the installed llama-cpp-python. The candidates are measured in turn,
+each in its own process. A ratio is always between two measurements of the same round. A candidate
+whose compiler is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -26,12 +29,20 @@ from cllm.cli.doctor import SWITCHES, cpu_flags, cpu_name
 SOURCE, BUILDS = Path(".tools/peers/llama.cpp"), Path(".tools/build-flags")
 BASE = "default"
 CURE = "-fno-tree-sra -fno-tree-dse -fno-dse"  # without it GCC 12's AMX code crashes
-OPTIONS = ["BUILD_SHARED_LIBS=ON", "LLAMA_BUILD_COMMON=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF"]
+OPTIONS = [
+    "BUILD_SHARED_LIBS=ON",
+    "LLAMA_BUILD_COMMON=OFF",
+    "LLAMA_BUILD_TESTS=OFF",
+    "LLAMA_BUILD_EXAMPLES=OFF",
+]
 PREFILL_TOKENS, DECODE_STEPS, DECODING = 256, 24, (1, 8, 16)
 
 
 class Candidate(NamedTuple):
-    """How ggml-cpu is compiled. ``level`` replaces Release's -O3. ``needs``: a flag that the CPU must have."""
+    """How ggml-cpu is compiled.
+
+    ``level`` replaces Release's -O3. ``needs``: a flag that the CPU must have.
+    """
 
     cc: str = "gcc-12"
     cxx: str = "g++-12"
@@ -63,19 +74,28 @@ CANDIDATES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=Path("models/qwen3-0.6b.gguf"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES], metavar="NAME")
-    parser.add_argument("--build-only", action="store_true", help="build what is missing and measure nothing")
+    parser.add_argument(
+        "--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES], metavar="NAME"
+    )
+    parser.add_argument(
+        "--build-only", action="store_true", help="build what is missing and measure nothing"
+    )
     parser.add_argument("--json", type=Path, help="a file for all that was measured")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.model, options.threads)))
         return
-    for path, cure in ((options.model, "cllm bench make-model"), (SOURCE, "python benchmarks/build_peers.py")):
+    for path, cure in (
+        (options.model, "cllm bench make-model"),
+        (SOURCE, "python benchmarks/build_peers.py"),
+    ):
         if not path.exists():
             sys.exit(f"{path} is missing: {cure}")
     libraries = {}
@@ -95,18 +115,25 @@ def main() -> None:
         options.json.write_text(json.dumps({"cpu": cpu_name(), "found": found}, indent=2) + "\n")
 
 
-# --- building --------------------------------------------------------------------------------------------------------
+# --- building -----------------------------------------------------------------------------------
 
 
 def why_not(candidate: Candidate) -> str:
     """Return why a candidate cannot be tried here, or "" if it can."""
     if not shutil.which(candidate.cxx):
         return f"{candidate.cxx} is not installed"
-    return f"the CPU has no {candidate.needs}" if candidate.needs and candidate.needs not in cpu_flags() else ""
+    return (
+        f"the CPU has no {candidate.needs}"
+        if candidate.needs and candidate.needs not in cpu_flags()
+        else ""
+    )
 
 
 def build(name: str, candidate: Candidate, options: argparse.Namespace) -> Path:
-    """Build a candidate. Return a folder with the installed libraries and this candidate's ggml-cpu."""
+    """Build a candidate.
+
+    Return a folder with the installed libraries and this candidate's ggml-cpu.
+    """
     folder = (BUILDS / name.replace(" ", "-")).absolute()
     libraries = folder / "lib"
     if (libraries / "done").exists():
@@ -131,15 +158,34 @@ def compile_in(folder: Path, candidate: Candidate, profile: str) -> None:
         f"CMAKE_CXX_FLAGS={flags}",
         f"CMAKE_C_FLAGS={candidate.c_flags} {profile}",
     ]
-    definitions += [f"CMAKE_{language}_FLAGS_RELEASE={candidate.level} -DNDEBUG" for language in ("C", "CXX")]
+    definitions += [
+        f"CMAKE_{language}_FLAGS_RELEASE={candidate.level} -DNDEBUG" for language in ("C", "CXX")
+    ]
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(BUILDS.absolute())}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "build.log").open("w") as log:
         for command in (
-            ["cmake", "-S", SOURCE, "-B", folder / "build", *(f"-D{definition}" for definition in definitions)],
-            ["cmake", "--build", folder / "build", "--parallel", os.cpu_count(), "--target", "ggml-cpu"],
+            [
+                "cmake",
+                "-S",
+                SOURCE,
+                "-B",
+                folder / "build",
+                *(f"-D{definition}" for definition in definitions),
+            ],
+            [
+                "cmake",
+                "--build",
+                folder / "build",
+                "--parallel",
+                os.cpu_count(),
+                "--target",
+                "ggml-cpu",
+            ],
         ):
-            done = subprocess.run(list(map(str, command)), env=environment, stdout=log, stderr=log, check=False)
+            done = subprocess.run(
+                list(map(str, command)), env=environment, stdout=log, stderr=log, check=False
+            )
             if done.returncode:
                 sys.exit(f"the build failed, see the end of {log.name}")
 
@@ -147,21 +193,33 @@ def compile_in(folder: Path, candidate: Candidate, profile: str) -> None:
 def collect(folder: Path, libraries: Path) -> None:
     import llama_cpp
 
-    shutil.copytree(Path(llama_cpp.__file__).parent / "lib", libraries, symlinks=True, dirs_exist_ok=True)
+    shutil.copytree(
+        Path(llama_cpp.__file__).parent / "lib", libraries, symlinks=True, dirs_exist_ok=True
+    )
     for path in libraries.glob("libggml-cpu*"):
         path.unlink()
     for path in (folder / "build" / "bin").glob("libggml-cpu*"):
         shutil.copy(path, libraries / path.name, follow_symlinks=False)
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------
 
 
 def measured(libraries: Path, options: argparse.Namespace) -> dict:
     """Return the result of ``measure`` in a process that loads ``libraries``."""
-    command = [sys.executable, __file__, "--measure", "--model", options.model, "--threads", options.threads]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        "--model",
+        options.model,
+        "--threads",
+        options.threads,
+    ]
     environment = os.environ | {"LLAMA_CPP_LIB_PATH": str(libraries)}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{libraries.parent.name} does not run ({done.returncode}): {done.stderr[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -190,8 +248,15 @@ def measure(model: Path, threads: int) -> dict:
     def sequences(count: int, length: int) -> list[Sequence]:
         seqs = []
         for i in range(count):
-            prompt = [(7919 * (i + 1) * (j + 1)) % (backend.info.vocabulary_size - 300) for j in range(length)]
-            seqs.append(Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, backend.info.context_length))
+            prompt = [
+                (7919 * (i + 1) * (j + 1)) % (backend.info.vocabulary_size - 300)
+                for j in range(length)
+            ]
+            seqs.append(
+                Sequence(
+                    Request(str(i), prompt, SamplingParams()), 0, 0, backend.info.context_length
+                )
+            )
             seqs[-1].seq_id = i
         return seqs
 
@@ -209,21 +274,34 @@ def measure(model: Path, threads: int) -> dict:
     for count in DECODING:
         seqs = sequences(count, 16 + DECODE_STEPS)
         forward(seqs, 0, 16)
-        found[f"decode {count}"] = count * DECODE_STEPS / sum(forward(seqs, 16 + i, 1) for i in range(DECODE_STEPS))
+        found[f"decode {count}"] = (
+            count * DECODE_STEPS / sum(forward(seqs, 16 + i, 1) for i in range(DECODE_STEPS))
+        )
     return {**found, "logits": digest.hexdigest()[:12], "system": backend.info.system}
 
 
 def report(found: dict[str, list[dict]]) -> str:
-    """Return a Markdown table: ratios to the default build, as median (least to most), and whether the logits agree."""
+    """Return a Markdown table: ratios to the default build, as median (least to most), and whether
+    the logits agree.
+    """
     columns = ["prefill", *(f"decode {count}" for count in DECODING)]
     lines = [f"CPU: {cpu_name()}. llama.cpp uses: {found[BASE][0]['system']}", ""]
-    lines += ["| build | " + " | ".join(columns) + " | logits |", "| --- |" + " ---: |" * len(columns) + " --- |"]
+    lines += [
+        "| build | " + " | ".join(columns) + " | logits |",
+        "| --- |" + " ---: |" * len(columns) + " --- |",
+    ]
     for name, runs in found.items():
         cells = []
         for column in columns:
-            ratios = [run[column] / base[column] for run, base in zip(runs, found[BASE], strict=True)]
+            ratios = [
+                run[column] / base[column] for run, base in zip(runs, found[BASE], strict=True)
+            ]
             middle = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            cells.append(f"{statistics.median(run[column] for run in runs):.1f}/s" if name == BASE else middle)
+            cells.append(
+                f"{statistics.median(run[column] for run in runs):.1f}/s"
+                if name == BASE
+                else middle
+            )
         same = {run["logits"] for run in runs} == {found[BASE][0]["logits"]}
         lines.append(f"| {name} | {' | '.join(cells)} | {'the same' if same else 'other'} |")
     return "\n".join(lines)

@@ -2,11 +2,12 @@
 
     python benchmarks/grammar_cost.py --model models/qwen3-0.6b.gguf
 
-Without --model, the vocabulary has 151,936 generated tokens, and the backend reads memory for --step-ms. Rows are
-sampled with cold caches, as between two decodes: before each row, more memory is read than fits into the caches. The
-slowdown is the step time of --sequences sequences, one of them with a schema, divided by the step time without a
-schema. Both are measured in turn; the result is the median of --rounds.
-Exit code 1 if a row costs more than --most-ms extra on average, or the slowdown is more than --most-share.
+Without --model, the vocabulary has 151,936 generated tokens, and the backend reads memory for
+--step-ms. Rows are sampled with cold caches, as between two decodes: before each row, more memory
+is read than fits into the caches. The slowdown is the step time of --sequences sequences, one of
+them with a schema, divided by the step time without a schema. Both are measured in turn; the result
+is the median of --rounds. Exit code 1 if a row costs more than --most-ms extra on average, or the
+slowdown is more than --most-share.
 """
 
 from __future__ import annotations
@@ -59,13 +60,20 @@ class MadeVocabulary(FakeVocabulary):
         super().__init__()
         texts, _ = vocabulary(SIZE - 1)
         self.size = SIZE
-        self.pieces = [text.replace("\u0120", " ").encode("latin-1", "replace") for text in texts] + [b""]
+        self.pieces = [
+            text.replace("\u0120", " ").encode("latin-1", "replace") for text in texts
+        ] + [b""]
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         table = {piece: token for token, piece in enumerate(self.pieces)}
 
         class Wrapped:
-            eos_token_id, bos_token_id, special_token_ids, tokens = end_tokens[0], None, (), self.pieces
+            eos_token_id, bos_token_id, special_token_ids, tokens = (
+                end_tokens[0],
+                None,
+                (),
+                self.pieces,
+            )
 
             def __call__(self, data: bytes) -> list[int]:
                 tokens, at = [], 0
@@ -99,8 +107,12 @@ class PacedBackend(FakeBackend):
         return logits
 
 
-def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tuple[list[float], list[float]]:
-    """Return CPU milliseconds to sample a constrained row and consume its token, and to sample an unconstrained one."""
+def row_costs(
+    backend: Backend, params: SamplingParams, num_tokens: int
+) -> tuple[list[float], list[float]]:
+    """Return CPU milliseconds to sample a constrained row and consume its token, and to sample an
+    unconstrained one.
+    """
     grammar = Grammar(params.grammar, backend.vocabulary.grammar_tokenizer(backend.info.end_tokens))
     assert not grammar.error, grammar.error
     random = np.random.default_rng(1)
@@ -125,8 +137,12 @@ def row_costs(backend: Backend, params: SamplingParams, num_tokens: int) -> tupl
     return with_grammar, without
 
 
-def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_bound: int, num_steps: int) -> float:
-    """Return the median step time in seconds while ``num_bound`` of ``num_seqs`` sequences follow the grammar."""
+def step_seconds(
+    engine: Engine, params: SamplingParams, num_seqs: int, num_bound: int, num_steps: int
+) -> float:
+    """Return the median step time in seconds while ``num_bound`` of ``num_seqs`` sequences follow
+    the grammar.
+    """
     free = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, ignore_eos=True)
     names = [f"{time.monotonic_ns()}-{i}" for i in range(num_seqs)]
     for i, name in enumerate(names):
@@ -151,7 +167,9 @@ def step_seconds(engine: Engine, params: SamplingParams, num_seqs: int, num_boun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--step-ms", type=float, default=20.0)
@@ -162,7 +180,10 @@ def main() -> None:
     parser.add_argument("--most-share", type=float, default=0.05)
     options = parser.parse_args()
     engine_params = EngineParams(
-        path=str(options.model), max_num_seqs=options.sequences, context_length=4096, speculation="off"
+        path=str(options.model),
+        max_num_seqs=options.sequences,
+        context_length=4096,
+        speculation="off",
     )
     backend: Backend
     if options.model is None:
@@ -174,10 +195,14 @@ def main() -> None:
 
     bound, free = row_costs(backend, params, options.tokens)
     extra = statistics.fmean(bound) - statistics.fmean(free)
-    print(f"a row: {statistics.fmean(bound):.3f} ms with the grammar, {statistics.fmean(free):.3f} without")
+    print(
+        f"a row: {statistics.fmean(bound):.3f} ms with the grammar, {statistics.fmean(free):.3f} "
+        f"without"
+    )
     quantiles = statistics.quantiles(bound, n=100)
     print(
-        f"with: median {quantiles[49]:.3f}, p90 {quantiles[89]:.3f}, p99 {quantiles[98]:.3f} ms; more: {extra:.3f} ms"
+        f"with: median {quantiles[49]:.3f}, p90 {quantiles[89]:.3f}, p99 {quantiles[98]:.3f} ms; "
+        f"more: {extra:.3f} ms"
     )
 
     engine = build_engine(backend, engine_params)
@@ -186,10 +211,13 @@ def main() -> None:
     for i in range(options.rounds):
         found = {}
         for num_bound in (0, 1) if i % 2 else (1, 0):
-            found[num_bound] = step_seconds(engine, params, options.sequences, num_bound, options.steps)
+            found[num_bound] = step_seconds(
+                engine, params, options.sequences, num_bound, options.steps
+            )
         ratios.append(found[1] / found[0])
         print(
-            f"{options.sequences} sequences: {found[0] * 1e3:.2f} ms a step, {found[1] * 1e3:.2f} with one bound",
+            f"{options.sequences} sequences: {found[0] * 1e3:.2f} ms a step, "
+            f"{found[1] * 1e3:.2f} with one bound",
             flush=True,
         )
     share = statistics.median(ratios) - 1

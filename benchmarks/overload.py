@@ -1,12 +1,15 @@
-"""Measure how many rejected clients are served on their retry, with ten times as many clients as can run and wait.
+"""Measure how many rejected clients are served on their retry, with ten times as many clients as
+can run and wait.
 
     uv run python benchmarks/overload.py [--mock] [--no-tickets] [--rounds 3] [--json out.json]
 
-Each client sends one request of its own. If it is rejected, it retries once after Retry-After and up to a tenth more,
-with the ticket that it got. In the first measurement ("closed"), all clients send at the start and no others follow. In
-the second ("fresh"), new clients also arrive at twice the rate that can be served. Exit code 1 if a target is missed.
+Each client sends one request of its own. If it is rejected, it retries once after Retry-After and
+up to a tenth more, with the ticket that it got. In the first measurement ("closed"), all clients
+send at the start and no others follow. In the second ("fresh"), new clients also arrive at twice
+the rate that can be served. Exit code 1 if a target is missed.
 
-Goodput: tokens/s of complete answers, divided by those of the same server with as many clients as can run and wait.
+Goodput: tokens/s of complete answers, divided by those of the same server with as many clients as
+can run and wait.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ from cllm.cli.main import end_in_order
 
 TIMES = 10  # number of clients, as a multiple of those that can run and wait
 FRESH = 2.0  # rate of new requests, as a multiple of the rate that can be served
-SERVED = {"closed": 0.8, "fresh": 0.8}  # the least share of rejected clients that is served on the retry
+# the least share of rejected clients that is served on the retry
+SERVED = {"closed": 0.8, "fresh": 0.8}
 GOODPUT = {"closed": 0.95, "fresh": 0.9}
 TICKET = b"x-cllm-retry-ticket"
 
 
 @dataclass
 class Client:
-    """One request. served: seconds of time.perf_counter at which its answer was complete; 0 if there is no answer."""
+    """One request.
+
+    served: seconds of time.perf_counter at which its answer was complete; 0 if there is no answer.
+    """
 
     body: bytes
     num_tokens: int
@@ -54,7 +61,8 @@ class Crowd:
         self.clients: list[Client] = []
 
     def add(self) -> Client:
-        words = " ".join(f"{self.random.getrandbits(32):x}" for _ in range(6))  # unique to the client
+        # unique to the client
+        words = " ".join(f"{self.random.getrandbits(32):x}" for _ in range(6))
         num_tokens = self.random.randint(self.options.tokens // 2, self.options.tokens * 3 // 2)
         body = {"model": MODEL, "prompt": words, "max_tokens": num_tokens, "ignore_eos": True}
         self.clients.append(Client(json.dumps(body).encode(), num_tokens))
@@ -67,7 +75,9 @@ class Crowd:
             ticket = {}
             if TICKET in response.headers and not self.options.no_tickets:
                 ticket = {TICKET.decode(): response.headers[TICKET].decode()}
-            await asyncio.sleep(int(response.headers[b"retry-after"]) * self.random.uniform(1.0, 1.1))
+            await asyncio.sleep(
+                int(response.headers[b"retry-after"]) * self.random.uniform(1.0, 1.1)
+            )
             response = await self._send(client, ticket)
         assert response.status in (200, 429), response.body
         if response.status == 200:
@@ -85,7 +95,10 @@ class Crowd:
 
 
 async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> float:
-    """Return tokens/s with ``num_clients`` clients. Each sends its next request when it has its answer."""
+    """Return tokens/s with ``num_clients`` clients.
+
+    Each sends its next request when it has its answer.
+    """
 
     async def take_turns(clients: Iterator[Client]) -> None:
         for client in clients:
@@ -100,8 +113,12 @@ async def measure_rate(crowd: Crowd, num_clients: int, num_requests: int) -> flo
     return crowd.tokens(begun, end) / (end - begun)
 
 
-async def measure(crowd: Crowd, num_clients: int, rate: float, fresh: float) -> tuple[int, float, float]:
-    """Return the number of rejected clients, the share of them that was served on the retry, and goodput."""
+async def measure(
+    crowd: Crowd, num_clients: int, rate: float, fresh: float
+) -> tuple[int, float, float]:
+    """Return the number of rejected clients, the share of them that was served on the retry, and
+    goodput.
+    """
     begun = time.perf_counter()
     seconds = num_clients * crowd.options.tokens / rate
     async with asyncio.TaskGroup() as group:
@@ -116,26 +133,38 @@ async def measure(crowd: Crowd, num_clients: int, rate: float, fresh: float) -> 
     return len(rejected), share, crowd.tokens(begun, end) / (end - begun) / rate
 
 
-async def one_round(url: str, options: argparse.Namespace, seed: int) -> dict[str, tuple[int, float, float]]:
+async def one_round(
+    url: str, options: argparse.Namespace, seed: int
+) -> dict[str, tuple[int, float, float]]:
     num_places = options.seqs + options.queue
     rate = await measure_rate(Crowd(url, options, seed), num_places, 4 * num_places)
     print(f"  {rate:.0f} tokens/s with {num_places} clients", flush=True)
     results = {}
     for name, fresh in (("closed", 0.0), ("fresh", FRESH)):
-        results[name] = await measure(Crowd(url, options, seed + 1), TIMES * num_places, rate, fresh)
+        results[name] = await measure(
+            Crowd(url, options, seed + 1), TIMES * num_places, rate, fresh
+        )
         count, share, goodput = results[name]
         print(
-            f"  {name}: {count} rejected, {share:.3f} of them served at the next try, goodput {goodput:.3f}", flush=True
+            f"  {name}: {count} rejected, {share:.3f} of them served at the next try, goodput "
+            f"{goodput:.3f}",
+            flush=True,
         )
     return results
 
 
 def main() -> None:
     end_in_order()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a GGUF file; the built-in model by default")
-    parser.add_argument("--mock", action="store_true", help="no model: steps take as long as the fake backend says")
-    parser.add_argument("--no-tickets", action="store_true", help="clients do not send their tickets")
+    parser.add_argument(
+        "--mock", action="store_true", help="no model: steps take as long as the fake backend says"
+    )
+    parser.add_argument(
+        "--no-tickets", action="store_true", help="clients do not send their tickets"
+    )
     parser.add_argument("--seqs", type=int, default=4, help="requests that run at once")
     parser.add_argument("--queue", type=int, default=8, help="requests that may wait")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, on average")
@@ -143,9 +172,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    flags = ["--max-num-seqs", options.seqs, "--scheduler.max-queue-requests", options.queue, "--context", 1024]
-    with cllm(options.model, *flags, *(["--backend.name", "fake"] if options.mock else [])) as server:
-        rounds = [asyncio.run(one_round(server.url, options, options.seed + 2 * i)) for i in range(options.rounds)]
+    flags = [
+        "--max-num-seqs",
+        options.seqs,
+        "--scheduler.max-queue-requests",
+        options.queue,
+        "--context",
+        1024,
+    ]
+    with cllm(
+        options.model, *flags, *(["--backend.name", "fake"] if options.mock else [])
+    ) as server:
+        rounds = [
+            asyncio.run(one_round(server.url, options, options.seed + 2 * i))
+            for i in range(options.rounds)
+        ]
     missed = False
     for name, least_share in SERVED.items():
         results = [one[name] for one in rounds]
@@ -157,7 +198,8 @@ def main() -> None:
             missed = missed or median < target
             verdict = "reached" if median >= target else "MISSED"
             print(
-                f"{name}, {what}: {median:.3f} ({min(values):.3f}-{max(values):.3f})  target >= {target:g}: {verdict}"
+                f"{name}, {what}: {median:.3f} ({min(values):.3f}-{max(values):.3f})  target >= "
+                f"{target:g}: {verdict}"
             )
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=2) + "\n")

@@ -1,9 +1,10 @@
-"""Measure whether the scheduler meets its targets, against llama-server on the same machine in the same run.
+"""Measure whether the scheduler meets its targets, against llama-server on the same machine in the
+same run.
 
     uv run python benchmarks/scheduling.py [NAME ...] --model 0.6b.gguf --rounds 3 --json out.json
 
-NAME: shared-prefix long-prompt small-pool fairness queue speculation restart; all of them if none is named. Each prints
-its figures with their spread and targets. Exit code 1 if a target is missed.
+NAME: shared-prefix long-prompt small-pool fairness queue speculation restart; all of them if none
+is named. Each prints its figures with their spread and targets. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from cllm.models.builtin.questions import held_out_questions
 from cllm.process.launch import with_big_pages
 
 LAYOUTS = ("unified", "partitioned")
-NO_GUESSES = ("--scheduler.speculation", "off")  # random weights repeat themselves, so speculation would gain too much
+# random weights repeat themselves, so speculation would gain too much
+NO_GUESSES = ("--scheduler.speculation", "off")
 
 
 class Report:
@@ -51,9 +53,17 @@ class Report:
         self.missed: list[str] = []
 
     def figure(
-        self, name: str, values: list[float], target: float | None = None, *, least: bool = True, every: bool = False
+        self,
+        name: str,
+        values: list[float],
+        target: float | None = None,
+        *,
+        least: bool = True,
+        every: bool = False,
     ) -> None:
-        """Print the median and the spread. ``least``: the median must be at least the target, otherwise at most.
+        """Print the median and the spread.
+
+        ``least``: the median must be at least the target, otherwise at most.
 
         ``every``: each value must reach the target, not only the median.
         """
@@ -63,7 +73,10 @@ class Report:
         if target is not None:
             judged = (min(values) if least else max(values)) if every else median
             reached = judged >= target if least else judged <= target
-            line += f"  target {'>=' if least else '<='} {target:g}: {'reached' if reached else 'MISSED'}"
+            line += (
+                f"  target {'>=' if least else '<='} {target:g}: "
+                f"{'reached' if reached else 'MISSED'}"
+            )
             if not reached:
                 self.missed.append(name)
         print(line, flush=True)
@@ -78,11 +91,13 @@ def ttfts(outcome: Outcome) -> list[float]:
     return [answer.first - answer.sent for answer in outcome.answers]
 
 
-# --- shared prefix ---------------------------------------------------------------------------------------------------
+# --- shared prefix ------------------------------------------------------------------------------
 
 
 def shared_prefix(options: argparse.Namespace, report: Report) -> None:
-    """24 requests from 8 clients share 1,000 words and have 20 of their own; each answer has 30 tokens."""
+    """24 requests from 8 clients share 1,000 words and have 20 of their own; each answer has 30
+    tokens.
+    """
     peers = {
         "-np 8": ["-np", 8, "-c", 8 * 4096],
         "-np 8 -kvu": ["-np", 8, "-kvu", "-c", 8 * 4096],
@@ -96,40 +111,63 @@ def shared_prefix(options: argparse.Namespace, report: Report) -> None:
         tasks = words(24, options, prompt_words=1020, shared_words=1000, seed=options.seed + i)
         limit, num_tokens = backend_limit(options, tasks)
         limits.append(limit)
-        with cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags) as target:
+        with cllm(
+            options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags
+        ) as target:
             load(target, words(1, options, seed=99 + i), 1)
             before = metric(target, "cllm:prefill_tokens_computed_total")
             outcome = load(target, tasks, 8)
             ours.append((outcome.wall, mean_ttft(outcome)))
-            computed.append((metric(target, "cllm:prefill_tokens_computed_total") - before) / num_tokens)
+            computed.append(
+                (metric(target, "cllm:prefill_tokens_computed_total") - before) / num_tokens
+            )
         print(f"  round {i + 1}: cLLM {ours[-1]}, the backend alone {limits[-1]}", flush=True)
         best = None
         for name, flags in peers.items() if i == 0 else [(winner, peers[winner])]:
             with llama_server(options.model, *flags) as target:
                 load(target, words(1, options, seed=99 + i), 1)
                 outcome = load(target, tasks, 8)
-            print(f"    llama-server {name}: {outcome.wall:.1f} s, mean TTFT {mean_ttft(outcome):.2f} s", flush=True)
+            print(
+                f"    llama-server {name}: {outcome.wall:.1f} s, mean TTFT "
+                f"{mean_ttft(outcome):.2f} s",
+                flush=True,
+            )
             if best is None or outcome.wall < best[0]:
                 best, winner = (outcome.wall, mean_ttft(outcome)), name
         assert best is not None
         theirs.append(best)
-    report.figure("share of the backend's limit", [a[0] / b[0] for a, b in zip(limits, ours, strict=True)], 0.9)
-    report.figure("mean TTFT / the backend's own", [a[1] / b[1] for a, b in zip(ours, limits, strict=True)])
     report.figure(
-        "the backend's own mean TTFT / llama-server", [a[1] / b[1] for a, b in zip(limits, theirs, strict=True)]
+        "share of the backend's limit",
+        [a[0] / b[0] for a, b in zip(limits, ours, strict=True)],
+        0.9,
     )
-    report.figure("throughput / llama-server", [b[0] / a[0] for a, b in zip(ours, theirs, strict=True)], 3.0)
     report.figure(
-        "mean TTFT / llama-server", [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)], 0.2, least=False
+        "mean TTFT / the backend's own", [a[1] / b[1] for a, b in zip(ours, limits, strict=True)]
+    )
+    report.figure(
+        "the backend's own mean TTFT / llama-server",
+        [a[1] / b[1] for a, b in zip(limits, theirs, strict=True)],
+    )
+    report.figure(
+        "throughput / llama-server", [b[0] / a[0] for a, b in zip(ours, theirs, strict=True)], 3.0
+    )
+    report.figure(
+        "mean TTFT / llama-server",
+        [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)],
+        0.2,
+        least=False,
     )
     report.figure("prompt tokens computed / (shared once + own)", computed, 1.05, least=False)
 
 
-def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[tuple[float, float], int]:
-    """Return the least time and mean TTFT, in seconds, of llama.cpp for this work, and the prompt tokens to compute.
+def backend_limit(
+    options: argparse.Namespace, tasks: list[Task]
+) -> tuple[tuple[float, float], int]:
+    """Return the least time and mean TTFT, in seconds, of llama.cpp for this work, and the prompt
+    tokens to compute.
 
-    The work: the shared prompt once, then three times the own parts of eight prompts in one batch and 29 steps of
-    these eight sequences.
+    The work: the shared prompt once, then three times the own parts of eight prompts in one batch
+    and 29 steps of these eight sequences.
     """
     vocabulary = build_vocabulary(EngineParams(path=str(options.model)))
     texts = [msgspec.json.decode(task.body)["messages"][0]["content"] for task in tasks]
@@ -139,7 +177,11 @@ def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[tuple
     results = []
     for layout in LAYOUTS:
         params = EngineParams(
-            path=str(options.model), context_length=4096, max_num_seqs=8, kv_memory=1 << 40, layout=layout
+            path=str(options.model),
+            context_length=4096,
+            max_num_seqs=8,
+            kv_memory=1 << 40,
+            layout=layout,
         )
         backend = build_backend(params)
         results.append(limit_of(backend, prompts, num_shared))
@@ -149,7 +191,10 @@ def backend_limit(options: argparse.Namespace, tasks: list[Task]) -> tuple[tuple
 
 def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tuple[float, float]:
     size = backend.info.max_num_batched_tokens
-    seqs = [Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, 4096) for i, prompt in enumerate(prompts)]
+    seqs = [
+        Sequence(Request(str(i), prompt, SamplingParams()), 0, 0, 4096)
+        for i, prompt in enumerate(prompts)
+    ]
     for i, seq in enumerate(seqs):
         seq.seq_id = i % 8
     backend.forward(Batch([Row(seqs[0], 0, size, 0)], []))  # warm-up, which the servers get too
@@ -169,7 +214,9 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tup
         for seq in wave:
             seq.append(1)
         for _ in range(29):
-            logits = backend.forward(Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in wave], []))
+            logits = backend.forward(
+                Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in wave], [])
+            )
             for seq, token in zip(wave, logits.argmax(axis=1).tolist(), strict=True):
                 seq.append(token)
         sent = time.perf_counter()
@@ -184,7 +231,7 @@ def metric(target: Target, name: str) -> float:
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name)))
 
 
-# --- a long prompt alongside streams ---------------------------------------------------------------------------------
+# --- a long prompt alongside streams ------------------------------------------------------------
 
 
 def long_prompt(options: argparse.Namespace, report: Report) -> None:
@@ -193,12 +240,22 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
     for i in range(options.rounds):
         for name, found in figures.items():
             if name == "cLLM":
-                server = cllm(options.model, "--max-num-seqs", 8, "--context", 4096, *NO_GUESSES, *options.flags)
+                server = cllm(
+                    options.model,
+                    "--max-num-seqs",
+                    8,
+                    "--context",
+                    4096,
+                    *NO_GUESSES,
+                    *options.flags,
+                )
             else:
                 server = llama_server(options.model, "-np", 8, "-c", 8 * 4096, *name.split())
             with server as target:
                 found.append(streams_and_a_long_one(target, options, i))
-        print("  " + ", ".join(f"{name} {found[-1]}" for name, found in figures.items()), flush=True)
+        print(
+            "  " + ", ".join(f"{name} {found[-1]}" for name, found in figures.items()), flush=True
+        )
     ours = figures["cLLM"]
     for name, target in (("-b 2048", 0.2), ("-b 256", 1.0)):
         ratios = [a[0] / b[0] for a, b in zip(ours, figures[name], strict=True)]
@@ -206,16 +263,23 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
     report.figure("TTFT of the long one / alone", [a[1] / a[2] for a in ours], 1.3, least=False)
 
 
-def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) -> tuple[float, float, float]:
-    """Return the p99 ITL of seven streams, and the TTFT of a long prompt alongside them and alone."""
+def streams_and_a_long_one(
+    target: Target, options: argparse.Namespace, i: int
+) -> tuple[float, float, float]:
+    """Return the p99 ITL of seven streams, and the TTFT of a long prompt alongside them and
+    alone.
+    """
     alone, beside = (
-        words(1, options, prompt_words=options.long_words, max_tokens=2, seed=seed) for seed in (50 + i, 80 + i)
+        words(1, options, prompt_words=options.long_words, max_tokens=2, seed=seed)
+        for seed in (50 + i, 80 + i)
     )
     load(target, words(1, options, seed=99 + i), 1)
     time_alone = ttfts(load(target, alone, 1))[0]
     streams: list[Outcome] = []
     thread = threading.Thread(
-        target=lambda: streams.append(load(target, words(7, options, max_tokens=options.stream_tokens, seed=70 + i), 7))
+        target=lambda: streams.append(
+            load(target, words(7, options, max_tokens=options.stream_tokens, seed=70 + i), 7)
+        )
     )
     thread.start()
     time.sleep(options.lead)
@@ -223,7 +287,9 @@ def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) 
     outcome = load(target, beside, 1)
     ended = time.perf_counter()
     thread.join()
-    assert min(answer.ended for answer in streams[0].answers) > ended, "the streams ended first: --stream-tokens"
+    assert min(answer.ended for answer in streams[0].answers) > ended, (
+        "the streams ended first: --stream-tokens"
+    )
     gaps = [
         b - a
         for answer in streams[0].answers
@@ -233,7 +299,7 @@ def streams_and_a_long_one(target: Target, options: argparse.Namespace, i: int) 
     return float(np.percentile(gaps, 99)), ttfts(outcome)[0], time_alone
 
 
-# --- a pool that is too small ----------------------------------------------------------------------------------------
+# --- a pool that is too small -------------------------------------------------------------------
 
 
 def question_tasks(count: int, seed: int, least: int) -> list[Task]:
@@ -250,13 +316,24 @@ def question_tasks(count: int, seed: int, least: int) -> list[Task]:
 
 
 def small_pool(options: argparse.Namespace, report: Report) -> None:
-    """16 concurrent, growing requests with cells for about four of them; the built-in model's answers are checked."""
+    """16 concurrent, growing requests with cells for about four of them; the built-in model's
+    answers are checked.
+    """
     from cllm.models.catalog import BUILTIN
 
     ours, theirs, ample, parked = [], [], [], []
     for i in range(options.rounds):
         tasks = question_tasks(16, options.seed + i, 120)
-        flags = ["--kv.layout", "unified", "--kv.max-memory-mb", 1, "--context", 256, "--max-num-seqs", 16]
+        flags = [
+            "--kv.layout",
+            "unified",
+            "--kv.max-memory-mb",
+            1,
+            "--context",
+            256,
+            "--max-num-seqs",
+            16,
+        ]
         with cllm(None, *flags) as target:
             outcome = load(target, tasks, 16, may_fail=True)
             ours.append(sum(not answer.failure for answer in outcome.answers) / 16)
@@ -272,14 +349,16 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
     report.figure("times a sequence was parked", parked)
 
 
-# --- fairness --------------------------------------------------------------------------------------------------------
+# --- fairness -----------------------------------------------------------------------------------
 
 
 def fairness(options: argparse.Namespace, report: Report) -> None:
     """One key sends 200 requests and another 10, in the same class; then both send 60."""
     slower, jain = [], []
     for i in range(options.rounds):
-        with cllm(options.model, "--max-num-seqs", 8, "--context", 512, *NO_GUESSES, *options.flags) as target:
+        with cllm(
+            options.model, "--max-num-seqs", 8, "--context", 512, *NO_GUESSES, *options.flags
+        ) as target:
             tasks = words(10, options, max_tokens=16, seed=30 + i)
             load(target, words(8, options, max_tokens=4, seed=99 + i), 8)
             alone = mean_latency(load(target, tasks, 10, api_key="small"))
@@ -295,15 +374,22 @@ def fairness(options: argparse.Namespace, report: Report) -> None:
                 (words(60, options, max_tokens=16, seed=34 + i), 60, "second", 0.0),
             )
             until = min(sorted(x.first for x in side.answers)[-9] for side in (a, b))
-            served = [sum(t <= until for x in side.answers for t in x.content_times) for side in (a, b)]
+            served = [
+                sum(t <= until for x in side.answers for t in x.content_times) for side in (a, b)
+            ]
             jain.append(sum(served) ** 2 / (2 * sum(s * s for s in served)))
-        print(f"  round {i + 1}: {slower[-1]:.2f} times as long as alone, served {served}", flush=True)
+        print(
+            f"  round {i + 1}: {slower[-1]:.2f} times as long as alone, served {served}", flush=True
+        )
     report.figure("the small one's mean latency / alone", slower, 2.5, least=False)
     report.figure("Jain index of served tokens", jain, 0.95)
 
 
 def together(target: Target, *loads: tuple[list[Task], int, str, float]) -> list[Outcome]:
-    """Run several loads concurrently. Each has tasks, clients, a key, and seconds to wait before it starts."""
+    """Run several loads concurrently.
+
+    Each has tasks, clients, a key, and seconds to wait before it starts.
+    """
     outcomes: dict[int, Outcome] = {}
 
     def run(i: int, tasks: list[Task], concurrency: int, key: str, delay: float) -> None:
@@ -322,7 +408,7 @@ def mean_latency(outcome: Outcome) -> float:
     return sum(answer.ended - answer.sent for answer in outcome.answers) / len(outcome.answers)
 
 
-# --- the queue -------------------------------------------------------------------------------------------------------
+# --- the queue ----------------------------------------------------------------------------------
 
 
 def queue(options: argparse.Namespace, report: Report) -> None:
@@ -334,20 +420,26 @@ def queue(options: argparse.Namespace, report: Report) -> None:
     gc.disable()  # as in the engine process
 
     def cost(num_waiting: int) -> float:
-        backend = FakeBackend(context_length=512, max_num_seqs=32, max_num_batched_tokens=512, length=10**9)
+        backend = FakeBackend(
+            context_length=512, max_num_seqs=32, max_num_batched_tokens=512, length=10**9
+        )
         engine = build_engine(backend, EngineParams(speculation="off"))
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         num_sent, spent = 0, []
         for step in range(500):
             while num_sent == 0 or len(engine.scheduler.waiting) < num_waiting:
-                request = Request(str(num_sent), [num_sent % 250, *range(40)], params, key=f"key{num_sent % 500}")
+                request = Request(
+                    str(num_sent), [num_sent % 250, *range(40)], params, key=f"key{num_sent % 500}"
+                )
                 engine.handle(Add(request))
                 num_sent += 1
             begun = time.perf_counter()
             batch = engine.scheduler.schedule(step * 0.01)
             spent.append(time.perf_counter() - begun)
             assert batch is not None
-            tokens = engine.sampler.sample(batch, backend.forward(batch)) if batch.num_samples else []
+            tokens = (
+                engine.sampler.sample(batch, backend.forward(batch)) if batch.num_samples else []
+            )
             begun = time.perf_counter()
             engine.scheduler.update(batch, tokens, step * 0.01 + 0.005)
             engine.scheduler.stats()
@@ -358,13 +450,16 @@ def queue(options: argparse.Namespace, report: Report) -> None:
     for _ in range(options.rounds):
         small = cost(10)
         large = cost(10_000)
-        print(f"  a step with 10 waiting {small * 1e6:.0f} us, with 10,000 {large * 1e6:.0f} us", flush=True)
+        print(
+            f"  a step with 10 waiting {small * 1e6:.0f} us, with 10,000 {large * 1e6:.0f} us",
+            flush=True,
+        )
         ratios.append(large / small)
     gc.enable()
     report.figure("cost of a step, 10,000 waiting / 10 waiting", ratios, 1.1, least=False)
 
 
-# --- speculation -----------------------------------------------------------------------------------------------------
+# --- speculation --------------------------------------------------------------------------------
 
 
 def speculation(options: argparse.Namespace, report: Report) -> None:
@@ -380,8 +475,12 @@ def speculation(options: argparse.Namespace, report: Report) -> None:
                 load(target, tasks[:2], 1, may_fail=True)
                 for clients in (1, 16):
                     outcome = load(target, tasks, clients, may_fail=True)
-                    assert all("wrong answer" in failure for failure in failures(outcome)), failures(outcome)
-                    speeds[how, clients] = sum(a.output_tokens for a in outcome.answers) / outcome.wall
+                    assert all("wrong answer" in failure for failure in failures(outcome)), (
+                        failures(outcome)
+                    )
+                    speeds[how, clients] = (
+                        sum(a.output_tokens for a in outcome.answers) / outcome.wall
+                    )
                     texts.setdefault(how, []).extend(sorted(a.text() for a in outcome.answers))
         assert texts["off"] == texts["prompt_lookup"], "speculation changed a text"
         alone.append(speeds["prompt_lookup", 1] / speeds["off", 1])
@@ -397,7 +496,13 @@ def copy_tasks(count: int, seed: int) -> list[Task]:
         if len(question.messages) == 1 and not question.tools and len(question.answer) >= 60:
             said = {"role": "assistant", "content": question.answer}
             messages = [*question.messages, said, *question.messages]
-            body = {"model": "m", "messages": messages, "temperature": 0, "stream": True, "max_tokens": 200}
+            body = {
+                "model": "m",
+                "messages": messages,
+                "temperature": 0,
+                "stream": True,
+                "max_tokens": 200,
+            }
             body["stream_options"] = {"include_usage": True}
             tasks.append(Task(msgspec.json.encode(body), answer="?"))  # so that the text is kept
             if len(tasks) == count:
@@ -405,20 +510,32 @@ def copy_tasks(count: int, seed: int) -> list[Task]:
     return tasks
 
 
-# --- restart ---------------------------------------------------------------------------------------------------------
+# --- restart ------------------------------------------------------------------------------------
 
 
 def restart(options: argparse.Namespace, report: Report) -> None:
     """TTFT of a prompt of about 2,000 tokens, cold and after a restart with the disk cache."""
     ratios = []
-    params = EngineParams(path=str(options.model), context_length=1024, max_num_seqs=2, kv_memory=1 << 40)
+    params = EngineParams(
+        path=str(options.model), context_length=1024, max_num_seqs=2, kv_memory=1 << 40
+    )
     backend = build_backend(params)
     ram = [restored(backend, 1000) for _ in range(options.rounds)]
     backend.close()
     for i in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            flags = ["--max-num-seqs", 4, "--context", 4096, "--kv.disk-cache", folder, *options.flags]
-            tasks = words(1, options, prompt_words=options.long_words * 2 // 3, max_tokens=2, seed=40 + i)
+            flags = [
+                "--max-num-seqs",
+                4,
+                "--context",
+                4096,
+                "--kv.disk-cache",
+                folder,
+                *options.flags,
+            ]
+            tasks = words(
+                1, options, prompt_words=options.long_words * 2 // 3, max_tokens=2, seed=40 + i
+            )
             with cllm(options.model, *flags) as target:
                 load(target, words(1, options, seed=99 + i), 1)
                 cold = ttfts(load(target, tasks, 1))[0]
@@ -427,7 +544,10 @@ def restart(options: argparse.Namespace, report: Report) -> None:
                 outcome = load(target, tasks, 1)
                 warm = ttfts(outcome)[0]
             assert outcome.answers[0].cached_tokens >= 0.9 * outcome.answers[0].prompt_tokens
-            print(f"  round {i + 1}: cold {cold:.2f} s, warm {warm:.3f} s, {outcome.answers[0].cached_tokens} cached")
+            print(
+                f"  round {i + 1}: cold {cold:.2f} s, warm {warm:.3f} s, "
+                f"{outcome.answers[0].cached_tokens} cached"
+            )
             ratios.append(warm / cold)
     report.figure("TTFT after a restart / cold", ratios, 0.1, least=False)
     report.figure("1,000 tokens loaded from RAM / computed", ram, 0.05, least=False)
@@ -435,11 +555,21 @@ def restart(options: argparse.Namespace, report: Report) -> None:
 
 def restored(backend: Backend, num_tokens: int) -> float:
     """Return the time to load a prefix from RAM, divided by the time to compute it."""
-    seq = Sequence(Request("0", [7 * i % 1000 for i in range(num_tokens)], SamplingParams()), 0, 0, num_tokens + 1)
+    seq = Sequence(
+        Request("0", [7 * i % 1000 for i in range(num_tokens)], SamplingParams()),
+        0,
+        0,
+        num_tokens + 1,
+    )
     seq.seq_id, size = 0, backend.info.max_num_batched_tokens
     begun = time.perf_counter()
     for start in range(0, num_tokens, size):
-        backend.forward(Batch([Row(seq, start, min(size, num_tokens - start), 0)], [Trim(0, 0)] if start == 0 else []))
+        backend.forward(
+            Batch(
+                [Row(seq, start, min(size, num_tokens - start), 0)],
+                [Trim(0, 0)] if start == 0 else [],
+            )
+        )
     computed = time.perf_counter()
     backend.forward(Batch([], [Save(0, 0), Trim(1, 0)]))
     saved = time.perf_counter()
@@ -460,14 +590,22 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
 
 def main() -> None:
     end_in_order()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*BENCHMARKS, []])
     parser.add_argument("--model", type=Path, default=Path("models/qwen3-0.6b.gguf"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--long-words", type=int, default=1200, help="words that are about 3,000 tokens")
-    parser.add_argument("--stream-tokens", type=int, default=250, help="tokens of a stream beside the long prompt")
-    parser.add_argument("--lead", type=float, default=5.0, help="seconds that the streams run before it")
+    parser.add_argument(
+        "--long-words", type=int, default=1200, help="words that are about 3,000 tokens"
+    )
+    parser.add_argument(
+        "--stream-tokens", type=int, default=250, help="tokens of a stream beside the long prompt"
+    )
+    parser.add_argument(
+        "--lead", type=float, default=5.0, help="seconds that the streams run before it"
+    )
     parser.add_argument("--flags", nargs="*", default=[], help="further flags for cllm serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

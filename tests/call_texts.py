@@ -1,4 +1,6 @@
-"""A call of a function as each form writes it, and whether a grammar allows a text with control tokens."""
+"""A call of a function as each form writes it, and whether a grammar allows a text with control
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from cllm.text.form import Form, any_of, forms
 THINK = forms()["think"].reasoning
 CALLING = sorted(name for name, form in forms().items() if form.calls)
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
 TOOLS = {"get_weather": CITY, "get_time": {"type": "object", "properties": {}}}
 WEATHER = {
     "deepseek_r1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
@@ -22,12 +28,15 @@ WEATHER = {
     "gemma4": '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>',
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
-    "harmony": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo", "days": 2}',
-    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
+    "harmony": "<|channel|>commentary to=functions.get_weather "
+    '<|constrain|>json<|message|>{"city": "Oslo", "days": 2}',
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": '
+    "2}}\n</tool_call>",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Oslo", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
     "llama3": '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 2}}',
-    "minimax": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    "minimax": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter '
+    'name="city">Oslo</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]',
     "mistral_args": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 2}',
@@ -45,14 +54,17 @@ WEATHER["spoken"] = WEATHER["hermes"]
 WEATHER["llama4"] = WEATHER["llama3"]
 WEATHER["pythonic"] = '[get_weather(city="Oslo", days=2)]'
 WEATHER["lfm2"] = f"<|tool_call_start|>{WEATHER['pythonic']}<|tool_call_end|>"
-WEATHER["function_gemma"] = "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:2}<end_function_call>"
+WEATHER["function_gemma"] = (
+    "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:2}<end_function_call>"
+)
 WEATHER["functionary"] = '<function=get_weather>{"city": "Oslo", "days": 2}</function>'
 WEATHER["seed"] = (
     "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n"
     "</function>\n</seed:tool_call>"
 )
 WEATHER["minicpm"] = (
-    '<function name="get_weather"><param name="city">Oslo</param><param name="days">2</param></function>'
+    '<function name="get_weather"><param name="city">Oslo</param><param '
+    'name="days">2</param></function>'
 )
 LIST = '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]'
 WEATHER |= {
@@ -68,9 +80,26 @@ WEATHER |= {
 }
 
 
-FEW = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "[TOOL_CALLS]", "[ARGS]"]
-FEW += [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
-MANY = sorted({mark for form in forms().values() for mark in form.marks if re.match(r"<.*>$|\[[A-Z_]+\]$", mark)})
+FEW = [
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|constrain|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+]
+FEW += [
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+]
+MANY = sorted(
+    {
+        mark
+        for form in forms().values()
+        for mark in form.marks
+        if re.match(r"<.*>$|\[[A-Z_]+\]$", mark)
+    }
+)
 
 
 class Words:
@@ -92,10 +121,16 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         parts = [part for part in self._split.split(text) if part]
-        return [token for part in parts for token in ([self.control[part]] if part in self.control else part.encode())]
+        return [
+            token
+            for part in parts
+            for token in ([self.control[part]] if part in self.control else part.encode())
+        ]
 
     def decode(self, tokens: list[int]) -> str:
-        return b"".join(self.tokens[token].removeprefix(b"\xff") for token in tokens).decode(errors="replace")
+        return b"".join(self.tokens[token].removeprefix(b"\xff") for token in tokens).decode(
+            errors="replace"
+        )
 
     def matcher(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
@@ -122,11 +157,22 @@ def with_thoughts(name: str) -> Form:
 
 
 def grammar_of(
-    form: Form, tools=TOOLS, words: Words = WORDS["few"], strict: bool = True, unenforced=None, **options
+    form: Form,
+    tools=TOOLS,
+    words: Words = WORDS["few"],
+    strict: bool = True,
+    unenforced=None,
+    **options,
 ) -> str:
     declared = {name: Tool(schema, strict) for name, schema in tools.items()}
     calls = form.calls
     texts = [*form.marks, *([calls.begin, calls.write, calls.end, calls.pair] if calls else [])]
-    used = {text: token for text, token in words.control.items() if any(text in other for other in texts)}
+    used = {
+        text: token
+        for text, token in words.control.items()
+        if any(text in other for other in texts)
+    }
     special = range(256, words.eos_token_id)
-    return message_grammar(BoundMessage(form, declared, used, **{"calls": True} | options), special, unenforced)
+    return message_grammar(
+        BoundMessage(form, declared, used, **{"calls": True} | options), special, unenforced
+    )

@@ -1,4 +1,6 @@
-"""What all tests share: the pace of the random ones, the built-in model, and an engine to step by hand."""
+"""What all tests share: the pace of the random ones, the built-in model, and an engine to step by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 
-# A busy machine is no failure, so there is no deadline; what is found fails again by its printed blob.
+# A busy machine is no failure, so there is no deadline; what is found fails again by its printed
+# blob.
 hypothesis.settings.register_profile(
     "cllm",
     deadline=None,
@@ -36,11 +39,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("cllm")
 
-# Beside other processes threads that wait for one another by spinning take the time of the one they wait for. Before
-# llama.cpp is loaded, here and in what is started from here.
+# Beside other processes threads that wait for one another by spinning take the time of the one they
+# wait for. Before llama.cpp is loaded, here and in what is started from here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Seconds after which what a test waits for will not come. Not a measure of speed: on a busy machine all takes long.
+# Seconds after which what a test waits for will not come. Not a measure of speed: on a busy machine
+# all takes long.
 PATIENCE = 600.0
 
 # Where these tests run in the background of a script Ctrl-C is ignored, by all that they start too.
@@ -58,7 +62,9 @@ def builtin_path() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``tiny_model(kind)``: a file of a model whose memory is not plain attention, see tiny_models.py."""
+    """``tiny_model(kind)``: a file of a model whose memory is not plain attention, see
+    tiny_models.py.
+    """
     folder = tmp_path_factory.mktemp("tiny")
 
     def make(kind: str) -> Path:
@@ -72,9 +78,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def known_questions(builtin_path: Path) -> Callable[..., list[Question]]:
-    """``known_questions(count, seed, kinds)``: held-out questions that the model answers right when it is alone.
+    """``known_questions(count, seed, kinds)``: held-out questions that the model answers right when
+    it is alone.
 
-    Whatever else a test does at the same time must not change those answers. The model knows nearly all of them.
+    Whatever else a test does at the same time must not change those answers. The model knows nearly
+    all of them.
     """
     llm = LLM(model_max_context_length=1024, scheduler_max_num_seqs=1)
     alone: dict[str, bool] = {}
@@ -113,8 +121,14 @@ class FakeEngine:
     """An engine on the fake backend, stepped by hand; the laws are checked after every step."""
 
     def __init__(self, **options) -> None:
-        """``options`` are FakeBackend's, and EngineParams' that begin with ``engine_``; nobody guesses by default."""
-        mine = {name.removeprefix("engine_"): options.pop(name) for name in [*options] if name.startswith("engine_")}
+        """``options`` are FakeBackend's, and EngineParams' that begin with ``engine_``; nobody
+        guesses by default.
+        """
+        mine = {
+            name.removeprefix("engine_"): options.pop(name)
+            for name in [*options]
+            if name.startswith("engine_")
+        }
         self.now = 0.0
         self.backend = RecordingBackend(**options, sleep=self.sleep)
         params = EngineParams(**{"check": True, "speculation": "off", **mine})
@@ -127,7 +141,12 @@ class FakeEngine:
         self.now += seconds
 
     def add(
-        self, name: str, prompt: list[int], key: str = "", priority: Priority = Priority.NORMAL, **params
+        self,
+        name: str,
+        prompt: list[int],
+        key: str = "",
+        priority: Priority = Priority.NORMAL,
+        **params,
     ) -> Request:
         """Let a request arrive; greedy unless a temperature is given."""
         limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
@@ -149,7 +168,9 @@ class FakeEngine:
         outputs = self.engine.step()
         self.outputs += outputs
         self.scheduler.check()
-        return " | ".join(str(batch).replace("   ", " | ") for batch in self.backend.batches[num_batches:])
+        return " | ".join(
+            str(batch).replace("   ", " | ") for batch in self.backend.batches[num_batches:]
+        )
 
     def finish(self, max_steps: int = 2000) -> list[str]:
         """Step until there is no work; the rows of each step."""
@@ -161,14 +182,20 @@ class FakeEngine:
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         """What one sequence got so far."""
-        return [o.token for o in self.outputs if (o.request_id, o.index) == (name, index) and o.token >= 0]
+        return [
+            o.token
+            for o in self.outputs
+            if (o.request_id, o.index) == (name, index) and o.token >= 0
+        ]
 
     def ends(self) -> dict[str, str]:
         """Why each sequence ended, by "name.index"."""
         return {f"{o.request_id}.{o.index}": str(o.finish) for o in self.outputs if o.finish}
 
     def right_tokens(self, request: Request) -> list[int]:
-        """What the fake backend says to a greedy request: it counts on, and ends by itself or at a limit."""
+        """What the fake backend says to a greedy request: it counts on, and ends by itself or at a
+        limit.
+        """
         limit = self.backend.info.context_length - len(request.prompt)
         limit = min(limit, request.params.max_tokens or limit)
         counted = [(request.prompt[-1] + 1 + i) % 256 for i in range(self.backend._length)]

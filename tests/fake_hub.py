@@ -25,10 +25,11 @@ PIECE = 1 << 16
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Repositories: ``o/models`` with FILES, ``o/gated`` for who has TOKEN, ``o/broken`` answers 503, ``o/empty``.
+    """Repositories: ``o/models`` with FILES, ``o/gated`` for who has TOKEN, ``o/broken`` answers
+    503, ``o/empty``.
 
-    break_off_at: a file that is asked for from its beginning ends after so many bytes. pause: seconds before each PIECE
-    of an answer.
+    break_off_at: a file that is asked for from its beginning ends after so many bytes. pause:
+    seconds before each PIECE of an answer.
     """
 
     daemon_threads = True
@@ -68,7 +69,9 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
         elif file is None:
             files = {} if repo == "o/empty" else FILES
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            siblings = [
+                {"rfilename": name, "size": len(content)} for name, content in files.items()
+            ]
             body = json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
             self.reply(200, body, {"Content-Type": "application/json"})
         else:
@@ -83,10 +86,19 @@ class Handler(BaseHTTPRequestHandler):
         start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self.reply(206 if start else 200, content[start:], headers, None if start else self.server.break_off_at)
+        self.reply(
+            206 if start else 200,
+            content[start:],
+            headers,
+            None if start else self.server.break_off_at,
+        )
 
     def reply(
-        self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: int | None = None
+        self,
+        status: int,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        cut: int | None = None,
     ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():

@@ -1,9 +1,12 @@
-"""Flips bits in the header of a model and loads each result as cLLM does, in processes that may crash.
+"""Flips bits in the header of a model and loads each result as cLLM does, in processes that may
+crash.
 
 python tests/header_flips.py MODEL --flips 1000 --seed 0   (the sources on PYTHONPATH)
 
-Prints one JSON object: how many ends of each kind there were, and the flips that have broken a promise:
-* an engine process may die of the file, but the vocabulary of a file that it has read must not kill the API process;
+Prints one JSON object: how many ends of each kind there were, and the flips that have broken a
+promise:
+* an engine process may die of the file, but the vocabulary of a file that it has read must not kill
+  the API process;
 * what ``LLM`` accepts must not kill the process of its caller.
 """
 
@@ -25,13 +28,19 @@ from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models.gguf import read_header
 
-SMALL = {"model.max_context_length": 64, "scheduler.max_num_seqs": 2, "backend.llama_cpp.n_threads": 1}
+SMALL = {
+    "model.max_context_length": 64,
+    "scheduler.max_num_seqs": 2,
+    "backend.llama_cpp.n_threads": 1,
+}
 HANGS = 120  # seconds
 SOUND, REFUSED, VOCABULARY_READ = 0, 2, b"."
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, bytes]:
-    """How a process ends that does ``work``, negative for a signal; and what it has written to the pipe it got."""
+    """How a process ends that does ``work``, negative for a signal; and what it has written to the
+    pipe it got.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -68,14 +77,22 @@ def read_vocabulary(path: Path) -> Callable[[int], None]:
         vocabulary = LlamaVocabulary.load(path)
         vocabulary.check()
         assert len(vocabulary.pieces) == vocabulary.size
-        assert vocabulary.special_tokens.keys() | vocabulary.special_texts.keys() | {vocabulary.chat_template}
+        assert (
+            vocabulary.special_tokens.keys()
+            | vocabulary.special_texts.keys()
+            | {vocabulary.chat_template}
+        )
         assert vocabulary.pair_tokens
 
     return work
 
 
 def try_flips(model: Path, num_flips: int, seed: int) -> dict[str, object]:
-    data, header_bits, rng = model.read_bytes(), read_header(model).data_offset * 8, random.Random(seed)
+    data, header_bits, rng = (
+        model.read_bytes(),
+        read_header(model).data_offset * 8,
+        random.Random(seed),
+    )
     ends: collections.Counter[str] = collections.Counter()
     broken = []
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +109,9 @@ def try_flips(model: Path, num_flips: int, seed: int) -> dict[str, object]:
                 ends["refused by its header"] += 1
                 continue
             engine, said = forked(load(path, check_tokens=False))
-            caller = engine if engine in (SOUND, REFUSED) else forked(load(path, check_tokens=True))[0]
+            caller = (
+                engine if engine in (SOUND, REFUSED) else forked(load(path, check_tokens=True))[0]
+            )
             api = forked(read_vocabulary(path))[0] if VOCABULARY_READ in said else REFUSED
             ends[f"engine {engine}"] += 1
             if engine > REFUSED or not {caller, api} <= {SOUND, REFUSED}:

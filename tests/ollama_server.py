@@ -31,13 +31,27 @@ def chunk(text: str, **fields: Any) -> bytes:
 def last(reason: str | None, tokens: int, prompt: int = 9) -> bytes:
     """Counts of 0 are left out."""
     fields = {"done_reason": reason} if reason else {}
-    counts = {name: count for name, count in (("prompt_eval_count", prompt), ("eval_count", tokens)) if count}
+    counts = {
+        name: count
+        for name, count in (("prompt_eval_count", prompt), ("eval_count", tokens))
+        if count
+    }
     message = {"role": "assistant", "content": ""}
-    return line(message=message, **fields, done=True, total_duration=5, load_duration=1, **counts, eval_duration=3)
+    return line(
+        message=message,
+        **fields,
+        done=True,
+        total_duration=5,
+        load_duration=1,
+        **counts,
+        eval_duration=3,
+    )
 
 
 class OllamaServer(ThreadingHTTPServer):
-    """``answer`` is what every chat is answered with; None counts to the tokens that were asked for."""
+    """``answer`` is what every chat is answered with; None counts to the tokens that were asked
+    for.
+    """
 
     daemon_threads = True
 
@@ -59,7 +73,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         found = self.path == "/api/tags"
-        self.reply(200 if found else 404, {"models": [{"name": MODEL, "model": MODEL, "size": 1}]} if found else {})
+        self.reply(
+            200 if found else 404,
+            {"models": [{"name": MODEL, "model": MODEL, "size": 1}]} if found else {},
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -45,27 +45,37 @@ def texts_of(constraint: Constraint, num_texts: int = 8, seed: int = 0) -> list[
 
 
 def check(schema, num_texts: int = 8, seed: int = 0) -> list:
-    """Values of random texts of ``schema``, all of them valid. Raises BadRequest if it is refused."""
+    """Values of random texts of ``schema``, all of them valid.
+
+    Raises BadRequest if it is refused.
+    """
     return valid_values(texts_of(Constraint("json_schema", schema), num_texts, seed), schema)
 
 
 def check_best_effort(schema, num_texts: int = 8, seed: int = 0) -> tuple[list, set[str]]:
-    """The same where keywords may be left out, and which those are: the values are valid without them."""
+    """The same where keywords may be left out, and which those are: the values are valid without
+    them.
+    """
     constraint = Constraint("json_schema", schema, strict=False)
     unenforced = set(CHECKER.check(constraint, "schema").unenforced)
-    return valid_values(texts_of(constraint, num_texts, seed), without(schema, unenforced)), unenforced
+    return valid_values(
+        texts_of(constraint, num_texts, seed), without(schema, unenforced)
+    ), unenforced
 
 
 def valid_values(texts: list[str], schema) -> list:
     values = [json.loads(text) for text in texts]
-    values = [value for value in values if "Infinity" not in json.dumps(value)]  # an exponent too large to be read
+    # an exponent too large to be read
+    values = [value for value in values if "Infinity" not in json.dumps(value)]
     for value in values:
         VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER).validate(value)
     return values
 
 
 def without(schema, keywords: set[str]):
-    """``schema`` without some keywords, wherever they stand; without oneOf, one or more of its options hold."""
+    """``schema`` without some keywords, wherever they stand; without oneOf, one or more of its
+    options hold.
+    """
     if isinstance(schema, list):
         return [without(part, keywords) for part in schema]
     if not isinstance(schema, dict):
@@ -83,6 +93,10 @@ def without(schema, keywords: set[str]):
 
 def allows(schema, text: str) -> bool:
     """Whether ``text`` is all that the grammar of ``schema`` asks for."""
-    matcher = Grammar(CHECKER.check(Constraint("json_schema", schema), "schema").grammar, BYTES).matcher()._at()
+    matcher = (
+        Grammar(CHECKER.check(Constraint("json_schema", schema), "schema").grammar, BYTES)
+        .matcher()
+        ._at()
+    )
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

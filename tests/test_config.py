@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 from cllm.config import OPTIONS, VARIABLES, Settings
 from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
-from cllm.config_sources import SERVICE_VARIABLE, Loaded, is_from_kubernetes, load_settings, value_at
+from cllm.config_sources import (
+    SERVICE_VARIABLE,
+    Loaded,
+    is_from_kubernetes,
+    load_settings,
+    value_at,
+)
 from cllm.errors import StartupError
 
 SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"
@@ -29,7 +35,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def refusal(config: Path | None = None, environ: dict[str, str] | None = None, **flags: object) -> str:
+def refusal(
+    config: Path | None = None, environ: dict[str, str] | None = None, **flags: object
+) -> str:
     with pytest.raises(StartupError) as caught:
         load_settings(config, environ or {}, flags)
     assert len(str(caught.value).splitlines()) == 1
@@ -63,7 +71,9 @@ def test_every_option_is_described() -> None:
 def test_defaults_are_within_their_own_bounds() -> None:
     """Each default passes the check that a given value passes."""
     for key, option in OPTIONS.items():
-        assert value_at(load_settings(None, {}, {key: option.default}).settings, key) == option.default
+        assert (
+            value_at(load_settings(None, {}, {key: option.default}).settings, key) == option.default
+        )
 
 
 def test_names_of_variables_and_keys_are_unique_and_disjoint() -> None:
@@ -79,7 +89,12 @@ def test_later_sources_win(file) -> None:
     environ = {"CLLM_SERVER_PORT": "3", "CLLM_SERVER_MAX_BODY_MB": "4", "PATH": "x"}
     loaded = load_settings(path, environ, {"server.max_body_mb": 5})
     server = loaded.settings.server
-    assert (server.host, server.port, server.max_body_mb, server.drain_timeout) == ("file", 3, 5, 30.0)
+    assert (server.host, server.port, server.max_body_mb, server.drain_timeout) == (
+        "file",
+        3,
+        5,
+        30.0,
+    )
     assert {key: origin for key, origin in loaded.origins.items() if origin != "default"} == {
         "server.host": "c.yaml:2",
         "server.port": "CLLM_SERVER_PORT",
@@ -93,10 +108,12 @@ def test_file_named_by_the_environment(file) -> None:
     assert load_settings(None, {"CLLM_CONFIG": "c.yaml"}, {}).settings.log.level == "debug"
     assert load_settings(path, {"CLLM_CONFIG": "missing.yaml"}, {}).settings.log.level == "debug"
     assert load_settings(None, {"CLLM_CONFIG": ""}, {}).settings.log.level == "info"
-    assert refusal(environ={"CLLM_CONFIG": "missing.yaml"}).startswith("missing.yaml: cannot be read: ")
+    assert refusal(environ={"CLLM_CONFIG": "missing.yaml"}).startswith(
+        "missing.yaml: cannot be read: "
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the seed's file
+# ---------------------------------------------------------------------------------- the seed's file
 
 
 def test_seed_file_loads_as_it_is() -> None:
@@ -126,14 +143,20 @@ def test_seed_file_loads_as_it_is() -> None:
 
 
 def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
-    """Each key that changes nothing is named with its line and the reason, and one line says which limit won."""
+    """Each key that changes nothing is named with its line and the reason, and one line says which
+    limit won.
+    """
     loaded = load_settings(SEED_YAML, {}, {})
     reasons = [note for note in loaded.notes if "is not needed: " in note]
     assert len(reasons) == len(NOT_NEEDED) == 11
-    assert f"{SEED_YAML}:4: server.num_threads is not needed: {NOT_NEEDED['server.num_threads']}" in reasons
+    assert (
+        f"{SEED_YAML}:4: server.num_threads is not needed: {NOT_NEEDED['server.num_threads']}"
+        in reasons
+    )
     assert [note for note in loaded.notes if note not in reasons] == [
         (
-            f"{SEED_YAML}:23: scheduler.max_num_seqs is 16 by resources.max_batch_size, the smallest; "
+            f"{SEED_YAML}:23: scheduler.max_num_seqs is 16 by resources.max_batch_size, the "
+            f"smallest; "
             "not taken: scheduler.max_batch_size: 64, backend.llama_cpp.n_seq_max: 16"
         )
     ]
@@ -150,17 +173,27 @@ def test_one_alias_acts_without_a_note(file) -> None:
 
 def test_own_name_wins_over_an_alias(file) -> None:
     """The canonical key holds, wherever it stands and whatever its size, and a note says so."""
-    loaded = load_settings(file("resources: {max_batch_size: 4}\nscheduler: {max_num_seqs: 9}"), {}, {})
+    loaded = load_settings(
+        file("resources: {max_batch_size: 4}\nscheduler: {max_num_seqs: 9}"), {}, {}
+    )
     assert loaded.settings.scheduler.max_num_seqs == 9
     assert loaded.notes == [
-        "c.yaml:2: scheduler.max_num_seqs is 9 by its own name; not taken: resources.max_batch_size: 4"
+        (
+            "c.yaml:2: scheduler.max_num_seqs is 9 by its own name; not taken: "
+            "resources.max_batch_size: 4"
+        )
     ]
 
 
 def test_alias_has_the_bounds_of_its_option(file) -> None:
-    """A value out of range is reported under the name in the file, even if another alias would win."""
+    """A value out of range is reported under the name in the file, even if another alias would
+    win.
+    """
     message = refusal(file("resources:\n  max_batch_size: 4\nscheduler:\n  max_batch_size: 257\n"))
-    assert message == "c.yaml:4: scheduler.max_batch_size must be a whole number from 1 up to 256, not 257"
+    assert (
+        message
+        == "c.yaml:4: scheduler.max_batch_size must be a whole number from 1 up to 256, not 257"
+    )
 
 
 def test_null_alias_is_no_limit(file) -> None:
@@ -169,10 +202,12 @@ def test_null_alias_is_no_limit(file) -> None:
     assert loaded.settings.kv.max_memory_mb is None
 
 
-# ------------------------------------------------------------------------------------------------ the YAML file
+# ------------------------------------------------------------------------------------ the YAML file
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "server:\n", "server: {}\n", "---\n", "\ufeffserver:\n"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "server:\n", "server: {}\n", "---\n", "\ufeffserver:\n"]
+)
 def test_files_that_set_nothing(file, text: str) -> None:
     """An empty file or section is all defaults."""
     assert load_settings(file(text), {}, {}).settings == Settings()
@@ -187,20 +222,33 @@ def test_dotted_keys(file) -> None:
 
 def test_whole_number_for_a_float(file) -> None:
     """A float may be written without a point, and null where the option may be null."""
-    loaded = load_settings(file("scheduler: {request_timeout: 5}\nserver: {drain_timeout: 0}"), {}, {})
+    loaded = load_settings(
+        file("scheduler: {request_timeout: 5}\nserver: {drain_timeout: 0}"), {}, {}
+    )
     assert loaded.settings.scheduler.request_timeout == 5.0
     assert isinstance(loaded.settings.server.drain_timeout, float)
-    assert load_settings(file("scheduler: {request_timeout: ~}"), {}, {}).settings.scheduler.request_timeout is None
+    assert (
+        load_settings(
+            file("scheduler: {request_timeout: ~}"), {}, {}
+        ).settings.scheduler.request_timeout
+        is None
+    )
 
 
 def test_date_is_text(file) -> None:
     """What YAML takes for a date is still a name."""
-    assert load_settings(file("model: {name: 2024-01-31}"), {}, {}).settings.model.name == "2024-01-31"
+    assert (
+        load_settings(file("model: {name: 2024-01-31}"), {}, {}).settings.model.name == "2024-01-31"
+    )
 
 
 def test_a_mapping_of_names(file) -> None:
-    """Any name and any number of them, in a block or on one line; a name may have dots and is never cut at them."""
-    weights = load_settings(file("scheduler:\n  weights:\n    user-a.b@c: 2\n    7: 0.5\n"), {}, {}).settings
+    """Any name and any number of them, in a block or on one line; a name may have dots and is never
+    cut at them.
+    """
+    weights = load_settings(
+        file("scheduler:\n  weights:\n    user-a.b@c: 2\n    7: 0.5\n"), {}, {}
+    ).settings
     assert weights.scheduler.weights == {"user-a.b@c": 2.0, "7": 0.5}
     loaded = load_settings(file('scheduler.weights: {"x: y": 3}'), {}, {})
     assert loaded.settings.scheduler.weights == {"x: y": 3.0}
@@ -217,7 +265,9 @@ def test_a_mapping_is_json_elsewhere() -> None:
     """In a variable and in a flag; who has a dictionary gives that."""
     assert from_environment("CLLM_SCHEDULER_WEIGHTS", '{"user-a": 2}') == {"user-a": 2.0}
     for value in ('{"user-a": 2}', {"user-a": 2}):
-        loaded = load_settings(None, {"CLLM_SCHEDULER_WEIGHTS": '{"b": 1}'}, {"scheduler.weights": value})
+        loaded = load_settings(
+            None, {"CLLM_SCHEDULER_WEIGHTS": '{"b": 1}'}, {"scheduler.weights": value}
+        )
         assert loaded.settings.scheduler.weights == {"user-a": 2.0}
 
 
@@ -230,11 +280,16 @@ def test_a_mapping_is_json_elsewhere() -> None:
     ],
 )
 def test_a_list_of_names(file, text: str) -> None:
-    """As YAML writes lists, or on one line with commas, which is the form of a variable and a flag."""
+    """As YAML writes lists, or on one line with commas, which is the form of a variable and a
+    flag.
+    """
     aliases = ["gpt-4o", "claude-*", "7"]
     assert load_settings(file(text), {}, {}).settings.model.aliases == aliases
     assert from_environment("CLLM_MODEL_ALIASES", "gpt-4o, claude-*, 7") == aliases
-    assert load_settings(None, {}, {"model.aliases": "gpt-4o,claude-*,7"}).settings.model.aliases == aliases
+    assert (
+        load_settings(None, {}, {"model.aliases": "gpt-4o,claude-*,7"}).settings.model.aliases
+        == aliases
+    )
 
 
 def test_a_list_of_names_is_json_if_it_begins_so() -> None:
@@ -245,14 +300,20 @@ def test_a_list_of_names_is_json_if_it_begins_so() -> None:
     assert from_environment("CLLM_MODEL_ALIASES", "[]") == []
 
 
-@pytest.mark.parametrize("text", ["[gpt-4o, x]", '["a"', "[7]", '[["a"]]', '[""]', '["a"], b', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["[gpt-4o, x]", '["a"', "[7]", '[["a"]]', '[""]', '["a"], b', "[" * 100_000]
+)
 def test_list_of_names_that_is_not_json_is_refused(text: str) -> None:
     for environ, flags in (({"CLLM_MODEL_ALIASES": text}, {}), ({}, {"model.aliases": text})):
-        with pytest.raises(StartupError, match="must be names with commas between them, or a JSON list"):
+        with pytest.raises(
+            StartupError, match="must be names with commas between them, or a JSON list"
+        ):
             load_settings(None, environ, flags)
 
 
-@pytest.mark.parametrize("text", ["model:\n  aliases:\n", "model: {aliases: []}", "model: {aliases: ''}"])
+@pytest.mark.parametrize(
+    "text", ["model:\n  aliases:\n", "model: {aliases: []}", "model: {aliases: ''}"]
+)
 def test_a_list_of_nothing(file, text: str) -> None:
     assert load_settings(file(text), {}, {}).settings == Settings()
     assert from_environment("CLLM_MODEL_ALIASES", "") == []
@@ -275,11 +336,17 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ("server:\n  port: {a: 1}", PORT + "a mapping"),
         (
             "model: {aliases: 7}",
-            "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of names, not 7",
+            (
+                "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of "
+                "names, not 7"
+            ),
         ),
         (
             "model: {aliases: {a: b}}",
-            "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of names, not a mapping",
+            (
+                "c.yaml:1: model.aliases must be names with commas between them, or a JSON list of "
+                "names, not a mapping"
+            ),
         ),
         ("model:\n  aliases: [[a]]", "c.yaml:2: a name must be a word, not a list"),
         ("server:\n  port: 0x" + "f" * 9000, PORT + "a huge number"),
@@ -297,28 +364,64 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
             "scheduler.weights: [1]",
             f"c.yaml:1: scheduler.weights must be a mapping of names, each to {WEIGHT}, not a list",
         ),
-        ("scheduler:\n  weights:\n    a: 1\n    b: 0", f"c.yaml:4: scheduler.weights: b must be {WEIGHT}, not 0"),
+        (
+            "scheduler:\n  weights:\n    a: 1\n    b: 0",
+            f"c.yaml:4: scheduler.weights: b must be {WEIGHT}, not 0",
+        ),
         (
             "scheduler:\n  priorities: {a: high}",
             'c.yaml:2: scheduler.priorities: a must be interactive, normal or batch, not "high"',
         ),
-        ("scheduler:\n  weights: {a: 1001}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not 1001"),
-        ("scheduler:\n  weights: {a: .inf}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not Infinity"),
-        ("scheduler:\n  weights: {a: x}", f'c.yaml:2: scheduler.weights: a must be {WEIGHT}, not "x"'),
-        ("scheduler:\n  weights: {a: {b: 1}}", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not a mapping"),
-        ("scheduler:\n  weights: {a: }", f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not null"),
-        ("scheduler:\n  weights:\n    a: 1\n    a: 1", "c.yaml:4: scheduler.weights.a is given twice"),
+        (
+            "scheduler:\n  weights: {a: 1001}",
+            f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not 1001",
+        ),
+        (
+            "scheduler:\n  weights: {a: .inf}",
+            f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not Infinity",
+        ),
+        (
+            "scheduler:\n  weights: {a: x}",
+            f'c.yaml:2: scheduler.weights: a must be {WEIGHT}, not "x"',
+        ),
+        (
+            "scheduler:\n  weights: {a: {b: 1}}",
+            f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not a mapping",
+        ),
+        (
+            "scheduler:\n  weights: {a: }",
+            f"c.yaml:2: scheduler.weights: a must be {WEIGHT}, not null",
+        ),
+        (
+            "scheduler:\n  weights:\n    a: 1\n    a: 1",
+            "c.yaml:4: scheduler.weights.a is given twice",
+        ),
         ("scheduler:\n  weights: {[a]: 1}", "c.yaml:2: a key must be a word, not a list"),
-        ("scheduler:\n  weights: {'': 1}", 'c.yaml:2: scheduler.weights: a name must be one line of text, not ""'),
+        (
+            "scheduler:\n  weights: {'': 1}",
+            'c.yaml:2: scheduler.weights: a name must be one line of text, not ""',
+        ),
         ("scheduler:\n  weights: !secret {a: 1}", "c.yaml:2: the tag !secret is not allowed"),
-        ("scheduler.weights.a: 1", "c.yaml:1: scheduler.weights.a is not a setting; did you mean scheduler.weights?"),
-        ("kv: {layout: paged}", 'c.yaml:1: kv.layout must be auto, partitioned or unified, not "paged"'),
+        (
+            "scheduler.weights.a: 1",
+            "c.yaml:1: scheduler.weights.a is not a setting; did you mean scheduler.weights?",
+        ),
+        (
+            "kv: {layout: paged}",
+            'c.yaml:1: kv.layout must be auto, partitioned or unified, not "paged"',
+        ),
         ("model: {name: ''}", 'c.yaml:1: model.name must be one line of text or null, not ""'),
-        ('model: {path: "a\\nb"}', 'c.yaml:1: model.path must be one line of text or null, not "a\\nb"'),
+        (
+            'model: {path: "a\\nb"}',
+            'c.yaml:1: model.path must be one line of text or null, not "a\\nb"',
+        ),
         ("server:\n  prot: 1", "c.yaml:2: server.prot is not a setting; did you mean server.port?"),
         ("\nport: 1", "c.yaml:2: port is not a setting; did you mean server.port?"),
         ("sever: {port: 1}", "c.yaml:1: sever is not a setting; did you mean server?"),
-        ("log: {name: x}", "c.yaml:1: log.name is not a setting; did you mean backend.name or model.name?"),
+        (
+            "log: {name: x}",
+            "c.yaml:1: log.name is not a setting; did you mean backend.name or model.name?",
+        ),
         ("zzz: 1", "c.yaml:1: zzz is not a setting"),
         ('"a\\nb": 1', "c.yaml:1: a\\nb is not a setting"),
         ("<<: {port: 1}", "c.yaml:1: << is not a setting"),
@@ -326,12 +429,21 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ("server: {port: 1}\nserver.port: 2", "c.yaml:2: server.port is given twice"),
         ("server: {port: 1}\nserver: {host: a}", "c.yaml:2: server is given twice"),
         ("server: 3", "c.yaml:1: server must be a mapping, not 3"),
-        ("backend:\n  llama_cpp:\n  - 1", "c.yaml:3: backend.llama_cpp must be a mapping, not a list"),
+        (
+            "backend:\n  llama_cpp:\n  - 1",
+            "c.yaml:3: backend.llama_cpp must be a mapping, not a list",
+        ),
         ("just text", 'c.yaml:1: the file must be a mapping, not "just text"'),
         ("- 1", "c.yaml:1: the file must be a mapping, not a list"),
         ("? [a]\n: 1", "c.yaml:1: a key must be a word, not a list"),
-        ("server:\n  port: 1\n   host: 2", "c.yaml:3: not valid YAML: mapping values are not allowed here"),
-        ("server:\n\tport: 1", "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "server:\n  port: 1\n   host: 2",
+            "c.yaml:3: not valid YAML: mapping values are not allowed here",
+        ),
+        (
+            "server:\n\tport: 1",
+            "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token",
+        ),
         ("log:\n  level: 'x", "c.yaml:2: not valid YAML: found unexpected end of stream"),
         ("log: {}\n---\nlog: {}", "c.yaml:2: not valid YAML: but found another document"),
         ("log: {}\nkv: \x01", "c.yaml:2: not valid YAML: unprintable character #x0001"),
@@ -345,7 +457,10 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ("server:\n  port: !!int x", 'c.yaml:2: "x" cannot be read as int'),
         ("server:\n  port: !!bool x", 'c.yaml:2: "x" cannot be read as bool'),
         (b"server:\n  host: \xff", "c.yaml:2: not valid UTF-8"),
-        ("#" * (MAX_FILE_BYTES + 1), "c.yaml: larger than 1000000 bytes, so not a file of settings"),
+        (
+            "#" * (MAX_FILE_BYTES + 1),
+            "c.yaml: larger than 1000000 bytes, so not a file of settings",
+        ),
     ],
 )
 def test_refused_files(file, text: str | bytes, message: str) -> None:
@@ -356,17 +471,22 @@ def test_refused_files(file, text: str | bytes, message: str) -> None:
 def test_alias_bomb_is_refused_at_once(file) -> None:
     """Nested aliases are not expanded."""
     levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
-    assert refusal(file("a0: &a0 [x]\n" + levels)) == "c.yaml:2: not valid YAML: aliases (*name) are not allowed"
+    assert (
+        refusal(file("a0: &a0 [x]\n" + levels))
+        == "c.yaml:2: not valid YAML: aliases (*name) are not allowed"
+    )
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing file, a directory and an impossible name are start-up errors."""
-    assert refusal(tmp_path / "no.yaml").endswith("no.yaml: cannot be read: No such file or directory")
+    assert refusal(tmp_path / "no.yaml").endswith(
+        "no.yaml: cannot be read: No such file or directory"
+    )
     assert refusal(tmp_path).endswith(": cannot be read: Is a directory")
     assert "cannot be read" in refusal(Path("a\0b"))
 
 
-# ------------------------------------------------------------------------------------------------ environment, flags
+# ------------------------------------------------------------------------------- environment, flags
 
 
 @pytest.mark.parametrize(
@@ -401,14 +521,26 @@ def test_environment_is_read_by_type(variable: str, text: str, value: object) ->
         ("CLLM_SERVER_PORT", "", 'must be a whole number from 0 up to 65535, not ""'),
         ("CLLM_SERVER_PORT", "none", 'must be a whole number from 0 up to 65535, not "none"'),
         ("CLLM_SERVER_PORT", "65536", "must be a whole number from 0 up to 65535, not 65536"),
-        ("CLLM_SERVER_PORT", "9" * 5000, 'must be a whole number from 0 up to 65535, not "' + "9" * 76 + "..."),
+        (
+            "CLLM_SERVER_PORT",
+            "9" * 5000,
+            'must be a whole number from 0 up to 65535, not "' + "9" * 76 + "...",
+        ),
         ("CLLM_SAMPLING_TOP_P", "nan", "must be a number from 0 up to 1, not NaN"),
         ("CLLM_SAMPLING_TEMPERATURE", "inf", "must be a number from 0 up to 100, not Infinity"),
-        ("CLLM_SCHEDULER_REQUEST_TIMEOUT", "0", "must be a number above 0 up to 604800 or null, not 0.0"),
+        (
+            "CLLM_SCHEDULER_REQUEST_TIMEOUT",
+            "0",
+            "must be a number above 0 up to 604800 or null, not 0.0",
+        ),
         ("CLLM_BACKEND_LLAMA_CPP_USE_MMAP", "yes", 'must be true or false, not "yes"'),
         ("CLLM_LOG_LEVEL", "LOUD", 'must be debug, info, warning or error, not "LOUD"'),
         ("CLLM_SCHEDULER_WEIGHTS", "", f'must be a mapping of names, each to {WEIGHT}, not ""'),
-        ("CLLM_SCHEDULER_WEIGHTS", '{"a"', f'must be a mapping of names, each to {WEIGHT}, not "{{\\"a\\""'),
+        (
+            "CLLM_SCHEDULER_WEIGHTS",
+            '{"a"',
+            f'must be a mapping of names, each to {WEIGHT}, not "{{\\"a\\""',
+        ),
     ],
 )
 def test_refused_variables(variable: str, text: str, message: str) -> None:
@@ -417,8 +549,15 @@ def test_refused_variables(variable: str, text: str, message: str) -> None:
 
 
 def test_unknown_variables_are_ignored_with_a_warning() -> None:
-    """One line for each, with the option that is meant if the name is a near miss; what else is set counts."""
-    environ = {"CLLM_SERVER_PROT": "1", "CLLM_PORT": "1", "CLLM_ZZZ": "", "CLLM_KV_LAYOUT": "unified"}
+    """One line for each, with the option that is meant if the name is a near miss; what else is set
+    counts.
+    """
+    environ = {
+        "CLLM_SERVER_PROT": "1",
+        "CLLM_PORT": "1",
+        "CLLM_ZZZ": "",
+        "CLLM_KV_LAYOUT": "unified",
+    }
     loaded = load_settings(None, environ, {})
     assert loaded.notes == [
         "ignored: CLLM_PORT is not a setting; did you mean CLLM_SERVER_PORT?",
@@ -428,10 +567,14 @@ def test_unknown_variables_are_ignored_with_a_warning() -> None:
     assert loaded.settings == load_settings(None, {}, {"kv.layout": "unified"}).settings
 
 
-@pytest.mark.parametrize("service", ["CLLM", "CLLM_SERVER", "CLLM_MODEL", "CLLM_CONFIG", "CLLM_MODEL_V2"])
+@pytest.mark.parametrize(
+    "service", ["CLLM", "CLLM_SERVER", "CLLM_MODEL", "CLLM_CONFIG", "CLLM_MODEL_V2"]
+)
 @pytest.mark.parametrize("host", ["10.0.0.11", "[fd00::11]"])
 def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -> None:
-    """What every pod beside a service of this name finds in its environment changes nothing and warns of nothing."""
+    """What every pod beside a service of this name finds in its environment changes nothing and
+    warns of nothing.
+    """
     address = f"tcp://{host}:8000"
     environ = {
         f"{service}_SERVICE_HOST": host,
@@ -449,7 +592,9 @@ def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -
 
 def test_no_option_is_named_like_a_variable_of_kubernetes() -> None:
     """Or it could not be set in the environment."""
-    assert [variable for variable in VARIABLES if is_from_kubernetes(variable, {variable: "1"})] == []
+    assert [
+        variable for variable in VARIABLES if is_from_kubernetes(variable, {variable: "1"})
+    ] == []
     assert [variable for variable in VARIABLES if SERVICE_VARIABLE.fullmatch(variable)] == []
 
 
@@ -462,12 +607,20 @@ def test_variables_of_the_clients_are_no_settings() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("server.port", 65536, "--server.port must be a whole number from 0 up to 65535, not 65536"),
+        (
+            "server.port",
+            65536,
+            "--server.port must be a whole number from 0 up to 65535, not 65536",
+        ),
         ("sampling.min_p", math.nan, "--sampling.min-p must be a number from 0 up to 1, not NaN"),
         ("sampling.min_p", 10**400, "--sampling.min-p must be a number from 0 up to 1, not 1000"),
         ("scheduler.weights", '{"a": -1}', f"--scheduler.weights: a must be {WEIGHT}, not -1"),
         ("scheduler.weights", '{"a": NaN}', f"--scheduler.weights: a must be {WEIGHT}, not NaN"),
-        ("scheduler.weights", "[1]", f"--scheduler.weights must be a mapping of names, each to {WEIGHT}, not [1]"),
+        (
+            "scheduler.weights",
+            "[1]",
+            f"--scheduler.weights must be a mapping of names, each to {WEIGHT}, not [1]",
+        ),
         ("scheduler.weights", "[" * 99_999, "--scheduler.weights must be a mapping of names"),
         ("server.prot", 1, "--server.prot is not a setting; did you mean server.port?"),
     ],

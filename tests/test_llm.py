@@ -29,7 +29,9 @@ def fake():
 def test_a_batch_larger_than_the_engine_comes_back_in_order(fake):
     """More prompts than sequence ids; the fake backend counts on from each prompt's last byte."""
     completions = fake.generate(list("abcdefgh"), GREEDY)
-    assert [done.text for done in completions] == ["".join(chr(ord(c) + i) for i in range(1, 6)) for c in "abcdefgh"]
+    assert [done.text for done in completions] == [
+        "".join(chr(ord(c) + i) for i in range(1, 6)) for c in "abcdefgh"
+    ]
     assert {done.finish_reason for done in completions} == {"length"}
     assert {done.prompt_tokens for done in completions} == {1}
 
@@ -78,13 +80,21 @@ def test_what_cannot_be_computed_is_refused(fake):
 
 
 def test_logprobs(fake):
-    """Of what was written, and of the prompt, also if nothing is to be written; nothing unless asked for."""
-    (told,) = fake.generate("abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
+    """Of what was written, and of the prompt, also if nothing is to be written; nothing unless
+    asked for.
+    """
+    (told,) = fake.generate(
+        "abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
+    )
     assert len(told.outputs[0].logprobs) == len(told.outputs[0].tokens) == 3
     assert told.outputs[0].logprobs[0].top[0][0] == ord("y")
     assert [one.logprob > -1 for one in told.prompt_logprobs] == [True, False]
     (scored,) = fake.generate("abx", SamplingParams(max_tokens=0, prompt_logprobs=1))
-    assert (scored.outputs[0].tokens, scored.finish_reason, len(scored.prompt_logprobs)) == ([], "length", 2)
+    assert (scored.outputs[0].tokens, scored.finish_reason, len(scored.prompt_logprobs)) == (
+        [],
+        "length",
+        2,
+    )
     assert fake.generate("abx", GREEDY)[0].outputs[0].logprobs == []
 
 
@@ -99,7 +109,9 @@ def test_options_are_those_of_the_settings():
 
 
 def test_ctrl_c_during_the_load(monkeypatch):
-    """It is raised at once, though the load is C code whose callbacks lose what they raise, and the load is told."""
+    """It is raised at once, though the load is C code whose callbacks lose what they raise, and the
+    load is told.
+    """
     told = threading.Event()
 
     def build(params, progress):
@@ -128,7 +140,9 @@ def test_what_progress_raises_ends_the_load(builtin_path):
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        build_backend(EngineParams(path=str(builtin_path), context_length=64, max_num_seqs=1), progress)
+        build_backend(
+            EngineParams(path=str(builtin_path), context_length=64, max_num_seqs=1), progress
+        )
     assert len(shares) == 1
 
 
@@ -141,14 +155,23 @@ def test_questions_of_every_kind_in_one_batch(known_questions, layout):
         prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
         for _ in range(2):
             completions = llm.generate(prompts, SamplingParams(temperature=0))
-            assert [done.text for done in completions] == [question.answer for question in questions]
+            assert [done.text for done in completions] == [
+                question.answer for question in questions
+            ]
 
 
 @pytest.mark.llama
 def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
-    """Eight sequences in a pool for about two, admitted as if answers were short: some are parked, all are right."""
+    """Eight sequences in a pool for about two, admitted as if answers were short: some are parked,
+    all are right.
+    """
     questions = known_questions(8, 9, ["counting", "stories"])
-    with LLM(model_max_context_length=400, scheduler_max_num_seqs=8, kv_layout="unified", kv_max_memory_mb=1) as llm:
+    with LLM(
+        model_max_context_length=400,
+        scheduler_max_num_seqs=8,
+        kv_layout="unified",
+        kv_max_memory_mb=1,
+    ) as llm:
         assert llm.info.num_cells < 500
         llm._engine.scheduler.expected.output = 8
         prompts = [llm.encode_chat(question.messages) for question in questions]
@@ -178,8 +201,13 @@ def test_a_change_of_layout_changes_no_answer(known_questions):
 @pytest.mark.llama
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3"])
 def test_models_that_are_not_plain_attention(tiny_model, kind):
-    """What four prompts share is computed once, then it is found again, and the answers are those of each alone."""
-    path, params = str(tiny_model(kind)), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    """What four prompts share is computed once, then it is found again, and the answers are those
+    of each alone.
+    """
+    path, params = (
+        str(tiny_model(kind)),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    )
     settings = {"model_max_context_length": 384, "scheduler_max_num_seqs": 4}
     shared = [(7 * i) % 250 for i in range(150)]
     prompts = [[*shared, *range(10 * i, 10 * i + 5 + i)] for i in range(4)]
@@ -215,7 +243,9 @@ def test_a_long_history_is_answered_and_reused(known_questions):
 def test_the_example_of_the_readme(builtin_path, capsys):
     """It runs as it is printed, and what it prints makes sense."""
     page = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block)
+    (example,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block
+    )
     exec(example, {})
     assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"
 
@@ -240,11 +270,15 @@ def test_threads_share_one_engine(fake):
     with ThreadPoolExecutor(4) as threads:
         done = list(threads.map(lambda prompt: fake.generate([prompt] * 3, GREEDY), "abcdefgh"))
     for prompt, completions in zip("abcdefgh", done, strict=True):
-        assert [one.text for one in completions] == ["".join(chr(ord(prompt) + i) for i in range(1, 6))] * 3
+        assert [one.text for one in completions] == [
+            "".join(chr(ord(prompt) + i) for i in range(1, 6))
+        ] * 3
 
 
 def test_threads_that_stream_embed_and_fail(fake):
-    """Streams that are left early, vectors and refused grammars beside texts, none of which they change."""
+    """Streams that are left early, vectors and refused grammars beside texts, none of which they
+    change.
+    """
 
     def work(i):
         if i % 4 == 0:
@@ -337,7 +371,10 @@ def test_stop_is_one_string_or_several(fake):
 
 def test_params_for_each_prompt(fake):
     """As many as there are prompts."""
-    short, stopped = SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, stop="e", n=2)
+    short, stopped = (
+        SamplingParams(temperature=0, max_tokens=2),
+        SamplingParams(temperature=0, stop="e", n=2),
+    )
     first, second = fake.generate(["a", "b"], [short, stopped])
     assert (first.text, [output.text for output in second.outputs]) == ("bc", ["cd", "cd"])
     assert {piece.prompt for piece in fake.stream(["a", "b"], [short, stopped])} == {0, 1}
@@ -353,20 +390,50 @@ QUESTION = {"role": "user", "content": "a"}
         (lambda llm: llm.chat([]), "messages", "one message or more"),
         (lambda llm: llm.chat(QUESTION), "messages", "must be a list"),
         (lambda llm: llm.chat(["text"]), "messages[0]", "must be a dictionary, not str"),
-        (lambda llm: llm.chat([QUESTION, {"role": "robot", "content": "a"}]), "messages[1].role", "not 'robot'"),
-        (lambda llm: llm.chat([{"content": "a"}]), "messages[0].role", "must be one of system, developer, user"),
-        (lambda llm: llm.chat([{"role": "user"}]), "messages[0].content", "must be text"),
-        (lambda llm: llm.chat([{**QUESTION, "content": [{"type": "image"}]}]), "messages[0].content", "must be text"),
-        (lambda llm: llm.chat([QUESTION], tools="a"), "tools", "must be a list such as"),
-        (lambda llm: llm.chat([QUESTION], tools=["a"]), "tools[0].function", "must be a dictionary with a name"),
-        (lambda llm: llm.chat([QUESTION], tools=[{"name": "a"}]), "tools[0].function", "must be a dictionary with"),
         (
-            lambda llm: llm.encode_chat([QUESTION], [{"function": {"name": "a", "parameters": "b"}}]),
+            lambda llm: llm.chat([QUESTION, {"role": "robot", "content": "a"}]),
+            "messages[1].role",
+            "not 'robot'",
+        ),
+        (
+            lambda llm: llm.chat([{"content": "a"}]),
+            "messages[0].role",
+            "must be one of system, developer, user",
+        ),
+        (lambda llm: llm.chat([{"role": "user"}]), "messages[0].content", "must be text"),
+        (
+            lambda llm: llm.chat([{**QUESTION, "content": [{"type": "image"}]}]),
+            "messages[0].content",
+            "must be text",
+        ),
+        (lambda llm: llm.chat([QUESTION], tools="a"), "tools", "must be a list such as"),
+        (
+            lambda llm: llm.chat([QUESTION], tools=["a"]),
+            "tools[0].function",
+            "must be a dictionary with a name",
+        ),
+        (
+            lambda llm: llm.chat([QUESTION], tools=[{"name": "a"}]),
+            "tools[0].function",
+            "must be a dictionary with",
+        ),
+        (
+            lambda llm: llm.encode_chat(
+                [QUESTION], [{"function": {"name": "a", "parameters": "b"}}]
+            ),
             "tools[0].function.parameters",
             "must be a dictionary",
         ),
-        (lambda llm: llm.chat([QUESTION], [GREEDY] * 2), "params", "2 params were given for 1 prompts"),
-        (lambda llm: llm.generate(["a", "b"], [GREEDY]), "params", "1 params were given for 2 prompts"),
+        (
+            lambda llm: llm.chat([QUESTION], [GREEDY] * 2),
+            "params",
+            "2 params were given for 1 prompts",
+        ),
+        (
+            lambda llm: llm.generate(["a", "b"], [GREEDY]),
+            "params",
+            "1 params were given for 2 prompts",
+        ),
         (lambda llm: llm.generate("a", {"temperature": 0}), "params", "must be SamplingParams"),
         (lambda llm: llm.stream("a", 0.5), "params", "must be SamplingParams"),
         (lambda llm: llm.generate(5), "prompts", "must be text, token ids"),
@@ -418,6 +485,11 @@ def test_threads_get_right_answers(known_questions):
     """Eight threads ask the built-in model at once, each a question after the other."""
     questions = known_questions(24, 13)
     greedy = SamplingParams(temperature=0)
-    with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm, ThreadPoolExecutor(8) as threads:
-        done = list(threads.map(lambda asked: llm.chat(asked.messages, greedy, asked.tools), questions))
+    with (
+        LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        done = list(
+            threads.map(lambda asked: llm.chat(asked.messages, greedy, asked.tools), questions)
+        )
     assert [one.text for one in done] == [question.answer for question in questions]

@@ -22,7 +22,15 @@ def test_text_before_an_error_is_not_lost() -> None:
     """Two tokens and the error come together, because the client did not read for a while."""
     params = SamplingParams(n=2)
     stream = Stream([request_of("a-0", [1], params, SchedulingOptions())])
-    answer = Answer(Generation("a", [[1]], params), stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None)
+    answer = Answer(
+        Generation("a", [[1]], params),
+        stream,
+        Engine(),
+        Metrics("m"),
+        FakeVocabulary().pieces,
+        None,
+        None,
+    )
     for index, token in ((0, 65), (1, 66), (0, 67)):
         stream.put(TokenOutput("a-0", index, token))
     stream.put(TokenOutput("a-0", 1, -1, FinishReason.ERROR, False))
@@ -35,15 +43,23 @@ def test_text_before_an_error_is_not_lost() -> None:
 
 @pytest.mark.parametrize(
     ("queue_timeout", "deadline", "code"),
-    [(60.0, 0.5, "deadline_exceeded"), (0.5, 60.0, "queue_timeout"), (None, 0.5, "deadline_exceeded")],
+    [
+        (60.0, 0.5, "deadline_exceeded"),
+        (0.5, 60.0, "queue_timeout"),
+        (None, 0.5, "deadline_exceeded"),
+    ],
 )
-def test_error_names_the_limit_that_expired_although_less_time_has_passed_here(queue_timeout, deadline, code) -> None:
+def test_error_names_the_limit_that_expired_although_less_time_has_passed_here(
+    queue_timeout, deadline, code
+) -> None:
     """The engine's clock began before this answer was made, on a busy machine much earlier."""
     options = SchedulingOptions(queue_timeout=queue_timeout, deadline=deadline)
     generation = Generation("a", [[1]], SamplingParams(), options)
     stream = Stream([request_of("a-0", [1], generation.params, options)])
     stream.put(TokenOutput("a-0", 0, -1, FinishReason.TIMEOUT, False))
-    with Answer(generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None) as answer:
+    with Answer(
+        generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None
+    ) as answer:
         assert not answer.take()
         with pytest.raises(RequestTimeout) as caught:
             answer.take()

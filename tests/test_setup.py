@@ -1,4 +1,6 @@
-"""tools/setup.sh, with programs in place of uv, pip and the compilers that only say what they are told."""
+"""tools/setup.sh, with programs in place of uv, pip and the compilers that only say what they are
+told.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def run(tmp_path: Path):
             (fakes / name).chmod(0o755)
         calls = tmp_path / "calls"
         calls.touch()
-        environ = {"PATH": f"{fakes}:/usr/bin:/bin", "CALLS": str(calls), "FAKES": str(fakes), "FAULT": fault}
+        environ = {
+            "PATH": f"{fakes}:/usr/bin:/bin",
+            "CALLS": str(calls),
+            "FAKES": str(fakes),
+            "FAULT": fault,
+        }
         script = ["sh", str(checkout / "tools" / "setup.sh"), *command]
         done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
         return done, calls.read_text().splitlines()
@@ -65,7 +72,10 @@ def test_unknown_certificate_makes_uv_take_those_of_the_system(run):
     """It says so, and the command runs with the environment that it wanted."""
     done, calls = run({"uv": UV, **COMPILER}, "echo", "hello")
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
-    assert "uv does not know the certificate of the package index: trying again with the system's" in done.stderr
+    assert (
+        "uv does not know the certificate of the package index: trying again with the system's"
+        in done.stderr
+    )
     assert calls.count("uv sync") == 2
 
 
@@ -79,7 +89,9 @@ def test_failure_without_certificates_is_not_tried_again(run):
     assert calls.count("uv sync") == 1
 
 
-@pytest.mark.skipif(not Path("/etc/ssl/certs/ca-certificates.crt").exists(), reason="not where this system has them")
+@pytest.mark.skipif(
+    not Path("/etc/ssl/certs/ca-certificates.crt").exists(), reason="not where this system has them"
+)
 def test_unknown_certificate_makes_pip_take_those_of_the_system(run):
     """Where uv has to be fetched first."""
     done, calls = run({"python3": PYTHON, "pip": PIP, "real-uv": UV, **COMPILER}, "echo", "hello")
@@ -93,8 +105,16 @@ def test_clang_gets_no_switch_that_only_gcc_knows(run, tmp_path: Path):
     """What pyproject.toml tells GCC beside -w is dropped; everything else reaches clang."""
     compiler = tmp_path / "fakes" / "c++"
     done, _ = run(
-        {"uv": UV.replace('"$UV_SYSTEM_CERTS"', "true"), "cc": "#!/bin/sh\n", "c++": '#!/bin/sh\necho "clang $*"\n'},
-        *("sh", "-c", '"$CXX" -O2 $(sed -n "s/.*CXXFLAGS = \\"\\([^\\"]*\\)\\".*/\\1/p" "$0") "a b"'),
+        {
+            "uv": UV.replace('"$UV_SYSTEM_CERTS"', "true"),
+            "cc": "#!/bin/sh\n",
+            "c++": '#!/bin/sh\necho "clang $*"\n',
+        },
+        *(
+            "sh",
+            "-c",
+            '"$CXX" -O2 $(sed -n "s/.*CXXFLAGS = \\"\\([^\\"]*\\)\\".*/\\1/p" "$0") "a b"',
+        ),
         str(SCRIPT.parents[1] / "pyproject.toml"),
     )
     assert compiler.exists()

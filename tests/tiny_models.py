@@ -1,4 +1,5 @@
-"""Tiny models with random weights, whose memory is not plain attention or who are encoders: what they say is noise.
+"""Tiny models with random weights, whose memory is not plain attention or who are encoders: what
+they say is noise.
 
 Their weights are large enough that every token of the past changes the logits.
 """
@@ -46,7 +47,11 @@ class Weights:
         yield f"{prefix}.ssm_x.weight", self.matrix(TIME_STEP + 2 * STATE, INNER)
         yield f"{prefix}.ssm_dt.weight", self.matrix(INNER, TIME_STEP)
         yield f"{prefix}.ssm_dt.bias", np.zeros(INNER, np.float32)
-        yield f"{prefix}.ssm_a", -np.tile(np.arange(1, STATE + 1, dtype=np.float32) / 50, (INNER, 1))  # forgets slowly
+        # forgets slowly
+        yield (
+            f"{prefix}.ssm_a",
+            -np.tile(np.arange(1, STATE + 1, dtype=np.float32) / 50, (INNER, 1)),
+        )
         yield f"{prefix}.ssm_d", np.ones(INNER, np.float32)
         yield f"{prefix}.ssm_out.weight", self.matrix(WIDTH, INNER)
 
@@ -79,7 +84,10 @@ class Weights:
             return
         yield "token_embd.weight", self.matrix(VOCABULARY, WIDTH) * math.sqrt(WIDTH)
         yield "output.weight", self.matrix(VOCABULARY, WIDTH)
-        yield "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight", np.ones(WIDTH, np.float32)
+        yield (
+            "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight",
+            np.ones(WIDTH, np.float32),
+        )
         for layer in range(LAYERS):
             prefix = f"blk.{layer}"
             yield f"{prefix}.attn_norm.weight", np.ones(WIDTH, np.float32)
@@ -111,7 +119,9 @@ ENCODERS = {
 
 
 def write_tiny_model(kind: str, path: Path) -> None:
-    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3 (a sliding window), or ENCODERS."""
+    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3 (a sliding
+    window), or ENCODERS.
+    """
     writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
     writer.add_name(f"tiny {kind}")
     writer.add_context_length(CONTEXT)
@@ -142,7 +152,9 @@ def write_tiny_model(kind: str, path: Path) -> None:
         writer.add_sliding_window(WINDOW)
 
     tokens, merges = vocabulary(VOCABULARY)
-    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - len(CONTROL)) + [gguf.TokenType.CONTROL] * len(CONTROL)
+    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - len(CONTROL)) + [gguf.TokenType.CONTROL] * len(
+        CONTROL
+    )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)

@@ -1,8 +1,10 @@
-"""``python watched_serve.py REPORT ARGUMENT...``: ``cllm``, and how long callbacks of its event loop take.
+"""``python watched_serve.py REPORT ARGUMENT...``: ``cllm``, and how long callbacks of its event
+loop take.
 
-REPORT gets a line for each callback that takes more than LEAST seconds of CPU time on the loop's thread, and for each
-time that the loop had to wait while this process computed for as long: a thread had the GIL. Only CPU time counts, so
-that a machine which is busy with something else changes nothing.
+REPORT gets a line for each callback that takes more than LEAST seconds of CPU time on the loop's
+thread, and for each time that the loop had to wait while this process computed for as long: a
+thread had the GIL. Only CPU time counts, so that a machine which is busy with something else
+changes nothing.
 """
 
 import asyncio

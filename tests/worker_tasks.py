@@ -62,7 +62,9 @@ def pid():
 
 
 def surroundings():
-    """What of the parent's a process has: session, variables, and whether the current folder is a place for modules."""
+    """What of the parent's a process has: session, variables, and whether the current folder is a
+    place for modules.
+    """
     return " ".join([str(os.getsid(0)), *os.environ, *({"", str(Path.cwd())} & {*sys.path})])
 
 

@@ -1,4 +1,5 @@
-"""Draw the terminal session of the README: run its commands and write their output as docs/terminal.svg.
+"""Draw the terminal session of the README: run its commands and write their output as
+docs/terminal.svg.
 
 .venv/bin/python tools/terminal_picture.py
 """
@@ -35,7 +36,9 @@ def main() -> None:
         console.print(Text(output.rstrip() + "\n"))
 
     cllm = [sys.executable, "-m", "cllm"]
-    server = subprocess.Popen([*cllm, "serve", "--port", str(PORT)], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [*cllm, "serve", "--port", str(PORT)], stderr=subprocess.PIPE, text=True
+    )
     try:
         assert server.stderr is not None
         show("make serve &", next(line for line in server.stderr if line.startswith("cLLM serves")))
@@ -44,8 +47,21 @@ def main() -> None:
         chat = [*cllm, "chat", "--url", url, "--temperature", "0"]
         answers = subprocess.run(chat, input=QUESTIONS, capture_output=True, text=True, check=True)
         turns = zip(QUESTIONS.splitlines(), answers.stdout.splitlines(), strict=True)
-        show(f".venv/bin/cllm chat --url {url}", "\n".join(f"> {question}\n{answer}" for question, answer in turns))
-        load = ["bench", "load", url, "--workload", "questions", "--requests", "64", "--concurrency", "16"]
+        show(
+            f".venv/bin/cllm chat --url {url}",
+            "\n".join(f"> {question}\n{answer}" for question, answer in turns),
+        )
+        load = [
+            "bench",
+            "load",
+            url,
+            "--workload",
+            "questions",
+            "--requests",
+            "64",
+            "--concurrency",
+            "16",
+        ]
         report = subprocess.run([*cllm, *load], capture_output=True, text=True, check=False)
         show(".venv/bin/cllm " + " ".join(load), report.stdout)
     finally:

@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from cllm.llm import LLM, Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BadRequest", "Completion", "EngineError", "SamplingParams", "StartupError", "__version__"]
+__all__ = [
+    "LLM",
+    "BadRequest",
+    "Completion",
+    "EngineError",
+    "SamplingParams",
+    "StartupError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

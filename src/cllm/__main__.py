@@ -12,12 +12,18 @@ from cllm.process.launch import launch
 
 
 def exit_at_once(number: int, _: FrameType | None) -> None:
-    """Exit. There is nothing to unwind, and the import system's callbacks would ignore a KeyboardInterrupt."""
+    """Exit.
+
+    There is nothing to unwind, and the import system's callbacks would ignore a KeyboardInterrupt.
+    """
     os._exit(128 + number)
 
 
 def main() -> None:
-    """Run the command line. Until its command has been imported, Ctrl-C ends the process immediately."""
+    """Run the command line.
+
+    Until its command has been imported, Ctrl-C ends the process immediately.
+    """
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # background jobs of scripts ignore it
         signal.signal(signal.SIGINT, exit_at_once)
     launched = None

@@ -41,10 +41,11 @@ class RequestTimeout(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
-    """How a generation is scheduled: its account (``key``), its priority, and its time limits in seconds.
+    """How a generation is scheduled: its account (``key``), its priority, and its time limits in
+    seconds.
 
-    What is computed for it is shared only with requests that have the same ``cache_salt``. ``claim``: to a reserved
-    place in the queue.
+    What is computed for it is shared only with requests that have the same ``cache_salt``.
+    ``claim``: to a reserved place in the queue.
     """
 
     key: str = ""
@@ -58,10 +59,11 @@ class SchedulingOptions:
 class Delta(msgspec.Struct, gc=False):
     """New text of one choice, in one channel. The deltas of a choice are in order.
 
-    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows. stop: the stop string
-    that ended it. channel: whether the text is the visible answer, reasoning, or the arguments of the ``call``-th tool
-    call. The function's ``name`` comes with the first delta of its call; the texts of a call form one JSON object.
-    logprobs: the tokens that begin in this text, if the request's params ask for logprobs.
+    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows.
+    stop: the stop string that ended it. channel: whether the text is the visible answer, reasoning,
+    or the arguments of the ``call``-th tool call. The function's ``name`` comes with the first
+    delta of its call; the texts of a call form one JSON object. logprobs: the tokens that begin in
+    this text, if the request's params ask for logprobs.
     """
 
     index: int
@@ -77,7 +79,10 @@ class Delta(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a whole request, complete when its deltas have ended. Reasoning tokens are completion tokens."""
+    """Token counts of a whole request, complete when its deltas have ended.
+
+    Reasoning tokens are completion tokens.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -87,7 +92,9 @@ class Usage:
 
 @dataclass(slots=True)
 class Times:
-    """When a generation was submitted, and when its first and its latest token arrived; seconds, monotonic clock."""
+    """When a generation was submitted, and when its first and its latest token arrived; seconds,
+    monotonic clock.
+    """
 
     submitted: float = 0.0
     first: float = 0.0
@@ -98,9 +105,10 @@ class Times:
 class Generation:
     """A dialect's request: ``prompts`` (token ids), each continued ``params.n`` times.
 
-    Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's field in errors.
-    ``Service.prepare`` makes the generation of a chat's next message; ``plan`` then says how to parse it, if it is
-    more than text. ``unenforced``: schema keywords that could not be enforced and were left out.
+    Choice ``i * n + j`` is the j-th continuation of the i-th prompt. ``param`` names the prompt's
+    field in errors. ``Service.prepare`` makes the generation of a chat's next message; ``plan``
+    then says how to parse it, if it is more than text. ``unenforced``: schema keywords that could
+    not be enforced and were left out.
     """
 
     request_id: str
@@ -122,9 +130,10 @@ class Generation:
 class Answer:
     """The streamed answer to a generation.
 
-    Iterate over it, or call listen() and take(); close it, or generation continues unread. ``place`` is its queue
-    position at submission. ``prompt_logprobs`` are those of each prompt's tokens from the second one on, if the params
-    ask for them; they are complete with the first delta of the prompt's first continuation.
+    Iterate over it, or call listen() and take(); close it, or generation continues unread.
+    ``place`` is its queue position at submission. ``prompt_logprobs`` are those of each prompt's
+    tokens from the second one on, if the params ask for them; they are complete with the first
+    delta of the prompt's first continuation.
     """
 
     def __init__(
@@ -146,7 +155,10 @@ class Answer:
             pieces = plan.pieces
         self._choices = {
             (request.request_id, j): Choice(
-                i * generation.params.n + j, pieces, generation.params, plan.parser() if plan else None
+                i * generation.params.n + j,
+                pieces,
+                generation.params,
+                plan.parser() if plan else None,
             )
             for i, request in enumerate(stream.requests)
             for j in range(generation.params.n)
@@ -160,7 +172,8 @@ class Answer:
         self._error: CLLMError | None = None  # why the engine ended it; raised by the next take
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
-            # not asyncio.timeout, which would cancel the reader's task even while it does something else
+            # not asyncio.timeout, which would cancel the reader's task even while it does something
+            # else
             self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
     @property
@@ -216,7 +229,8 @@ class Answer:
         self._stream.listen(wake)
 
     async def __aiter__(self) -> AsyncGenerator[list[Delta], None]:
-        """Yield the deltas as they arrive, those of one step together, until every choice has finished.
+        """Yield the deltas as they arrive, those of one step together, until every choice has
+        finished.
 
         Raises what ``take`` raises.
         """
@@ -227,10 +241,11 @@ class Answer:
                 yield deltas
 
     def take(self) -> list[Delta] | None:
-        """Return the deltas since the last call, or None: one for each choice, or for each parsed part of a choice.
+        """Return the deltas since the last call, or None: one for each choice, or for each parsed
+        part of a choice.
 
-        A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a grammar that allows
-        no further token, after all deltas that arrived before.
+        A delta may contain many tokens. Raises EngineError, RequestTimeout, and BadRequest for a
+        grammar that allows no further token, after all deltas that arrived before.
         """
         try:
             if self._error is not None:
@@ -254,7 +269,9 @@ class Answer:
         return deltas
 
     def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
-        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is parsed."""
+        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is
+        parsed.
+        """
         usage = self.generation.usage
         deltas: dict[int, Delta] = {}
         parsed: list[Delta] = []
@@ -263,7 +280,9 @@ class Answer:
             if choice.finish:  # sampled before the engine heard of the stop string
                 continue
             if output.finish == FinishReason.ERROR:
-                self._error = EngineError("The engine failed to compute this request; please retry.")
+                self._error = EngineError(
+                    "The engine failed to compute this request; please retry."
+                )
                 break
             if output.finish == FinishReason.GRAMMAR:
                 self._error = grammar_error()
@@ -272,7 +291,9 @@ class Answer:
                 self._error = self._timeout()
                 break
             if output.prompt_logprobs is not None:
-                self.prompt_logprobs[choice.index // self.generation.params.n] += output.prompt_logprobs
+                self.prompt_logprobs[choice.index // self.generation.params.n] += (
+                    output.prompt_logprobs
+                )
                 continue
             count = int(output.token >= 0)
             usage.cached_tokens += output.num_cached_tokens
@@ -298,7 +319,10 @@ class Answer:
         return [*deltas.values(), *parsed]
 
     def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
-        """Add to ``deltas`` what ``output`` adds to a choice with a parser. Returns the reason if it has finished."""
+        """Add to ``deltas`` what ``output`` adds to a choice with a parser.
+
+        Returns the reason if it has finished.
+        """
         assert choice.parser
         if choice.parser.channel == Channel.REASONING:
             self.generation.usage.reasoning_tokens += 1
@@ -307,7 +331,9 @@ class Answer:
             if last and last.channel == part.channel and last.call == part.call and not part.name:
                 last.text += part.text
             else:
-                last = Delta(choice.index, part.text, 0, channel=part.channel, call=part.call, name=part.name)
+                last = Delta(
+                    choice.index, part.text, 0, channel=part.channel, call=part.call, name=part.name
+                )
                 deltas.append(last)
         if last is None:
             last = Delta(choice.index, "", 0)
@@ -325,19 +351,40 @@ class Answer:
         deadline = math.inf if terms.deadline is None else terms.deadline
         # The engine's clock started earlier, so elapsed may be below a deadline that has expired.
         elapsed = time.monotonic() - self._begun
-        if terms.queue_timeout is not None and terms.queue_timeout < deadline and elapsed < deadline:
+        if (
+            terms.queue_timeout is not None
+            and terms.queue_timeout < deadline
+            and elapsed < deadline
+        ):
             limit = round(terms.queue_timeout * 1000)
-            return RequestTimeout(f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout")
+            return RequestTimeout(
+                f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout"
+            )
         limit = round((terms.deadline or 0) * 1000)
-        return RequestTimeout(f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded")
+        return RequestTimeout(
+            f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded"
+        )
 
 
 def grammar_error() -> BadRequest:
-    """Return the error for a grammar that passed the checks, but could not be followed to its end."""
-    return BadRequest("The grammar or schema of this request allows no further token.", code="grammar_dead_end")
+    """Return the error for a grammar that passed the checks, but could not be followed to its
+    end.
+    """
+    return BadRequest(
+        "The grammar or schema of this request allows no further token.", code="grammar_dead_end"
+    )
 
 
-def request_of(request_id: str, prompt: list[int], params: SamplingParams, terms: SchedulingOptions) -> Request:
+def request_of(
+    request_id: str, prompt: list[int], params: SamplingParams, terms: SchedulingOptions
+) -> Request:
     return Request(
-        request_id, prompt, params, terms.key, terms.priority, terms.deadline, terms.queue_timeout, terms.cache_salt
+        request_id,
+        prompt,
+        params,
+        terms.key,
+        terms.priority,
+        terms.deadline,
+        terms.queue_timeout,
+        terms.cache_salt,
     )

@@ -1,7 +1,7 @@
 """Every setting of cLLM, written once: type, default, bounds and help.
 
-The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from the tree below;
-``config_sources.py`` reads them.
+The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from
+the tree below; ``config_sources.py`` reads them.
 """
 
 from __future__ import annotations
@@ -26,29 +26,43 @@ PriorityName = Literal["interactive", "normal", "batch"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 class Server(Section):
     """The HTTP server."""
 
     host: Text = Field(
-        default="127.0.0.1", description="Address to listen on; 0.0.0.0 is reachable from other machines."
+        default="127.0.0.1",
+        description="Address to listen on; 0.0.0.0 is reachable from other machines.",
     )
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free port."
+    )
     allow_pull: bool = Field(
-        default=False, description="Let clients of Ollama's API download models from the hub (POST /api/pull)."
+        default=False,
+        description="Let clients of Ollama's API download models from the hub (POST /api/pull).",
     )
-    max_body_mb: int = Field(default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413.")
+    max_body_mb: int = Field(
+        default=4, ge=1, le=1024, description="Largest request body in MB; a larger one gets 413."
+    )
     strict: bool = Field(
         default=False,
-        description="Reject requests with unknown parameters (400) instead of counting and ignoring the parameters.",
+        description="Reject requests with unknown parameters (400) instead of counting and "
+        "ignoring the parameters.",
     )
     benchmark: bool = Field(
-        default=False, description="Let clients run POST /benchmark, which keeps the engine busy for up to a minute."
+        default=False,
+        description="Let clients run POST /benchmark, which keeps the engine busy for up to a "
+        "minute.",
     )
     drain_timeout: float = Field(
-        default=30.0, ge=0, le=86400, description="Seconds that running streams may take to finish after SIGTERM."
+        default=30.0,
+        ge=0,
+        le=86400,
+        description="Seconds that running streams may take to finish after SIGTERM.",
     )
 
 
@@ -57,12 +71,16 @@ class Model(Section):
 
     path: Text | None = Field(
         default=None,
-        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null selects the built-in model.",
+        description="A GGUF file, or hf:owner/repo[:quant] from the Hugging Face hub; null "
+        "selects the built-in model.",
     )
-    name: Text | None = Field(default=None, description="Name in /v1/models; null derives it from the model.")
+    name: Text | None = Field(
+        default=None, description="Name in /v1/models; null derives it from the model."
+    )
     aliases: Names = Field(
         default=[],
-        description='Other names that requests may use for the model, or patterns such as claude-*; "*" accepts any.',
+        description="Other names that requests may use for the model, or patterns such as "
+        'claude-*; "*" accepts any.',
     )
     max_context_length: int | None = Field(
         default=None,
@@ -72,10 +90,12 @@ class Model(Section):
     )
     draft_path: Text | None = Field(
         default=None,
-        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that drafts tokens.",
+        description="A small GGUF model with the same vocabulary, or hf:owner/repo[:quant], that "
+        "drafts tokens.",
     )
     quantization: Text | None = Field(
-        default=None, description="Quantization to download if the path does not name one, e.g. q4_k_m."
+        default=None,
+        description="Quantization to download if the path does not name one, e.g. q4_k_m.",
     )
 
 
@@ -83,60 +103,80 @@ class Scheduler(Section):
     """How requests are scheduled."""
 
     max_num_seqs: int = Field(
-        default=32, ge=1, le=256, description="Largest number of sequences in a batch; other sequences wait."
+        default=32,
+        ge=1,
+        le=256,
+        description="Largest number of sequences in a batch; other sequences wait.",
     )
-    max_num_batched_tokens: int = Field(default=512, ge=1, le=8192, description="Largest number of tokens in one step.")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=1, le=8192, description="Largest number of tokens in one step."
+    )
     target_itl_ms: float | None = Field(
         default=1000.0,
         ge=1,
         le=600_000,
-        description="Longest time in ms between two tokens of a stream that prefill may cause; null means no limit.",
+        description="Longest time in ms between two tokens of a stream that prefill may cause; "
+        "null means no limit.",
     )
     policy: Text = Field(
         default="fair",
-        description="Order of service: fair (by class, then the account with the least service), priority (by class, "
+        description="Order of service: fair (by class, then the account with the least service), "
+        "priority (by class, "
         "then by arrival), fcfs, or package.module:Class.",
     )
     weights: dict[Name, Weight] = Field(
         default={},
-        description="Shares of accounts, e.g. {user-alice: 2}; the default is 1. An account is user- and the body's "
-        "user, or key- and the first 16 hex digits of the API key's SHA-256. Use JSON in a variable or a flag.",
+        description="Shares of accounts, e.g. {user-alice: 2}; the default is 1. An account is "
+        "user- and the body's "
+        "user, or key- and the first 16 hex digits of the API key's SHA-256. Use JSON in a "
+        "variable or a flag.",
     )
     priorities: dict[Name, PriorityName] = Field(
         default={},
-        description="Highest classes of accounts, e.g. {user-nightly: batch}; a request may name a lower one. Use JSON "
+        description="Highest classes of accounts, e.g. {user-nightly: batch}; a request may name "
+        "a lower one. Use JSON "
         "in a variable or a flag.",
     )
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         default="prompt_lookup",
-        description="Draft tokens and verify them in one step while that saves time: prompt_lookup takes them from the "
+        description="Draft tokens and verify them in one step while that saves time: "
+        "prompt_lookup takes them from the "
         "text so far, draft_model from model.draft_path.",
     )
-    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most draft tokens for one sequence in one step.")
+    max_draft_tokens: int = Field(
+        default=8, ge=1, le=64, description="Most draft tokens for one sequence in one step."
+    )
     max_queue_requests: int | None = Field(
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Requests that may wait ahead of a request; further requests get 429. Null means no limit.",
+        description="Requests that may wait ahead of a request; further requests get 429. Null "
+        "means no limit.",
     )
     max_queue_tokens: int | None = Field(
-        default=None, ge=0, le=10**12, description="The same for prompt tokens; null means no limit."
+        default=None,
+        ge=0,
+        le=10**12,
+        description="The same for prompt tokens; null means no limit.",
     )
     max_queue_seconds: float | None = Field(
         default=300.0,
         ge=0,
         le=604800,
-        description="Longest estimated time to first token, in seconds; further requests get 429. Null means no limit.",
+        description="Longest estimated time to first token, in seconds; further requests get "
+        "429. Null means no limit.",
     )
     request_timeout: float | None = Field(
         default=600.0,
         gt=0,
         le=604800,
-        description="Seconds that a request may take, including its time in the queue; null means no limit.",
+        description="Seconds that a request may take, including its time in the queue; null "
+        "means no limit.",
     )
     trace_file: Text | None = Field(
         default=None,
-        description="File to record requests for cllm simulate: times, lengths, accounts and shared prefixes, but no "
+        description="File to record requests for cllm simulate: times, lengths, accounts and "
+        "shared prefixes, but no "
         "text; null records nothing.",
     )
 
@@ -146,27 +186,37 @@ class KV(Section):
 
     layout: Literal["auto", "partitioned", "unified"] = Field(
         default="auto",
-        description="partitioned gives each sequence its own cells and is fastest for unrelated requests; unified is "
+        description="partitioned gives each sequence its own cells and is fastest for unrelated "
+        "requests; unified is "
         "one pool and is better for long shared prefixes; auto follows the load.",
     )
     type: Literal["f16", "q8_0", "q4_0"] = Field(
         default="f16",
-        description="Type of keys and values: q8_0 needs half of f16's memory, q4_0 a quarter; both change the answers "
+        description="Type of keys and values: q8_0 needs half of f16's memory, q4_0 a quarter; "
+        "both change the answers "
         "slightly and may be slower.",
     )
     max_memory_mb: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="Memory for the KV cache in MB; null chooses by free memory."
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Memory for the KV cache in MB; null chooses by free memory.",
     )
     ram_cache_mb: int | None = Field(
         default=None,
         ge=0,
         le=100_000_000,
-        description="RAM for prefixes evicted from the KV cache, in MB; null chooses by free memory, 0 is none.",
+        description="RAM for prefixes evicted from the KV cache, in MB; null chooses by free "
+        "memory, 0 is none.",
     )
     disk_cache: Text | None = Field(
-        default=None, description="Folder to store prefixes on disk, so that they survive a restart; null stores none."
+        default=None,
+        description="Folder to store prefixes on disk, so that they survive a restart; null "
+        "stores none.",
     )
-    disk_cache_mb: int = Field(default=10_000, ge=1, le=10**9, description="Largest size of that folder in MB.")
+    disk_cache_mb: int = Field(
+        default=10_000, ge=1, le=10**9, description="Largest size of that folder in MB."
+    )
 
 
 class Cache(Section):
@@ -176,9 +226,12 @@ class Cache(Section):
         default=0,
         ge=0,
         le=10_000_000,
-        description="Number of answers to keep, of requests with temperature 0 or a seed; 0 is off.",
+        description="Number of answers to keep, of requests with temperature 0 or a seed; 0 is "
+        "off.",
     )
-    max_memory_mb: int = Field(default=64, ge=1, le=1_000_000, description="Largest memory for them in MB.")
+    max_memory_mb: int = Field(
+        default=64, ge=1, le=1_000_000, description="Largest memory for them in MB."
+    )
 
 
 class Storage(Section):
@@ -188,36 +241,56 @@ class Storage(Section):
         default=1000,
         ge=0,
         le=10_000_000,
-        description="Answers of /v1/responses to keep in memory for previous_response_id; 0 keeps none.",
+        description="Answers of /v1/responses to keep in memory for previous_response_id; 0 "
+        "keeps none.",
     )
-    max_responses_mb: int = Field(default=64, ge=1, le=1_000_000, description="Largest memory for them in MB.")
+    max_responses_mb: int = Field(
+        default=64, ge=1, le=1_000_000, description="Largest memory for them in MB."
+    )
     folder: Text | None = Field(
         default="~/.local/state/cllm",
         description="Folder for /v1/files and /v1/batches; null disables both.",
     )
     max_files: int = Field(default=1000, ge=1, le=1_000_000, description="Largest number of files.")
-    max_files_mb: int = Field(default=2000, ge=1, le=10**9, description="Largest size of all files in MB.")
-    max_file_mb: int = Field(default=100, ge=1, le=1_000_000, description="Largest size of an uploaded file in MB.")
+    max_files_mb: int = Field(
+        default=2000, ge=1, le=10**9, description="Largest size of all files in MB."
+    )
+    max_file_mb: int = Field(
+        default=100, ge=1, le=1_000_000, description="Largest size of an uploaded file in MB."
+    )
 
 
 class LlamaCpp(Section):
     """Options of llama.cpp."""
 
-    n_threads: int | None = Field(default=None, ge=1, le=1024, description="Threads that compute; null uses all cores.")
+    n_threads: int | None = Field(
+        default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."
+    )
     n_threads_batch: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads for steps with more than one token (prompts, several sequences); null uses n_threads.",
+        description="Threads for steps with more than one token (prompts, several sequences); "
+        "null uses n_threads.",
     )
     n_ubatch: int = Field(
-        default=512, ge=1, le=8192, description="Largest number of tokens in one pass over the weights."
+        default=512,
+        ge=1,
+        le=8192,
+        description="Largest number of tokens in one pass over the weights.",
     )
     n_gpu_layers: int = Field(
-        default=99, ge=-1, le=10_000, description="Layers on the GPU, if there is one; 0 is none, -1 is all."
+        default=99,
+        ge=-1,
+        le=10_000,
+        description="Layers on the GPU, if there is one; 0 is none, -1 is all.",
     )
-    use_mmap: bool = Field(default=True, description="Map the model file into memory instead of reading it.")
-    use_mlock: bool = Field(default=False, description="Lock the model in RAM, so that it is never swapped out.")
+    use_mmap: bool = Field(
+        default=True, description="Map the model file into memory instead of reading it."
+    )
+    use_mlock: bool = Field(
+        default=False, description="Lock the model in RAM, so that it is never swapped out."
+    )
 
 
 class Backend(Section):
@@ -225,7 +298,8 @@ class Backend(Section):
 
     name: Literal["llama_cpp", "fake"] = Field(
         default="llama_cpp",
-        description="llama_cpp runs models; fake only takes time like a model, for tests and load studies.",
+        description="llama_cpp runs models; fake only takes time like a model, for tests and "
+        "load studies.",
     )
     llama_cpp: LlamaCpp = LlamaCpp()
 
@@ -234,32 +308,45 @@ class Sampling(Section):
     """Defaults of sampling parameters, for requests that do not set them."""
 
     temperature: float = Field(
-        default=0.8, ge=0, le=100, description="0 takes the most probable token; higher values vary more."
+        default=0.8,
+        ge=0,
+        le=100,
+        description="0 takes the most probable token; higher values vary more.",
     )
     top_k: int = Field(
-        default=40, ge=0, le=10_000_000, description="Keep this many of the most probable tokens; 0 is off."
+        default=40,
+        ge=0,
+        le=10_000_000,
+        description="Keep this many of the most probable tokens; 0 is off.",
     )
     top_p: float = Field(
-        default=0.95, ge=0, le=1, description="Keep the most probable tokens up to this total probability; 1 is off."
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Keep the most probable tokens up to this total probability; 1 is off.",
     )
     min_p: float = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="Drop tokens with less than this share of the best token's probability; 0 is off.",
+        description="Drop tokens with less than this share of the best token's probability; 0 is "
+        "off.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10_000_000,
-        description="Largest number of tokens to generate; null means up to the end of the context.",
+        description="Largest number of tokens to generate; null means up to the end of the "
+        "context.",
     )
 
 
 class Log(Section):
     """The log on stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level to write.")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level to write."
+    )
 
 
 class Settings(Section):
@@ -284,8 +371,9 @@ OTHER_VARIABLES = frozenset({"CLLM_CONFIG", "CLLM_API_KEY", "CLLM_URL"})
 class Option:
     """One leaf of the settings tree. ``type`` excludes None. ``expects`` completes "must be ...".
 
-    ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str, because variables
-    and flags have it as JSON. The type of a list is str too, because variables and flags separate entries by commas.
+    ``expects_of_entries`` does the same for each entry of a mapping. The type of a mapping is str,
+    because variables and flags have it as JSON. The type of a list is str too, because variables
+    and flags separate entries by commas.
     """
 
     key: str
@@ -323,13 +411,17 @@ def option_of(key: str, field: FieldInfo) -> Option:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is list:
-        return Option(key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True)
+        return Option(
+            key, str, nullable, field.get_default(), field.description or "", NAMES, is_list=True
+        )
     if get_origin(kind) is dict:
         entry = get_args(kind)[1]
         number, bounds = get_args(entry) if get_origin(entry) is Annotated else (entry, None)
         entries = describe(number, bounds.metadata if bounds else [])
         expects = f"a mapping of names, each to {entries}"
-        return Option(key, str, nullable, field.get_default(), field.description or "", expects, entries)
+        return Option(
+            key, str, nullable, field.get_default(), field.description or "", expects, entries
+        )
     expects = describe(kind, field.metadata) + (" or null" if nullable else "")
     return Option(key, kind, nullable, field.default, field.description or "", expects)
 
@@ -338,9 +430,16 @@ def describe(kind: Any, metadata: list[Any]) -> str:
     if get_origin(kind) is Literal:
         *others, last = get_args(kind)
         return f"{', '.join(others)} or {last}"
-    text = {int: "a whole number", float: "a number", bool: "true or false", str: "one line of text"}[kind]
+    text = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "one line of text",
+    }[kind]
     for word, bound in (("from", "ge"), ("above", "gt"), ("up to", "le")):
-        text += "".join(f" {word} {getattr(rule, bound)}" for rule in metadata if hasattr(rule, bound))
+        text += "".join(
+            f" {word} {getattr(rule, bound)}" for rule in metadata if hasattr(rule, bound)
+        )
     return text
 
 

@@ -1,7 +1,7 @@
 """Reads a YAML file as flat dotted keys with line numbers, and rejects YAML's other features.
 
-Aliases, tags, duplicate keys and unknown keys are errors. Each error is one line that names file, line and key. A few
-keys take a mapping of names to values, or a list, which is kept whole.
+Aliases, tags, duplicate keys and unknown keys are errors. Each error is one line that names file,
+line and key. A few keys take a mapping of names to values, or a list, which is kept whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cllm.errors import StartupError
 
 MAX_FILE_BYTES = 1_000_000
 
-# Other names of settings, taken from YAML files of other servers and earlier designs. If several names of a setting
-# are given, they all mean the same limit, so the smallest applies.
+# Other names of settings, taken from YAML files of other servers and earlier designs. If several
+# names of a setting are given, they all mean the same limit, so the smallest applies.
 ALIASES = {
     "scheduler.max_batch_size": "scheduler.max_num_seqs",
     "resources.max_batch_size": "scheduler.max_num_seqs",
@@ -34,17 +34,21 @@ ALIASES = {
     "cache.default_max_memory_mb": "cache.max_memory_mb",
 }
 
-# Keys that a YAML file may contain although they change nothing, with the reason that the user sees.
+# Keys that a YAML file may contain although they change nothing, with the reason that the user
+# sees.
 NOT_NEEDED = {
     "server.num_threads": "one event loop serves all connections, without worker threads",
-    "server.min_threads": "one event loop serves all connections, so there is no thread pool to keep filled",
+    "server.min_threads": "one event loop serves all connections, so there is no thread pool to "
+    "keep filled",
     "server.use_libtorch": "llama.cpp runs all models",
-    "scheduler.max_iterations": "the engine steps while there is work; each request ends by its own limits",
+    "scheduler.max_iterations": "the engine steps while there is work; each request ends by its "
+    "own limits",
     "scheduler.batch_timeout_ms": "batches are continuous: sequences join and leave at every step",
     "scheduler.loop_interval": "each step begins when the one before has ended",
     "scheduler.idle_loop_interval": "an idle engine sleeps until a request wakes it",
     "scheduler.wait_poll_interval_ms": "tokens are pushed to waiting requests; nothing polls",
-    "resources.kv_cache_max_size": "the KV cache is limited by memory (kv.max_memory_mb), not by entries",
+    "resources.kv_cache_max_size": "the KV cache is limited by memory (kv.max_memory_mb), not by "
+    "entries",
     "cache.eviction_threshold": "at a limit, the least recently used result is evicted",
     "cache.cleanup_interval": "new results evict old ones, so nothing has to be cleaned up",
 }
@@ -85,13 +89,16 @@ def show(value: object, width: int = 80) -> str:
 def unknown(name: str, known: Collection[str]) -> str:
     """Return a message that no setting has this name, with up to three similar names."""
     tail = "." + name.rpartition(".")[2]
-    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(name, known, 1, 0.7)
+    near = sorted(key for key in known if key.endswith(tail)) or difflib.get_close_matches(
+        name, known, 1, 0.7
+    )
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
     return f"{show(name)[1:-1]} is not a setting{hint}"
 
 
 def split_names(value: object) -> object:
-    """Split a text at its commas, or read it as JSON if it begins like a list; return any other value unchanged.
+    """Split a text at its commas, or read it as JSON if it begins like a list; return any other
+    value unchanged.
 
     Raises ValueError for invalid JSON.
     """
@@ -116,8 +123,8 @@ def read_yaml(
 ) -> dict[str, Given]:
     """Return the leaves of the file. Raises StartupError if it cannot be read or has an error.
 
-    keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values of those in
-    ``lists`` may be lists.
+    keys: the dotted keys that it may contain. Values of those in ``mappings`` are mappings; values
+    of those in ``lists`` may be lists.
     """
     text = read_text(path)
     entries: dict[str, Given] = {}
@@ -130,7 +137,9 @@ def read_yaml(
         raise StartupError(f"{path}:{line}: not valid YAML: {error.problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise StartupError(f"{path}:{line}: not valid YAML: unprintable character #x{error.character:04x}") from None
+        raise StartupError(
+            f"{path}:{line}: not valid YAML: unprintable character #x{error.character:04x}"
+        ) from None
     except RecursionError:
         raise StartupError(f"{path}: nested too deeply") from None
     return entries
@@ -172,10 +181,15 @@ class Collector:
         self.seen: set[str] = set()
 
     def collect(self, node: yaml.Node, section: str) -> None:
-        """Add the leaves under ``node`` to the entries; "server.port: 1" means the same as a mapping in "server"."""
+        """Add the leaves under ``node`` to the entries; "server.port: 1" means the same as a
+        mapping in "server".
+        """
         place = self.place(node)
         if not isinstance(node, yaml.MappingNode):
-            raise StartupError(f"{place}: {section or 'the file'} must be a mapping, not {show(value_of(node, place))}")
+            raise StartupError(
+                f"{place}: {section or 'the file'} must be a mapping, not "
+                f"{show(value_of(node, place))}"
+            )
         for key_node, value_node in node.value:
             key = self.key(key_node, section)
             value = value_of(value_node, self.place(key_node))

@@ -1,6 +1,7 @@
 """Combines the settings from their sources.
 
-Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < flags (``--server.port``).
+Later sources win: defaults < YAML file < environment (``CLLM_SERVER_PORT``) < flags
+(``--server.port``).
 """
 
 from __future__ import annotations
@@ -15,18 +16,31 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cllm.config import FILE_KEYS, LISTS, MAPPINGS, OPTIONS, OTHER_VARIABLES, VARIABLES, Option, Settings
+from cllm.config import (
+    FILE_KEYS,
+    LISTS,
+    MAPPINGS,
+    OPTIONS,
+    OTHER_VARIABLES,
+    VARIABLES,
+    Option,
+    Settings,
+)
 from cllm.config_file import ALIASES, NOT_NEEDED, Given, read_yaml, show, unknown
 from cllm.errors import StartupError
 
-# Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its value decides.
-SERVICE_VARIABLE = re.compile(r"CLLM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?)")
+# Names of the variables that Kubernetes sets for a service. NAME_PORT may also be an option, so its
+# value decides.
+SERVICE_VARIABLE = re.compile(
+    r"CLLM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?)"
+)
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The effective settings, the origin of each dotted key, and notes for the operator, one line each.
+    """The effective settings, the origin of each dotted key, and notes for the operator, one line
+    each.
 
     An origin is "default", "cllm.yaml:12", "CLLM_SERVER_PORT" or "--server.port".
     """
@@ -36,11 +50,14 @@ class Loaded:
     notes: list[str]
 
 
-def load_settings(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
+def load_settings(
+    config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
+) -> Loaded:
     """Combine the settings from all sources.
 
-    config: the YAML file; None means the one that CLLM_CONFIG names, if any. flags: dotted key -> value, only for the
-    flags given. Raises StartupError with one line that names the source (file and line, variable or flag) and the key.
+    config: the YAML file; None means the one that CLLM_CONFIG names, if any. flags: dotted key ->
+    value, only for the flags given. Raises StartupError with one line that names the source (file
+    and line, variable or flag) and the key.
     """
     named = environ.get("CLLM_CONFIG")
     path = Path(named) if config is None and named else config
@@ -72,7 +89,8 @@ def plant(tree: dict[str, Any], key: str, value: object) -> None:
 def checked(option: Option, given: Given, named: str = "") -> Given:
     """Return ``given`` with its value converted to the option's type.
 
-    Raises StartupError, naming the source and the expected type. ``named``: the name that a file uses for the option.
+    Raises StartupError, naming the source and the expected type. ``named``: the name that a file
+    uses for the option.
     """
     tree: dict[str, Any] = {}
     plant(tree, option.key, given.value)
@@ -89,11 +107,15 @@ def checked(option: Option, given: Given, named: str = "") -> Given:
     if len(path) > 1:
         raise StartupError(f"{source}: a name must be one line of text, not {show(entry)}")
     value = show(entries[entry])
-    raise StartupError(f"{source}: {show(entry)[1:-1]} must be {option.expects_of_entries}, not {value}")
+    raise StartupError(
+        f"{source}: {show(entry)[1:-1]} must be {option.expects_of_entries}, not {value}"
+    )
 
 
 def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of a YAML file under their own names, and a note for each key that is not used as written."""
+    """Return the settings of a YAML file under their own names, and a note for each key that is not
+    used as written.
+    """
     entries: dict[str, Given] = {}
     notes = []
     for key, entry in read_yaml(path, FILE_KEYS, MAPPINGS, LISTS).items():
@@ -103,7 +125,11 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
         option = OPTIONS[ALIASES.get(key, key)]
         entries[key] = checked(option, entry, key)
     for target in dict.fromkeys(ALIASES.values()):
-        others = {key: entries.pop(key) for key, canonical in ALIASES.items() if canonical == target and key in entries}
+        others = {
+            key: entries.pop(key)
+            for key, canonical in ALIASES.items()
+            if canonical == target and key in entries
+        }
         if not others:
             continue
         how = "by its own name"
@@ -114,7 +140,9 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
         if others:
             winner = entries[target]
             losers = ", ".join(f"{key}: {show(other.value)}" for key, other in others.items())
-            notes.append(f"{winner.origin}: {target} is {show(winner.value)} {how}; not taken: {losers}")
+            notes.append(
+                f"{winner.origin}: {target} is {show(winner.value)} {how}; not taken: {losers}"
+            )
     return entries, notes
 
 
@@ -134,11 +162,17 @@ def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings in the environment, and a note for each ignored variable that looks like a setting."""
+    """Return the settings in the environment, and a note for each ignored variable that looks like
+    a setting.
+    """
     given = {}
     notes = []
     for variable in sorted(environ):
-        if not variable.startswith("CLLM_") or variable in OTHER_VARIABLES or is_from_kubernetes(variable, environ):
+        if (
+            not variable.startswith("CLLM_")
+            or variable in OTHER_VARIABLES
+            or is_from_kubernetes(variable, environ)
+        ):
             continue
         if variable in VARIABLES:
             option = VARIABLES[variable]
@@ -149,7 +183,9 @@ def from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Given], list
 
 
 def is_from_kubernetes(variable: str, environ: Mapping[str, str]) -> bool:
-    """Return whether Kubernetes set the variable, as it does in each pod for a service named cllm, cllm-server etc."""
+    """Return whether Kubernetes set the variable, as it does in each pod for a service named cllm,
+    cllm-server etc.
+    """
     if variable.endswith("_PORT") and SERVICE_ADDRESS.fullmatch(environ[variable]):
         return True
     return variable not in VARIABLES and SERVICE_VARIABLE.fullmatch(variable) is not None

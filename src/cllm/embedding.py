@@ -28,7 +28,10 @@ MAX_TOKENS = 300_000  # of one request, as in OpenAI's API
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """vectors: shape (number of texts, embedding_size), each of length 1. num_tokens: input tokens of all texts."""
+    """vectors: shape (number of texts, embedding_size), each of length 1.
+
+    num_tokens: input tokens of all texts.
+    """
 
     vectors: Vectors
     num_tokens: int
@@ -49,12 +52,19 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
 
 
 async def encode_texts(
-    service: Service, texts: Sequence[str | list[int]], params: Iterable[str], *, truncate: bool = False
+    service: Service,
+    texts: Sequence[str | list[int]],
+    params: Iterable[str],
+    *,
+    truncate: bool = False,
 ) -> list[list[int]]:
-    """Return the tokens of each text, with the model's begin and end tokens. Control tokens in texts are not parsed.
+    """Return the tokens of each text, with the model's begin and end tokens.
 
-    A text that already is token ids is used as it is. ``params`` name the texts in errors. With ``truncate``, texts are
-    cut to the limit; without, a text that is too long by its number of characters alone raises BadRequest.
+    Control tokens in texts are not parsed.
+
+    A text that already is token ids is used as it is. ``params`` name the texts in errors. With
+    ``truncate``, texts are cut to the limit; without, a text that is too long by its number of
+    characters alone raises BadRequest.
     """
     limit, longest = service.info.max_embedding_tokens, service.longest_piece
     for text, param in zip(texts, params, strict=True):
@@ -63,7 +73,9 @@ async def encode_texts(
 
     def encode() -> list[list[int]]:
         encoded = [
-            service.vocabulary.tokenize(text[: limit * longest], add_special=True, parse_special=False)
+            service.vocabulary.tokenize(
+                text[: limit * longest], add_special=True, parse_special=False
+            )
             if isinstance(text, str)
             else text
             for text in texts
@@ -73,12 +85,14 @@ async def encode_texts(
     return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-async def embed(service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions) -> Embedding:
+async def embed(
+    service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions
+) -> Embedding:
     """Return the vectors of ``texts`` (token ids), computed alongside generation.
 
-    Raises BadRequest for a text that can never be computed, naming it by its entry in ``params``, and for a model
-    without embeddings. Also raises QueueFull, EngineError and RequestTimeout. If the call is cancelled, the engine
-    aborts the request.
+    Raises BadRequest for a text that can never be computed, naming it by its entry in ``params``,
+    and for a model without embeddings. Also raises QueueFull, EngineError and RequestTimeout. If
+    the call is cancelled, the engine aborts the request.
     """
     if service.info.pooling == "rank":
         raise unfit("ranks documents (/v1/rerank); it does not give embeddings")
@@ -90,8 +104,8 @@ async def embed(service: Service, texts: list[list[int]], params: Iterable[str],
 class Ranking:
     """How well documents fit a query.
 
-    scores: one per document, in order; higher is better. by_model: True if the scores come from a reranker, False if
-    they are the cosines of the vectors. num_tokens: input tokens of all texts.
+    scores: one per document, in order; higher is better. by_model: True if the scores come from a
+    reranker, False if they are the cosines of the vectors. num_tokens: input tokens of all texts.
     """
 
     scores: list[float]
@@ -100,9 +114,16 @@ class Ranking:
 
 
 async def rank(
-    service: Service, query: str, documents: list[str], terms: SchedulingOptions, param: str = "documents"
+    service: Service,
+    query: str,
+    documents: list[str],
+    terms: SchedulingOptions,
+    param: str = "documents",
 ) -> Ranking:
-    """Score each document for ``query``. Raises what ``embed`` raises, naming the query or an entry of ``param``."""
+    """Score each document for ``query``.
+
+    Raises what ``embed`` raises, naming the query or an entry of ``param``.
+    """
     params = names(param, len(documents))
     if service.info.pooling == "rank":
         pairs = await encode_pairs(service, query, documents, params)
@@ -114,8 +135,12 @@ async def rank(
     return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
 
 
-async def encode_pairs(service: Service, query: str, documents: list[str], params: list[str]) -> list[list[int]]:
-    """Return the tokens of each document with the query, in the form that the model was trained for."""
+async def encode_pairs(
+    service: Service, query: str, documents: list[str], params: list[str]
+) -> list[list[int]]:
+    """Return the tokens of each document with the query, in the form that the model was trained
+    for.
+    """
     vocabulary, chat_template = service.vocabulary, service.chat_template
     [asked] = await encode_texts(service, [query], ["query"])
     check(service, [asked], ["query"])
@@ -131,7 +156,8 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
         fenced, read = chat_template.fenced(query), map(chat_template.fenced, documents)
         return [
             chat_template.tokenize(
-                "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts), add_special=False
+                "".join({"{query}": fenced, "{document}": text}.get(part, part) for part in parts),
+                add_special=False,
             )
             for text in read
         ]
@@ -141,7 +167,10 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
             return with_template(vocabulary.rerank_template)
         before, between, behind = vocabulary.pair_tokens
         first = vocabulary.tokenize(query, add_special=False, parse_special=False)
-        read = (vocabulary.tokenize(document, add_special=False, parse_special=False) for document in documents)
+        read = (
+            vocabulary.tokenize(document, add_special=False, parse_special=False)
+            for document in documents
+        )
         return [[*before, *first, *between, *tokens, *behind] for tokens in read]
 
     return encode() if sum(map(len, documents)) < LONG_TEXT else await asyncio.to_thread(encode)
@@ -150,7 +179,10 @@ async def encode_pairs(service: Service, query: str, documents: list[str], param
 async def compute(
     service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions
 ) -> tuple[Vectors, int]:
-    """Return the model's vector or score for each text, and the number of tokens. Raises what ``embed`` raises."""
+    """Return the model's vector or score for each text, and the number of tokens.
+
+    Raises what ``embed`` raises.
+    """
     check(service, texts, list(params))
     service.check_ready()
     if not texts:
@@ -185,30 +217,47 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
         raise too_many(params[0].partition("[")[0], num_tokens)
     for tokens, param in zip(texts, params, strict=True):
         if not tokens:
-            raise BadRequest(f"Invalid '{param}': the text is empty.", param=param, code="invalid_value")
+            raise BadRequest(
+                f"Invalid '{param}': the text is empty.", param=param, code="invalid_value"
+            )
         if min(tokens) < 0 or max(tokens) >= info.vocabulary_size:
-            message = f"Invalid '{param}': token ids must be between 0 and {info.vocabulary_size - 1}."
+            message = (
+                f"Invalid '{param}': token ids must be between 0 and {info.vocabulary_size - 1}."
+            )
             raise BadRequest(message, param=param, code="invalid_value")
         if len(tokens) > info.max_embedding_tokens:
             raise too_long(param, len(tokens), info.max_embedding_tokens)
 
 
-async def wait(waiter: Waiter, terms: SchedulingOptions, request_timeout: float | None) -> list[bytes]:
-    """Return all vectors of a request. Raises RequestTimeout for the limit that expires first, and EngineError."""
+async def wait(
+    waiter: Waiter, terms: SchedulingOptions, request_timeout: float | None
+) -> list[bytes]:
+    """Return all vectors of a request.
+
+    Raises RequestTimeout for the limit that expires first, and EngineError.
+    """
     begun = time.monotonic()
     deadline = terms.deadline if terms.deadline is not None else math.inf
     limit = min(deadline, request_timeout if request_timeout is not None else math.inf)
     if terms.queue_timeout is not None and terms.queue_timeout < limit:
         futures: set[asyncio.Future[Any]] = {waiter.begun, waiter.done}
-        if not (await asyncio.wait(futures, timeout=terms.queue_timeout, return_when=asyncio.FIRST_COMPLETED))[0]:
-            message = f"The request waited longer than its queue_timeout_ms, {round(terms.queue_timeout * 1000)}."
+        if not (
+            await asyncio.wait(
+                futures, timeout=terms.queue_timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+        )[0]:
+            message = (
+                f"The request waited longer than its queue_timeout_ms, "
+                f"{round(terms.queue_timeout * 1000)}."
+            )
             raise RequestTimeout(message, "queue_timeout")
     left = max(0.0, begun + limit - time.monotonic()) if limit < math.inf else None
     if (await asyncio.wait({waiter.done}, timeout=left))[0]:
         return waiter.done.result()
     if limit == deadline:
         raise RequestTimeout(
-            f"The request took longer than its deadline_ms, {round(deadline * 1000)}.", "deadline_exceeded"
+            f"The request took longer than its deadline_ms, {round(deadline * 1000)}.",
+            "deadline_exceeded",
         )
     raise RequestTimeout(f"The request took longer than {limit:g} seconds.")
 
@@ -223,7 +272,9 @@ def too_long(param: str, num_tokens: int, limit: int, *, at_least: bool = False)
 
 
 def too_many(param: str, num_tokens: int) -> BadRequest:
-    message = f"Invalid '{param}': the texts have {num_tokens} tokens together, {MAX_TOKENS} are allowed."
+    message = (
+        f"Invalid '{param}': the texts have {num_tokens} tokens together, {MAX_TOKENS} are allowed."
+    )
     return BadRequest(message, param=param, code="max_tokens_per_request")
 
 

@@ -1,7 +1,8 @@
 """Every error that cLLM raises on purpose.
 
-A ``BadRequest`` is the client's fault and becomes a 4xx in the dialect's own form. A ``StartupError`` becomes one
-readable line and exit code 2. Any other exception that escapes is a bug in cLLM.
+A ``BadRequest`` is the client's fault and becomes a 4xx in the dialect's own form. A
+``StartupError`` becomes one readable line and exit code 2. Any other exception that escapes is a
+bug in cLLM.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ class CLLMError(Exception):
 
 
 class StartupError(CLLMError):
-    """The program cannot start with these settings, files or libraries; the message says what to change."""
+    """The program cannot start with these settings, files or libraries; the message says what to
+    change.
+    """
 
 
 class BadRequest(CLLMError):
     """The request cannot be served as it is.
 
-    ``param`` names the field, ``code`` is the machine-readable reason (OpenAI's vocabulary), ``status`` is HTTP's.
+    ``param`` names the field, ``code`` is the machine-readable reason (OpenAI's vocabulary),
+    ``status`` is HTTP's.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
@@ -39,9 +45,12 @@ class EngineError(CLLMError):
 def context_length_exceeded(
     num_prompt_tokens: int, context_length: int, param: str, *, at_least: bool = False
 ) -> BadRequest:
-    """Return the error for a prompt that can never fit; ``at_least``: it was too long to be counted exactly."""
+    """Return the error for a prompt that can never fit; ``at_least``: it was too long to be counted
+    exactly.
+    """
     return BadRequest(
-        f"This model's maximum context length is {context_length} tokens and one must be left to generate, "
+        f"This model's maximum context length is {context_length} tokens and one must be left to "
+        f"generate, "
         f"but the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens.",
         param=param,
         code="context_length_exceeded",

@@ -2,8 +2,8 @@
 
 from cllm import LLM, SamplingParams
 
-llm = LLM()
-print(llm.chat([{"role": "user", "content": "What is 27 plus 45?"}], SamplingParams(temperature=0)).text)
+llm = LLM() print(llm.chat([{"role": "user", "content": "What is 27 plus 45?"}],
+SamplingParams(temperature=0)).text)
 """
 
 from __future__ import annotations
@@ -65,9 +65,12 @@ class Output:
 
 @dataclass(slots=True)
 class Completion:
-    """The result of one prompt. It has ``prompt_tokens`` tokens; ``cached_tokens`` of them came from the prefix cache.
+    """The result of one prompt.
 
-    prompt_logprobs: those of its tokens from the second one on, if SamplingParams.prompt_logprobs asks for them.
+    It has ``prompt_tokens`` tokens; ``cached_tokens`` of them came from the prefix cache.
+
+    prompt_logprobs: those of its tokens from the second one on, if SamplingParams.prompt_logprobs
+    asks for them.
     """
 
     outputs: list[Output]
@@ -86,7 +89,9 @@ class Completion:
 
 @dataclass(slots=True)
 class Piece:
-    """New text of output ``index`` of prompt ``prompt``; finish_reason is "" while the output continues."""
+    """New text of output ``index`` of prompt ``prompt``; finish_reason is "" while the output
+    continues.
+    """
 
     prompt: int
     index: int
@@ -97,18 +102,21 @@ class Piece:
 
 
 class LLM:
-    """An engine without a server. All prompts of a call are batched together, and with those of other threads.
+    """An engine without a server.
 
-    Its methods raise BadRequest, naming the field, for input that cannot be computed, EngineError if computing fails,
-    and RuntimeError after ``close``.
+    All prompts of a call are batched together, and with those of other threads.
+
+    Its methods raise BadRequest, naming the field, for input that cannot be computed, EngineError
+    if computing fails, and RuntimeError after ``close``.
     """
 
     def __init__(self, model: str | None = None, **settings: object) -> None:
         """Load ``model``: a path, hf:owner/repo[:quantization], or None for the built-in model.
 
-        settings: any option of docs/configuration.md with its section, written with underscores, for example
-        ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises StartupError. The likely kinds of
-        damage to a file are found before llama.cpp reads it; other damage may abort the process.
+        settings: any option of docs/configuration.md with its section, written with underscores,
+        for example ``scheduler_max_num_seqs=8`` or ``model_max_context_length=2048``. Raises
+        StartupError. The likely kinds of damage to a file are found before llama.cpp reads it;
+        other damage may abort the process.
         """
         flags = {option_key(name): value for name, value in settings.items()}
         if model is not None:
@@ -136,30 +144,41 @@ class LLM:
         self._default = SamplingParams(**settings.sampling.model_dump(exclude_none=True))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a whole prompt. Control tokens written in the text are recognized."""
+        """Return the token ids of a whole prompt.
+
+        Control tokens written in the text are recognized.
+        """
         return self._tokenize(text, "text", parse_special=True)
 
-    def encode_chat(self, messages: Messages, tools: Messages | None = None, **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, tools: Messages | None = None, **variables: Any
+    ) -> list[int]:
         """Return the token ids of a conversation up to where the next assistant message begins.
 
-        messages: dictionaries with ``role`` and ``content``, in OpenAI's format, like ``tools``. ``variables`` are
-        passed to the model's chat template.
+        messages: dictionaries with ``role`` and ``content``, in OpenAI's format, like ``tools``.
+        ``variables`` are passed to the model's chat template.
         """
         with self._shared.in_use():
-            return self._chat_template.encode(for_template(messages), tools_for_template(tools), **variables)
+            return self._chat_template.encode(
+                for_template(messages), tools_for_template(tools), **variables
+            )
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Complete each prompt (text or token ids)."""
         return self._collect(self._encode(prompts), params)
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, tools: Messages | None = None, **variables: Any
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        tools: Messages | None = None,
+        **variables: Any,
     ) -> Completion:
         """Return the next assistant message of a conversation, as the model writes it.
 
-        A tool call in it names one of ``tools``, and its arguments follow the schema as far as that can be enforced. A
-        ``grammar`` in the params constrains the whole text instead. Raises BadRequest for a ``strict`` tool whose
-        schema cannot be enforced.
+        A tool call in it names one of ``tools``, and its arguments follow the schema as far as that
+        can be enforced. A ``grammar`` in the params constrains the whole text instead. Raises
+        BadRequest for a ``strict`` tool whose schema cannot be enforced.
         """
         prompt, params = self.encode_chat(messages, tools, **variables), params or self._default
         if tools and not params.grammar:
@@ -167,7 +186,9 @@ class LLM:
         return self._collect([prompt], params)[0]
 
     def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
-        """Return an iterator over the pieces of all completions as they arrive. Leaving its loop early aborts the rest.
+        """Return an iterator over the pieces of all completions as they arrive.
+
+        Leaving its loop early aborts the rest.
 
         To stream a chat, call ``llm.stream(llm.encode_chat(messages))``.
         """
@@ -182,10 +203,15 @@ class LLM:
         if self.info.pooling == "rank" or not self.info.embedding_size:
             raise BadRequest("The model does not give embeddings.", param="model")
         some = [texts] if isinstance(texts, str) else texts
-        encoded = [self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)]
+        encoded = [
+            self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)
+        ]
         for i, tokens in enumerate(encoded):
             if not 0 < len(tokens) <= self.info.max_embedding_tokens:
-                message = f"texts[{i}] has {len(tokens)} tokens; 1 to {self.info.max_embedding_tokens} are possible."
+                message = (
+                    f"texts[{i}] has {len(tokens)} tokens; 1 to "
+                    f"{self.info.max_embedding_tokens} are possible."
+                )
                 raise BadRequest(message, param=f"texts[{i}]")
         vectors: list[bytes] = []
         inbox = self._shared.submit([Embed(EmbeddingRequest(f"e{next(self._ids)}", encoded))])
@@ -198,16 +224,24 @@ class LLM:
                 vectors += embedded.vectors
         finally:
             self._shared.drop(inbox)
-        return np.frombuffer(b"".join(vectors), "<f4").reshape(len(encoded), self.info.embedding_size)
+        return np.frombuffer(b"".join(vectors), "<f4").reshape(
+            len(encoded), self.info.embedding_size
+        )
 
-    def _with_calls(self, prompt: list[int], tools: Messages, params: SamplingParams) -> SamplingParams:
-        """Return ``params`` with a grammar for calls of ``tools``, if the model's tool format is known."""
+    def _with_calls(
+        self, prompt: list[int], tools: Messages, params: SamplingParams
+    ) -> SamplingParams:
+        """Return ``params`` with a grammar for calls of ``tools``, if the model's tool format is
+        known.
+        """
         with self._shared.in_use():
             _, _, bound = self._chat_form.plan_output(prompt, Chat([], tools), params)
             special = self._backend.vocabulary.special_tokens
         if bound is None:
             return params
-        return msgspec.structs.replace(params, grammar=message_grammar(bound, special), grammar_is_loose=True)
+        return msgspec.structs.replace(
+            params, grammar=message_grammar(bound, special), grammar_is_loose=True
+        )
 
     @cached_property
     def _chat_form(self) -> ChatForm:
@@ -218,16 +252,25 @@ class LLM:
             raise BadRequest(f"{param} must be text, not {type(text).__name__}.", param=param)
         with self._shared.in_use():
             try:
-                return self._backend.vocabulary.tokenize(text, add_special=True, parse_special=parse_special)
+                return self._backend.vocabulary.tokenize(
+                    text, add_special=True, parse_special=parse_special
+                )
             except UnicodeEncodeError:
-                raise BadRequest(f"{param} has a lone surrogate, which is no text.", param=param) from None
+                raise BadRequest(
+                    f"{param} has a lone surrogate, which is no text.", param=param
+                ) from None
 
     def _encode(self, prompts: Prompts) -> list[list[int]]:
-        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (
+            isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
+        ):
             prompts = [cast("Prompt", prompts)]
         if not isinstance(prompts, Sequence):
             raise BadRequest("prompts must be text, token ids, or a list of them.", param="prompts")
-        return [self._encode_one(cast("Prompt", prompt), f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        return [
+            self._encode_one(cast("Prompt", prompt), f"prompts[{i}]")
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _encode_one(self, prompt: Prompt, param: str) -> list[int]:
         if isinstance(prompt, str):
@@ -241,16 +284,21 @@ class LLM:
         """Return the params of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self._default] * num_prompts
-        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        if not isinstance(params, Sequence) or not all(
+            isinstance(one, SamplingParams) for one in params
+        ):
             raise BadRequest("params must be SamplingParams, or a list of them.", param="params")
         if len(params) != num_prompts:
-            raise BadRequest(f"{len(params)} params were given for {num_prompts} prompts.", param="params")
+            raise BadRequest(
+                f"{len(params)} params were given for {num_prompts} prompts.", param="params"
+            )
         return list(params)
 
     def _collect(self, prompts: list[list[int]], params: Params) -> list[Completion]:
         each = self._params_of(params, len(prompts))
         completions = [
-            Completion([Output() for _ in range(one.n)], len(prompt)) for prompt, one in zip(prompts, each, strict=True)
+            Completion([Output() for _ in range(one.n)], len(prompt))
+            for prompt, one in zip(prompts, each, strict=True)
         ]
         for piece in self._stream(prompts, each, completions):
             output = completions[piece.prompt].outputs[piece.index]
@@ -261,10 +309,15 @@ class LLM:
         return completions
 
     def _stream(
-        self, prompts: list[list[int]], params: list[SamplingParams], completions: list[Completion] | None = None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        completions: list[Completion] | None = None,
     ) -> Iterator[Piece]:
         if not self.info.generates:
-            raise BadRequest("The model gives embeddings; it does not generate text.", param="model")
+            raise BadRequest(
+                "The model gives embeddings; it does not generate text.", param="model"
+            )
         indices: dict[str, int] = {}
         choices: dict[tuple[str, int], Choice] = {}  # unfinished ones
         requests = []
@@ -272,7 +325,9 @@ class LLM:
             pieces = self._backend.vocabulary.pieces
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             one.check_vocabulary(self.info.vocabulary_size)
-            check_prompt(prompt, self.info.vocabulary_size, self.info.context_length, f"prompts[{i}]")
+            check_prompt(
+                prompt, self.info.vocabulary_size, self.info.context_length, f"prompts[{i}]"
+            )
             request = Request(f"r{next(self._ids)}", prompt, one)
             requests.append(Add(request))
             indices[request.request_id] = i
@@ -286,7 +341,10 @@ class LLM:
                 if name not in choices:  # a stop string has ended it
                     continue
                 if output.finish == FinishReason.GRAMMAR:
-                    raise BadRequest("the grammar cannot be compiled, or allows no further token", param="grammar")
+                    raise BadRequest(
+                        "the grammar cannot be compiled, or allows no further token",
+                        param="grammar",
+                    )
                 if output.finish == FinishReason.ERROR:
                     raise EngineError("the engine failed to compute the prompt")
                 if completions is not None:
@@ -302,7 +360,9 @@ class LLM:
                         self._shared.abort(*name)
                 tokens = [output.token] if output.token != NO_TOKEN else []
                 token_logprobs = [output.logprobs] if output.logprobs is not None else []
-                yield Piece(indices[output.request_id], output.index, text, tokens, finish, token_logprobs)
+                yield Piece(
+                    indices[output.request_id], output.index, text, tokens, finish, token_logprobs
+                )
         finally:
             self._shared.drop(inbox)
 
@@ -318,15 +378,23 @@ class LLM:
 
 
 def for_template(messages: Any) -> Messages:
-    """Return the messages in the form that chat templates expect. Raises BadRequest, naming the invalid message."""
+    """Return the messages in the form that chat templates expect.
+
+    Raises BadRequest, naming the invalid message.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         form = '[{"role": "user", "content": "..."}]'
-        raise BadRequest(f"messages must be a list with one message or more, such as {form}.", param="messages")
+        raise BadRequest(
+            f"messages must be a list with one message or more, such as {form}.", param="messages"
+        )
     return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def tools_for_template(tools: Any) -> Messages:
-    """Return ``tools``, or [] for None. Raises BadRequest, naming the entry, if they are not in OpenAI's format."""
+    """Return ``tools``, or [] for None.
+
+    Raises BadRequest, naming the entry, if they are not in OpenAI's format.
+    """
     tools = [] if tools is None else tools
     if not isinstance(tools, list):
         form = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
@@ -337,18 +405,26 @@ def tools_for_template(tools: Any) -> Messages:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"{param} must be a dictionary with a name.", param=param)
         if not isinstance(function.get("parameters") or {}, dict):
-            raise BadRequest(f"{param}.parameters must be a dictionary.", param=f"{param}.parameters")
+            raise BadRequest(
+                f"{param}.parameters must be a dictionary.", param=f"{param}.parameters"
+            )
     return tools
 
 
 def message_for_template(message: Any, param: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise BadRequest(f"{param} must be a dictionary, not {type(message).__name__}.", param=param)
+        raise BadRequest(
+            f"{param} must be a dictionary, not {type(message).__name__}.", param=param
+        )
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         known = ", ".join(ROLES)
-        raise BadRequest(f"{param}.role must be one of {known}, not {str(role)[:40]!r}.", param=f"{param}.role")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise BadRequest(
+            f"{param}.role must be one of {known}, not {str(role)[:40]!r}.", param=f"{param}.role"
+        )
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and role == "assistant":
         content = ""
@@ -358,7 +434,9 @@ def message_for_template(message: Any, param: str) -> dict[str, Any]:
 
 
 def option_key(name: str) -> str:
-    """Return the dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``."""
+    """Return the dotted key of an option written with underscores: ``kv_layout`` is
+    ``kv.layout``.
+    """
     keys = {key.replace(".", "_"): key for key in OPTIONS}
     if name not in keys:
         raise TypeError(f"LLM() has no option {name!r}; see docs/configuration.md")
@@ -368,8 +446,8 @@ def option_key(name: str) -> str:
 def interruptible(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
     """Run ``work`` in a thread and return its result.
 
-    So Ctrl-C takes effect immediately; in a callback of C code it would be lost. ``work`` gets a function to report its
-    progress, which raises InterruptedError after Ctrl-C.
+    So Ctrl-C takes effect immediately; in a callback of C code it would be lost. ``work`` gets a
+    function to report its progress, which raises InterruptedError after Ctrl-C.
     """
     result: Future[T] = Future()
     interrupted = threading.Event()

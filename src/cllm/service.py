@@ -1,4 +1,7 @@
-"""Takes a neutral request and returns a stream of neutral deltas. Dialects translate to and from this interface."""
+"""Takes a neutral request and returns a stream of neutral deltas.
+
+Dialects translate to and from this interface.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,12 @@ from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
 LONG_TEXT = 16_384  # characters; a text of this length or more is tokenized in another thread
-MANY_MESSAGES = 100  # messages; the queue is checked before a chat of this length or more is rendered
-MANY_TURNS = 1000  # messages and calls; a chat of this length or more is processed in another thread
-MAX_PROMPT_TOKENS = 1_000_000  # of all prompts of one request together; a longer context raises this limit
+# messages; the queue is checked before a chat of this length or more is rendered
+MANY_MESSAGES = 100
+# messages and calls; a chat of this length or more is processed in another thread
+MANY_TURNS = 1000
+# of all prompts of one request together; a longer context raises this limit
+MAX_PROMPT_TOKENS = 1_000_000
 MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
 
@@ -53,8 +59,9 @@ class Service:
         recorder: Recorder | None = None,
         aliases: Sequence[str] = (),
     ) -> None:
-        """``request_timeout``: seconds that a request may take from submission to its last token. ``recorder`` gets
-        every request when it has ended. ``aliases``: other names of the model, or patterns of names.
+        """``request_timeout``: seconds that a request may take from submission to its last token.
+        ``recorder`` gets every request when it has ended. ``aliases``: other names of the model, or
+        patterns of names.
         """
         self.engine = engine
         self.vocabulary = vocabulary
@@ -67,7 +74,9 @@ class Service:
         self.chat_template = ChatTemplate(vocabulary)
         self.renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
-        self._grammars = GrammarProcess(lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar)
+        self._grammars = GrammarProcess(
+            lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar
+        )
         self.request_timeout = request_timeout
         self._recorder = recorder
         self.longest_piece = max(map(len, [*vocabulary.pieces, *vocabulary.control_tokens]))
@@ -83,11 +92,18 @@ class Service:
     def names(self) -> list[str]:
         """The model's name, and its aliases that are not patterns."""
         return list(
-            dict.fromkeys([self.model_name, *(alias for alias in self._aliases if not set("*?[") & set(alias))])
+            dict.fromkeys(
+                [
+                    self.model_name,
+                    *(alias for alias in self._aliases if not set("*?[") & set(alias)),
+                ]
+            )
         )
 
     def serves(self, name: str) -> bool:
-        """Return whether ``name`` means the served model: its name with or without :latest, an alias, or ""."""
+        """Return whether ``name`` means the served model: its name with or without :latest, an
+        alias, or "".
+        """
         if not name or name.removesuffix(":latest") == self.model_name.removesuffix(":latest"):
             return True
         return len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases)
@@ -98,9 +114,14 @@ class Service:
 
     @property
     def info(self) -> ModelInfo:
-        """What is known about the model. Raises EngineError until it has been loaded for the first time."""
+        """What is known about the model.
+
+        Raises EngineError until it has been loaded for the first time.
+        """
         if self.engine.info is None:
-            raise EngineError("The model is being loaded; please retry.", self.engine.seconds_until_ready())
+            raise EngineError(
+                "The model is being loaded; please retry.", self.engine.seconds_until_ready()
+            )
         return self.engine.info
 
     @property
@@ -109,15 +130,24 @@ class Service:
         return self._chat_form.capabilities
 
     async def encode(
-        self, text: str, param: str = "prompt", terms: SchedulingOptions | None = None, *, plain: bool = False
+        self,
+        text: str,
+        param: str = "prompt",
+        terms: SchedulingOptions | None = None,
+        *,
+        plain: bool = False,
     ) -> list[int]:
-        """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a part that is text.
+        """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a
+        part that is text.
 
-        Raises BadRequest for a text that cannot fit by its number of characters alone. Raises QueueFull for a long text
-        that would be rejected on these ``terms``. Neither tokenizes the text.
+        Raises BadRequest for a text that cannot fit by its number of characters alone. Raises
+        QueueFull for a long text that would be rejected on these ``terms``. Neither tokenizes the
+        text.
         """
         self._check_length(len(text), param)
-        tokenize = partial(self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain)
+        tokenize = partial(
+            self.vocabulary.tokenize, text, add_special=not plain, parse_special=not plain
+        )
         if len(text) < LONG_TEXT:
             return tokenize()
         self._check_room(terms, len(text))
@@ -132,10 +162,13 @@ class Service:
         param: str = "messages",
         answer: Checked = FREE,
     ) -> Generation:
-        """Return the generation of a chat's next message, ready to be submitted. Its deltas use all channels.
+        """Return the generation of a chat's next message, ready to be submitted.
 
-        ``answer`` constrains the text of the message, not its reasoning. Raises BadRequest (param tool_choice or tools)
-        for a choice of tools that cannot be enforced, and what ``encode`` raises.
+        Its deltas use all channels.
+
+        ``answer`` constrains the text of the message, not its reasoning. Raises BadRequest (param
+        tool_choice or tools) for a choice of tools that cannot be enforced, and what ``encode``
+        raises.
         """
         params = msgspec.structs.replace(params, grammar=answer.grammar)
         prompt = await self.encode_chat(chat, terms, param)
@@ -143,14 +176,21 @@ class Service:
         if bound is not None:
             checked = await self._grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
-            params = msgspec.structs.replace(params, grammar=checked.grammar, grammar_is_loose=is_loose)
+            params = msgspec.structs.replace(
+                params, grammar=checked.grammar, grammar_is_loose=is_loose
+            )
             answer = Checked("", (*answer.unenforced, *checked.unenforced))
-        return Generation(request_id, [prompt], params, terms, param, plan, unenforced=answer.unenforced)
+        return Generation(
+            request_id, [prompt], params, terms, param, plan, unenforced=answer.unenforced
+        )
 
     async def encode_chat(
         self, chat: Chat, terms: SchedulingOptions | None = None, param: str = "messages"
     ) -> list[int]:
-        """Return the tokens of a conversation by the model's template. Raises what ``encode`` raises."""
+        """Return the tokens of a conversation by the model's template.
+
+        Raises what ``encode`` raises.
+        """
         self._check_generates()
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
@@ -163,22 +203,34 @@ class Service:
         return tokenize(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize, text)
 
     async def render_chat(self, chat: Chat) -> str:
-        """Return the text of a conversation by the model's template, with fences around plain text."""
+        """Return the text of a conversation by the model's template, with fences around plain
+        text.
+        """
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
-        variables, form = self._chat_form.variables(chat), partial(self._chat_form.messages, chat, tools)
+        variables, form = (
+            self._chat_form.variables(chat),
+            partial(self._chat_form.messages, chat, tools),
+        )
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
         messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
-        return self._chat_form.begin(await self._render_begun(messages, tools, chat.continued, variables), chat)
+        return self._chat_form.begin(
+            await self._render_begun(messages, tools, chat.continued, variables), chat
+        )
 
     async def _render_begun(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str, variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        continued: str,
+        variables: dict[str, Any],
     ) -> str:
         """Render a chat whose last message is to be continued.
 
-        If the template omits that message's field ``continued``, its text is appended to the prompt for a new message.
+        If the template omits that message's field ``continued``, its text is appended to the prompt
+        for a new message.
         """
         try:
             return await self.renderer.render(messages, tools, continued, **variables)
@@ -192,9 +244,11 @@ class Service:
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
     async def grammar(self, constraint: Constraint, param: str) -> Checked:
-        """Return the checked grammar that enforces ``constraint``, which came as the field ``param``.
+        """Return the checked grammar that enforces ``constraint``, which came as the field
+        ``param``.
 
-        Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being checked.
+        Raises BadRequest if it cannot be enforced, and EngineError if too many grammars are being
+        checked.
         """
         return await self._grammars.check(constraint, param)
 
@@ -207,7 +261,9 @@ class Service:
         return num_characters // self.longest_piece
 
     def _check_room(self, terms: SchedulingOptions | None, num_characters: int) -> None:
-        """Raise QueueFull before a long text is tokenized, because that takes longer than a rejection may take."""
+        """Raise QueueFull before a long text is tokenized, because that takes longer than a
+        rejection may take.
+        """
         if terms is None:
             return
         self.check_ready()
@@ -219,14 +275,17 @@ class Service:
             raise
 
     def check(self, generation: Generation) -> None:
-        """Raise BadRequest if the generation can never be computed, and EngineError while no requests are accepted."""
+        """Raise BadRequest if the generation can never be computed, and EngineError while no
+        requests are accepted.
+        """
         self._check_generates()
         info = self.info
         generation.params.check_vocabulary(info.vocabulary_size)
         limit = max(MAX_PROMPT_TOKENS, info.context_length)
         if (num_tokens := sum(map(len, generation.prompts))) > limit:
             message = (
-                f"Invalid '{generation.param}': the prompts have {num_tokens} tokens together, {limit} are allowed."
+                f"Invalid '{generation.param}': the prompts have {num_tokens} tokens "
+                f"together, {limit} are allowed."
             )
             raise BadRequest(message, param=generation.param, code="max_tokens_per_request")
         for prompt in generation.prompts:
@@ -238,7 +297,10 @@ class Service:
 
     def _check_generates(self) -> None:
         if not self.info.generates:
-            message = "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not generate text."
+            message = (
+                "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not "
+                "generate text."
+            )
             raise BadRequest(message, param="model", code="unsupported_model")
 
     def check_ready(self) -> None:
@@ -248,12 +310,15 @@ class Service:
             raise EngineError("The server is shutting down.")
         if not self.engine.ready:
             self.metrics.refused("not_ready")
-            raise EngineError("The engine is not ready; please retry.", self.engine.seconds_until_ready())
+            raise EngineError(
+                "The engine is not ready; please retry.", self.engine.seconds_until_ready()
+            )
 
     def submit(self, generation: Generation) -> Answer:
         """Send a generation to the engine. The caller must close the answer.
 
-        Raises what ``check`` raises, and QueueFull, so a dialect can reject the request before the first byte.
+        Raises what ``check`` raises, and QueueFull, so a dialect can reject the request before the
+        first byte.
         """
         self.check(generation)
         requests = [
@@ -273,4 +338,12 @@ class Service:
         self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
         self.metrics.unenforced(generation.unenforced)
         pieces = self.vocabulary.pieces
-        return Answer(generation, stream, self.engine, self.metrics, pieces, self.request_timeout, self._recorder)
+        return Answer(
+            generation,
+            stream,
+            self.engine,
+            self.metrics,
+            pieces,
+            self.request_timeout,
+            self._recorder,
+        )

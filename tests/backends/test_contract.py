@@ -1,7 +1,8 @@
 """The contract of backends/base.py: one test for every backend and every layout.
 
-Nothing here relies on a model's answers, only on logits being the same for the same tokens; in floating point that
-means up to a small part of their spread, because the shape of a batch changes the order of summation.
+Nothing here relies on a model's answers, only on logits being the same for the same tokens; in
+floating point that means up to a small part of their spread, because the shape of a batch changes
+the order of summation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ BATCH = 32
 CONTEXT = 256
 NUM_CELLS = NUM_SEQS * CONTEXT
 NUM_KEYS = 4  # of snapshots
-TEXTS = [[5, 9, 33, 7, 20, 21, 40, 3, 90, 12], [64, 64, 2, 77, 30, 8], [101, 7, 5], [5, 9, 33, 7, 1, 2, 3, 4]]
+TEXTS = [
+    [5, 9, 33, 7, 20, 21, 40, 3, 90, 12],
+    [64, 64, 2, 77, 30, 8],
+    [101, 7, 5],
+    [5, 9, 33, 7, 1, 2, 3, 4],
+]
 TOLERANCE = 0.1  # of the standard deviation of the logits
 
 LLAMA = pytest.mark.llama
@@ -45,17 +51,26 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
     def make(kind: str) -> Backend:
         name, layout = kind.split()
         unified = layout == "unified"
-        sizes = {"context_length": CONTEXT, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BATCH}
+        sizes = {
+            "context_length": CONTEXT,
+            "max_num_seqs": NUM_SEQS,
+            "max_num_batched_tokens": BATCH,
+        }
         if name == "fake":
-            return FakeBackend(num_cells=NUM_CELLS if unified else None, num_spare_ids=6 if unified else 0, **sizes)
+            return FakeBackend(
+                num_cells=NUM_CELLS if unified else None, num_spare_ids=6 if unified else 0, **sizes
+            )
         path = request.getfixturevalue("builtin_path")
         from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
 
         if layout in TINY:
-            path, layout = request.getfixturevalue("tiny_model")(layout), "unified"  # which they cannot have
+            # which they cannot have
+            path, layout = request.getfixturevalue("tiny_model")(layout), "unified"
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
-        return LlamaCppBackend(path, LlamaCppParams(layout=layout, n_threads=1, n_gpu_layers=0, **sizes))
+        return LlamaCppBackend(
+            path, LlamaCppParams(layout=layout, n_threads=1, n_gpu_layers=0, **sizes)
+        )
 
     return make
 
@@ -97,7 +112,14 @@ class Caller:
             self.seqs[seq_id].tokens = []
         return self.seqs[seq_id]
 
-    def row(self, seq_id: int, tokens: list[int], draft: list[int] | None = None, *, samples: bool = True) -> Row:
+    def row(
+        self,
+        seq_id: int,
+        tokens: list[int],
+        draft: list[int] | None = None,
+        *,
+        samples: bool = True,
+    ) -> Row:
         """Compute ``tokens``, and guesses if any, behind what ``seq_id`` holds."""
         seq, guesses = self.seq(seq_id), tuple(draft or ())
         start = len(seq.tokens)
@@ -161,7 +183,11 @@ def assert_same(logits: np.ndarray, expected: np.ndarray) -> None:
 def test_info(kind, backend):
     """The sizes are the ones that were asked for, and the ends are tokens."""
     info = backend.info
-    assert (info.context_length, info.max_num_seqs, info.max_num_batched_tokens) == (CONTEXT, NUM_SEQS, BATCH)
+    assert (info.context_length, info.max_num_seqs, info.max_num_batched_tokens) == (
+        CONTEXT,
+        NUM_SEQS,
+        BATCH,
+    )
     assert info.num_cells == NUM_CELLS
     assert NUM_SEQS <= info.max_num_samples <= BATCH
     recurrent = kind in ("llama.cpp mamba", "llama.cpp lfm2")
@@ -174,7 +200,9 @@ def test_info(kind, backend):
 
 
 def test_the_vocabulary(backend):
-    """That of the logits; a grammar allows its end tokens, and its special ones where they are named."""
+    """That of the logits; a grammar allows its end tokens, and its special ones where they are
+    named.
+    """
     vocabulary, ends = backend.vocabulary, backend.info.end_tokens
     assert vocabulary.size == len(vocabulary.pieces) == backend.info.vocabulary_size
     tokenizer = vocabulary.grammar_tokenizer(ends)
@@ -190,12 +218,19 @@ def test_the_vocabulary(backend):
     anything = allowed("start: /(?s:.*)/", "a")
     assert anything >= set(ends)
     assert not anything & (vocabulary.special_tokens.keys() - set(ends))
-    assert all(vocabulary.pieces[token] == b"ab"[: len(vocabulary.pieces[token])] for token in allowed('start: "ab"'))
+    assert all(
+        vocabulary.pieces[token] == b"ab"[: len(vocabulary.pieces[token])]
+        for token in allowed('start: "ab"')
+    )
 
 
 def test_shape_of_logits(backend, caller):
     """float32 of shape (number of sampling rows, vocabulary), and the caller may write to them."""
-    rows = [caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1], samples=False), caller.row(2, TEXTS[2])]
+    rows = [
+        caller.row(0, TEXTS[0]),
+        caller.row(1, TEXTS[1], samples=False),
+        caller.row(2, TEXTS[2]),
+    ]
     logits = backend.forward(Batch(rows, caller.operations))
     assert logits.shape == (2, backend.info.vocabulary_size)
     assert logits.dtype == np.float32
@@ -264,7 +299,9 @@ def test_trim_to_a_prefix(backend, caller):
 
 
 def test_trim_to_nothing(backend, caller):
-    """An emptied seq_id starts anew, one already empty stays so, and its neighbour keeps everything."""
+    """An emptied seq_id starts anew, one already empty stays so, and its neighbour keeps
+    everything.
+    """
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.trim(0, 0)
     caller.operations.append(Trim(3, 0))
@@ -284,11 +321,13 @@ def test_a_full_batch_and_a_full_sequence(backend, caller):
     assert np.isfinite(logits).all()
 
 
-# --- guesses ---------------------------------------------------------------------------------------------------------
+# --- guesses ------------------------------------------------------------------------------------
 
 
 def test_every_guess_is_sampled(backend, caller):
-    """A row with guesses gives the logits behind its token and behind each guess, in the order of the batch."""
+    """A row with guesses gives the logits behind its token and behind each guess, in the order of
+    the batch.
+    """
     token, *draft = TEXTS[1][:3]
     guessed = [alone(backend, [*TEXTS[0], *TEXTS[1][:count]]) for count in (1, 2, 3)]
     before, behind = alone(backend, [*TEXTS[1], 9]), alone(backend, [*TEXTS[2], 9])
@@ -322,7 +361,7 @@ def test_as_many_samples_as_allowed(backend, caller):
     assert np.isfinite(logits).all()
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
+# --- copies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
@@ -375,7 +414,9 @@ def test_operations_alone(backend, caller):
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
 def test_shared_cells_count_once(backend, caller):
-    """In the unified layout a copy takes no cells; they are in use as long as one seq_id has them, and free then."""
+    """In the unified layout a copy takes no cells; they are in use as long as one seq_id has them,
+    and free then.
+    """
     spare = range(NUM_SEQS, NUM_SEQS + 6)
     caller.fill(0, 200)
     for seq_id in spare:
@@ -413,12 +454,14 @@ def test_spare_seq_ids_hold_tokens(backend, caller):
     assert_same(caller.forward(*[caller.row(i, [9]) for i in (1, 2, 3)]), np.stack(expected))
 
 
-# --- snapshots -------------------------------------------------------------------------------------------------------
+# --- snapshots ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
 def test_a_snapshot_comes_back(backend, caller, count):
-    """All of it or its first tokens, under any seq_id, in place of what is there, as often as one likes."""
+    """All of it or its first tokens, under any seq_id, in place of what is there, as often as one
+    likes.
+    """
     expected = [alone(backend, [*TEXTS[0][:count], 9]), alone(backend, [*TEXTS[0], 9])]
     caller.forward(caller.row(2, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.save(2, 0)
@@ -491,7 +534,9 @@ def test_the_bytes_of_a_snapshot(backend, caller):
 
 @pytest.mark.parametrize("kind", LLAMA_KINDS, indirect=True)
 def test_the_size_of_a_state(backend, caller):
-    """It can be told before saving, to a few bytes of heads: a fixed part, and a part for each token."""
+    """It can be told before saving, to a few bytes of heads: a fixed part, and a part for each
+    token.
+    """
     info = backend.info
     for count in (1, 5, 10):
         caller.trim(1, 0)
@@ -509,7 +554,9 @@ def install_snapshot(backend: Backend, key: int, data: bytes) -> None:
 
 
 def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
-    """Its bytes are adopted by another backend that has the same fingerprint, and are the same there."""
+    """Its bytes are adopted by another backend that has the same fingerprint, and are the same
+    there.
+    """
     part = TEXTS[0][: 7 if backend.info.can_trim else None]
     expected = alone(backend, [*part, 9])
     other = make_backend(kind)
@@ -535,19 +582,23 @@ def test_bytes_that_are_no_snapshot(backend, caller, damage):
     caller.save(0, 0)
     caller.forward()
     data = bytes(backend.snapshot(0))
-    install_snapshot(backend, 1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage])
+    install_snapshot(
+        backend, 1, {"cut off": data[:-3], "too long": data + b"123", "no state": b"123"}[damage]
+    )
     caller.load(1, 2, TEXTS[0])
     with pytest.raises(EngineError):
         caller.forward()
     assert_same(caller.forward(caller.row(1, [9]))[0], expected)
 
 
-# --- changing the layout ---------------------------------------------------------------------------------------------
+# --- changing the layout ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", CHANGEABLE)
 def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
-    """The cells are empty afterwards; what was saved, under whatever seq_id, is loaded into either layout."""
+    """The cells are empty afterwards; what was saved, under whatever seq_id, is loaded into either
+    layout.
+    """
     backend = make_backend(kind)
     expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], [], TEXTS[0][:4])]
     for layout in ("partitioned", "unified", "partitioned"):
@@ -558,18 +609,25 @@ def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
         caller.forward()
         saved = [bytes(backend.snapshot(key)) for key in (0, 1)]
         backend.change_layout(layout)
-        assert (backend.info.layout, backend.info.num_spare_ids > 0) == (layout, layout == "unified")
-        assert [bytes(backend.snapshot(key)) for key in (0, 1)] == saved, "what a file holds is of no layout"
+        assert (backend.info.layout, backend.info.num_spare_ids > 0) == (
+            layout,
+            layout == "unified",
+        )
+        assert [bytes(backend.snapshot(key)) for key in (0, 1)] == saved, (
+            "what a file holds is of no layout"
+        )
         caller = Caller(backend)
         caller.operations = []
         caller.load(0, 0, TEXTS[1])
         caller.load(1, 1, TEXTS[0])
         caller.load(1, 3, TEXTS[0][:4])
-        assert_same(caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected))
+        assert_same(
+            caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected)
+        )
     backend.close()
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 
 def too_many_tokens(caller: Caller) -> None:
@@ -645,7 +703,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
-    """A caller who breaks the contract gets EngineError, and the batch after it is computed as ever."""
+    """A caller who breaks the contract gets EngineError, and the batch after it is computed as
+    ever.
+    """
     expected = alone(backend, TEXTS[0])
     with pytest.raises(EngineError):
         fault(caller)
@@ -666,7 +726,9 @@ def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
 )
 @pytest.mark.parametrize("negative", [False, True])
 def test_an_operation_on_nobody_is_an_error(backend, caller, operation, negative):
-    """A seq_id or a snapshot that does not exist is refused; those that were not named keep what they have."""
+    """A seq_id or a snapshot that does not exist is refused; those that were not named keep what
+    they have.
+    """
     expected = alone(backend, [*TEXTS[1], 9])
     caller.forward(caller.row(1, TEXTS[1]), caller.row(2, TEXTS[2]))
     caller.save(2, 0)
@@ -678,7 +740,9 @@ def test_an_operation_on_nobody_is_an_error(backend, caller, operation, negative
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
 def test_a_load_without_room_for_the_whole_snapshot(backend, caller):
-    """The caller's fault, even if the part that is wanted would fit; with room it takes cells for that part alone."""
+    """The caller's fault, even if the part that is wanted would fit; with room it takes cells for
+    that part alone.
+    """
     caller.fill(0, 200)
     caller.save(0, 0)
     for seq_id in (1, 2, 3):

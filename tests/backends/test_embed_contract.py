@@ -17,9 +17,17 @@ from cllm.errors import EngineError
 
 CONTEXT = 256
 LLAMA = pytest.mark.llama
-DECODERS = ["fake", *(pytest.param(kind, marks=LLAMA) for kind in ("builtin", "mamba", "lfm2", "gemma3"))]
+DECODERS = [
+    "fake",
+    *(pytest.param(kind, marks=LLAMA) for kind in ("builtin", "mamba", "lfm2", "gemma3")),
+]
 ENCODERS = [pytest.param(kind, marks=LLAMA) for kind in ("bert", "bert_cls", "reranker")]
-TEXTS = [[5, 9, 33, 7, 20, 21, 40, 3, 90, 12], [64, 64, 2, 77, 30, 8], [101, 7, 5], [5, 9, 33, 7, 1, 2, 3, 4]]
+TEXTS = [
+    [5, 9, 33, 7, 20, 21, 40, 3, 90, 12],
+    [64, 64, 2, 77, 30, 8],
+    [101, 7, 5],
+    [5, 9, 33, 7, 1, 2, 3, 4],
+]
 LONG = [(7 * i) % 200 for i in range(150)]
 
 
@@ -40,7 +48,9 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
 
 
 @pytest.fixture(scope="module", params=[*DECODERS, *ENCODERS])
-def backend(request: pytest.FixtureRequest, make_backend: Callable[[str], Backend]) -> Iterator[Backend]:
+def backend(
+    request: pytest.FixtureRequest, make_backend: Callable[[str], Backend]
+) -> Iterator[Backend]:
     made = make_backend(request.param)
     yield made
     made.close()
@@ -79,13 +89,17 @@ def test_different_texts_differ(backend) -> None:
 
 def test_in_company_as_alone(backend) -> None:
     together = backend.embed([whole(text) for text in TEXTS])
-    assert all(close(alone(backend, text), vector) for text, vector in zip(TEXTS, together, strict=True))
+    assert all(
+        close(alone(backend, text), vector) for text, vector in zip(TEXTS, together, strict=True)
+    )
 
 
 def test_as_many_as_allowed(backend) -> None:
     texts = [[1 + i % 50, 2 + i] for i in range(MAX_CHUNKS)]
     together = backend.embed([whole(text) for text in texts])
-    assert all(close(alone(backend, text), vector) for text, vector in zip(texts, together, strict=True))
+    assert all(
+        close(alone(backend, text), vector) for text, vector in zip(texts, together, strict=True)
+    )
 
 
 def pooled(backend: Backend, parts: list[np.ndarray]) -> np.ndarray:
@@ -107,7 +121,8 @@ def test_in_chunks_as_whole(backend, size) -> None:
             assert close(row, alone(backend, TEXTS[2]))
     bite = backend.info.embedding_bite
     expected = [
-        backend.embed([Chunk(LONG[start : start + bite], start, len(LONG))])[0] for start in range(0, len(LONG), bite)
+        backend.embed([Chunk(LONG[start : start + bite], start, len(LONG))])[0]
+        for start in range(0, len(LONG), bite)
     ]
     assert close(pooled(backend, expected), pooled(backend, parts))
 

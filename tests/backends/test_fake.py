@@ -1,10 +1,20 @@
-"""What only the fake backend does: it counts on, costs what its model says, and breaks on request."""
+"""What only the fake backend does: it counts on, costs what its model says, and breaks on
+request.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake import CONTROL, END, VOCABULARY_SIZE, Costs, FakeBackend, FakeVocabulary, Faults
+from cllm.backends.fake import (
+    CONTROL,
+    END,
+    VOCABULARY_SIZE,
+    Costs,
+    FakeBackend,
+    FakeVocabulary,
+    Faults,
+)
 from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -39,11 +49,15 @@ def test_it_counts_on_behind_each_guess():
 
 
 def test_a_step_costs_what_the_cost_model_says():
-    """A fixed part, a part for each decoding row and for each guess, a part for each other token; by ``sleep``."""
+    """A fixed part, a part for each decoding row and for each guess, a part for each other token;
+    by ``sleep``.
+    """
     spent = []
     backend = FakeBackend(costs=Costs(step=100, row=10, token=1), sleep=spent.append)
     backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], []))
-    backend.forward(Batch([Row(sequence([1] * 6), 5, 1, 1), Row(sequence([1] * 7, 1), 0, 7, 1)], []))
+    backend.forward(
+        Batch([Row(sequence([1] * 6), 5, 1, 1), Row(sequence([1] * 7, 1), 0, 7, 1)], [])
+    )
     backend.forward(Batch([Row(sequence([1] * 7), 6, 1, 3, (2, 3))], []))
     assert spent == [105, 117, 130]
 
@@ -59,7 +73,9 @@ def test_it_fails_when_told_to():
 
 
 def test_it_checks_its_caller():
-    """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's fault."""
+    """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's
+    fault.
+    """
     backend = FakeBackend()
     with pytest.raises(EngineError, match="holds 0 tokens, but the row starts at 1"):
         backend.forward(Batch([Row(sequence([1, 2]), 1, 1, 1)], []))
@@ -79,22 +95,31 @@ def test_it_checks_its_caller():
 def test_it_checks_operations(operation, complaint):
     """A copy goes to an empty seq_id, and nobody gets more than there is."""
     backend = FakeBackend()
-    backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1), Row(sequence([1] * 5, 1), 0, 5, 1)], []))
+    backend.forward(
+        Batch([Row(sequence([1] * 5), 0, 5, 1), Row(sequence([1] * 5, 1), 0, 5, 1)], [])
+    )
     backend.forward(Batch([], [Save(0, 0)]))
     with pytest.raises(EngineError, match=complaint):
         backend.forward(Batch([], [operation]))
 
 
-@pytest.mark.parametrize("operation", [Trim(0, 4), Copy(0, 1, 4), Load(0, 1, 4)], ids=["trim", "copy", "load"])
+@pytest.mark.parametrize(
+    "operation", [Trim(0, 4), Copy(0, 1, 4), Load(0, 1, 4)], ids=["trim", "copy", "load"]
+)
 def test_state_is_kept_or_lost_as_a_whole(operation: Operation):
-    """With can_trim=False it behaves like a recurrent model: a part of a state cannot be had, all of it can."""
+    """With can_trim=False it behaves like a recurrent model: a part of a state cannot be had, all
+    of it can.
+    """
     backend = FakeBackend(can_trim=False)
     backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], [Trim(0, 0)]))
     backend.forward(Batch([], [Save(0, 0)]))
     with pytest.raises(EngineError):
         backend.forward(Batch([], [operation]))
     backend.forward(Batch([], [Trim(0, 5), Copy(0, 1, 5), Load(0, 2, 5), Trim(0, 0)]))
-    rows = [Row(sequence([9]), 0, 1, 1), *[Row(sequence([1] * 6, seq_id), 5, 1, 1) for seq_id in (1, 2)]]
+    rows = [
+        Row(sequence([9]), 0, 1, 1),
+        *[Row(sequence([1] * 6, seq_id), 5, 1, 1) for seq_id in (1, 2)],
+    ]
     assert backend.forward(Batch(rows, [])).argmax(1).tolist() == [10, 2, 2]
 
 
@@ -111,5 +136,11 @@ def test_control_tokens_are_parsed_on_request_only():
     """Their names are control tokens for the template's text, and plain letters for the user's."""
     vocabulary = FakeVocabulary()
     text = "a<|im_end|>b<|im_start|><|im_end|>"
-    assert vocabulary.tokenize(text, add_special=False, parse_special=True) == [97, 258, 98, 257, 258]
+    assert vocabulary.tokenize(text, add_special=False, parse_special=True) == [
+        97,
+        258,
+        98,
+        257,
+        258,
+    ]
     assert vocabulary.tokenize(text, add_special=False, parse_special=False) == list(text.encode())

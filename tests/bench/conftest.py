@@ -25,7 +25,10 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "--backend.name", "fake", "--port", "0"], cwd=folder, env=environ, stderr=log
+            [*COMMAND, "serve", "--backend.name", "fake", "--port", "0"],
+            cwd=folder,
+            env=environ,
+            stderr=log,
         )
     try:
         url = wait_for_url(process, folder / "log")

@@ -25,10 +25,21 @@ def answer(finish_reason: str | None, usage: Usage | None) -> Answer:
 
 
 def test_what_a_load_comes_to() -> None:
-    """A stream without a count of tokens has all of them if it ended for its length; other failures are failures."""
-    answers = [answer("length", Usage(4, 9, 0)), answer("length", None), answer("stop", None), answer(None, None)]
+    """A stream without a count of tokens has all of them if it ended for its length; other failures
+    are failures.
+    """
+    answers = [
+        answer("length", Usage(4, 9, 0)),
+        answer("length", None),
+        answer("stop", None),
+        answer(None, None),
+    ]
     run = run_of(Outcome(answers, wall=2.0, cpu=0.1), CLLM, "default", 2, 0)
-    assert (run.num_requests, run.num_succeeded, run.failures) == (4, 2, {"no usage": 1, "no finish_reason": 1})
+    assert (run.num_requests, run.num_succeeded, run.failures) == (
+        4,
+        2,
+        {"no usage": 1, "no finish_reason": 1},
+    )
     assert run.output_tokens_per_s == 4
     assert (run.ttft_ms, run.itl_p50_ms) == (1000, 750)
     nothing = run_of(Outcome(answers[2:], wall=2.0, cpu=0.1), CLLM, "default", 2, 0)
@@ -55,7 +66,10 @@ def test_three_small_rounds(builtin_path: Path) -> None:
     )
     kept: list[int] = []
     results = compare(
-        options, {"CPU": "any"}, lambda share, _: told.append(share), lambda found: kept.append(len(found.runs))
+        options,
+        {"CPU": "any"},
+        lambda share, _: told.append(share),
+        lambda found: kept.append(len(found.runs)),
     )
     assert kept[-1] == len(results.runs)
     assert told == sorted(told)

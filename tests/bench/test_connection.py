@@ -71,7 +71,9 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
 
 
 @asynccontextmanager
-async def serving(script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> AsyncIterator[str]:
+async def serving(
+    script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[str]:
     """The URL of a server that does ``script`` on every connection and then closes it."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,12 +94,16 @@ async def serving(script: Script, tls: ssl.SSLContext | None = None, host: str =
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    length = next((int(line[15:]) for line in head.splitlines() if line.startswith("Content-Length:")), 0)
+    length = next(
+        (int(line[15:]) for line in head.splitlines() if line.startswith("Content-Length:")), 0
+    )
     return head, await reader.readexactly(length)
 
 
 def sends(*pieces: bytes, then: float = 0.0) -> Script:
-    """The pieces, each in a packet of its own, for every request; ``then`` in seconds before the end."""
+    """The pieces, each in a packet of its own, for every request; ``then`` in seconds before the
+    end.
+    """
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -116,7 +122,9 @@ async def ask(url: str, task: Task | None = None, **options: float) -> Answer:
         return await Client(server, target).ask(task or Task(b"{}", 2, "ab"))
 
 
-def asked(runner: asyncio.Runner, script: Script, task: Task | None = None, **options: float) -> Answer:
+def asked(
+    runner: asyncio.Runner, script: Script, task: Task | None = None, **options: float
+) -> Answer:
     async def test() -> Answer:
         async with serving(script) as url:
             return await ask(url, task, **options)
@@ -133,7 +141,14 @@ def asked(runner: asyncio.Runner, script: Script, task: Task | None = None, **op
         [with_length(BODY)],
         [with_length(BODY)[:20], with_length(BODY)[20:90], with_length(BODY)[90:]],
         [CHUNKED, chunk(BODY), b"0\r\n\r\n"],
-        [CHUNKED + b"5;name=value\r\n" + BODY[:5] + b"\r\n" + chunk(BODY[5:]) + b"0\r\nTrailer: x\r\n\r\n"],
+        [
+            CHUNKED
+            + b"5;name=value\r\n"
+            + BODY[:5]
+            + b"\r\n"
+            + chunk(BODY[5:])
+            + b"0\r\nTrailer: x\r\n\r\n"
+        ],
         [b"HTTP/1.1 200 OK\r\n\r\n", BODY],
         [b"HTTP/1.0 200 OK\r\n\r\n" + BODY],
         [b"HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n" + chunk(BODY), b"0\r\n\r\n"],
@@ -162,7 +177,9 @@ def test_chunks_may_be_cut_anywhere(cuts: list[int], sizes: list[int]) -> None:
         connection = Connection()
         connection.connection_made(Pipe())
         found: list[bytes] = []
-        work = asyncio.create_task(connection.exchange(b"", lambda data, now: found.append(data) is not None))
+        work = asyncio.create_task(
+            connection.exchange(b"", lambda data, now: found.append(data) is not None)
+        )
         await asyncio.sleep(0)
         rest, stream = BODY, CHUNKED
         for size in sizes:
@@ -196,7 +213,11 @@ def test_events_of_one_packet_have_one_time(runner: asyncio.Runner) -> None:
         (sends(), "connection lost", "before the end of the answer"),
         (sends(b"\x16\x03\x01 hello\r\n\r\n"), "broken HTTP", "hello"),
         (sends(CHUNKED, b"nonsense\r\n"), "broken HTTP", "nonsense"),
-        (sends(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n"), "broken HTTP", "Content-Length"),
+        (
+            sends(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n"),
+            "broken HTTP",
+            "Content-Length",
+        ),
         (
             sends(b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n"),
             "broken HTTP",
@@ -228,7 +249,9 @@ def test_nobody_listens(runner: asyncio.Runner) -> None:
     assert runner.run(ask("http://name.invalid")).failure == "cannot connect"
 
 
-@pytest.mark.parametrize("url", ["", "host", "ftp://host", "http://", "http://:80", "http://host:99999", "http://a..b"])
+@pytest.mark.parametrize(
+    "url", ["", "host", "ftp://host", "http://", "http://:80", "http://host:99999", "http://a..b"]
+)
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ValueError):
         Connections(url, {})
@@ -283,7 +306,9 @@ class Counting:
             self.num_ended += 1
 
 
-def requested(runner: asyncio.Runner, script: Counting, count: int, *, pause: float = 0.0, **options: bool) -> None:
+def requested(
+    runner: asyncio.Runner, script: Counting, count: int, *, pause: float = 0.0, **options: bool
+) -> None:
     async def test() -> None:
         async with serving(script) as url:
             with closing(Connections(url, {}, **options)) as server:
@@ -306,7 +331,9 @@ def requested(runner: asyncio.Runner, script: Counting, count: int, *, pause: fl
         ([with_length(b"good") + with_length(b"bad")] * 3, 3),
     ],
 )
-def test_connections_are_used_again(runner: asyncio.Runner, pieces: list[bytes], num_connections: int) -> None:
+def test_connections_are_used_again(
+    runner: asyncio.Runner, pieces: list[bytes], num_connections: int
+) -> None:
     """Unless one side says close, or one has said more than was asked for."""
     script = Counting(*pieces)
     requested(runner, script, 3)
@@ -355,7 +382,9 @@ def test_who_goes_away_is_seen(runner: asyncio.Runner, seconds: float) -> None:
 
     async def test() -> Answer:
         async with serving(script) as url:
-            answer = await ask(url, Task(b"{}", 2, cancel_after=1 if seconds > 1 else None), timeout=seconds)
+            answer = await ask(
+                url, Task(b"{}", 2, cancel_after=1 if seconds > 1 else None), timeout=seconds
+            )
             await asyncio.wait_for(gone.wait(), PATIENCE)
             return answer
 
@@ -387,7 +416,11 @@ def test_a_request(runner: asyncio.Runner) -> None:
     assert "Content-Length" not in get
     assert post.splitlines()[0] == "POST /a%20b/v1/chat HTTP/1.1"
     assert body == b"{}"
-    for line in ("Host: 127.0.0.1:", "Accept-Encoding: identity\r\n", "Authorization: Bearer kéy\r\n"):
+    for line in (
+        "Host: 127.0.0.1:",
+        "Accept-Encoding: identity\r\n",
+        "Authorization: Bearer kéy\r\n",
+    ):
         assert line in post
     assert "Content-Type: application/json\r\n" in post
 

@@ -32,14 +32,18 @@ MAX_TOKENS = 4
 
 
 def words(count: int, *, model: str = "m", **options: int) -> list[Task]:
-    return word_tasks(count, Words(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options}))
+    return word_tasks(
+        count, Words(**{"model": model, "prompt_words": 5, "max_tokens": MAX_TOKENS, **options})
+    )
 
 
 def prompt_of(task: Task) -> list[str]:
     return json.loads(task.body)["messages"][-1]["content"].split()
 
 
-def measure(url: str, tasks: list[Task], *, timeout: float = 60.0, concurrency: int = 4, warmup: int = 0) -> Report:
+def measure(
+    url: str, tasks: list[Task], *, timeout: float = 60.0, concurrency: int = 4, warmup: int = 0
+) -> Report:
     seen: list[int] = []
     target = Target(url, timeout=timeout)
     outcome = run_load(target, tasks, concurrency=concurrency, warmup=warmup, progress=seen.append)
@@ -51,7 +55,9 @@ def measure(url: str, tasks: list[Task], *, timeout: float = 60.0, concurrency: 
 
 
 def event(choice: dict | None, **rest: object) -> bytes:
-    return b"data: " + json.dumps({"choices": [choice] if choice else [], **rest}).encode() + b"\n\n"
+    return (
+        b"data: " + json.dumps({"choices": [choice] if choice else [], **rest}).encode() + b"\n\n"
+    )
 
 
 def content(text: str) -> bytes:
@@ -68,11 +74,18 @@ def usage(tokens: int) -> bytes:
 
 OPENING = event({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 DONE = b"data: [DONE]\n\n"
-TEXT = [content(' finish_reason": "stop"'), content('"usage":{'), content('"error":{"'), content("\n\ndata: ü")]
+TEXT = [
+    content(' finish_reason": "stop"'),
+    content('"usage":{'),
+    content('"error":{"'),
+    content("\n\ndata: ü"),
+]
 GOOD = [OPENING, *TEXT, finish("length"), usage(MAX_TOKENS), DONE]
 
 
-async def send(request: web.Request, events: list[bytes], *, gap: float = 0.0) -> web.StreamResponse:
+async def send(
+    request: web.Request, events: list[bytes], *, gap: float = 0.0
+) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(request)
     for data in events:
@@ -158,7 +171,9 @@ def test_a_real_server(fake_server: str) -> None:
 
 @pytest.mark.slow
 def test_the_client_costs_little(fake_server: str) -> None:
-    """Under 100 µs of CPU a chunk, all of the client's included, with one token a chunk from 64 streams."""
+    """Under 100 µs of CPU a chunk, all of the client's included, with one token a chunk from 64
+    streams.
+    """
     costs = []
     for _ in range(3):
         report = measure(fake_server, words(64, model="fake", max_tokens=64), concurrency=64)
@@ -196,9 +211,17 @@ def test_refused_requests_are_failures(fake_server: str) -> None:
         (sends(*TEXT, finish("length"), DONE), "no usage", ""),
         (sends(OPENING, finish("stop"), usage(0), DONE), "0 tokens", ""),
         (sends(*TEXT, finish("stop"), usage(3), DONE), "wrong number of tokens", "3 instead of 4"),
-        (sends(TEXT[0], event(None, error={"message": "gone"}), *GOOD), "error in the stream", "gone"),
+        (
+            sends(TEXT[0], event(None, error={"message": "gone"}), *GOOD),
+            "error in the stream",
+            "gone",
+        ),
         (sends(*TEXT, b'data: {"usage": {]}\n', *GOOD), "broken event", "malformed"),
-        (sends(*TEXT, b'data: {"choices": 5, "usage": {}}\n', *GOOD), "broken event", "Expected `array`"),
+        (
+            sends(*TEXT, b'data: {"choices": 5, "usage": {}}\n', *GOOD),
+            "broken event",
+            "Expected `array`",
+        ),
     ],
 )
 def test_failures(handler: Callable, reason: str, detail: str) -> None:
@@ -212,14 +235,23 @@ def test_failures(handler: Callable, reason: str, detail: str) -> None:
         report = measure(url, words(4), timeout=1.0, concurrency=1)
     assert report.failures == {reason: 2}
     assert detail in report.examples.get(reason, "")
-    assert (report.num_requests, report.num_succeeded, report.output_tokens) == (4, 2, 2 * MAX_TOKENS)
+    assert (report.num_requests, report.num_succeeded, report.output_tokens) == (
+        4,
+        2,
+        2 * MAX_TOKENS,
+    )
     assert report.e2e_ms.p99 < 1000
 
 
 def test_nothing_succeeds() -> None:
     with serving(breaks_down) as url:
         report = measure(url, words(2))
-    assert (report.num_failed, report.output_tokens, report.ttft_ms, report.tokens_per_chunk) == (2, 0, None, None)
+    assert (report.num_failed, report.output_tokens, report.ttft_ms, report.tokens_per_chunk) == (
+        2,
+        0,
+        None,
+        None,
+    )
     assert any("2 failed: HTTP 500, such as: " in line for line in results(report))
 
 
@@ -232,7 +264,9 @@ def test_right_answers() -> None:
 
 
 def test_concurrency_and_connections() -> None:
-    """Never more requests at a time than asked for, nor more connections; the key goes with every request."""
+    """Never more requests at a time than asked for, nor more connections; the key goes with every
+    request.
+    """
     running, most, connections, keys = 0, 0, set(), set()
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -246,7 +280,9 @@ def test_concurrency_and_connections() -> None:
         return response
 
     with serving(handler) as url:
-        outcome = run_load(Target(url, "secret"), words(20), concurrency=3, warmup=5, progress=lambda ended: None)
+        outcome = run_load(
+            Target(url, "secret"), words(20), concurrency=3, warmup=5, progress=lambda ended: None
+        )
     assert (most, len(connections), keys) == (3, 3, {"Bearer secret"})
     assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
 
@@ -255,7 +291,9 @@ def test_nobody_listens() -> None:
     with serving(sends()) as url:
         pass
     assert measure(url, words(2)).failures == {"cannot connect": 2}
-    with pytest.raises(StartupError, match=r"^http://127.0.0.1:\d+ cannot be measured: .*[Cc]onnect"):
+    with pytest.raises(
+        StartupError, match=r"^http://127.0.0.1:\d+ cannot be measured: .*[Cc]onnect"
+    ):
         find_model(Target(url), "m")
 
 
@@ -287,7 +325,11 @@ def test_bytes_may_be_cut_anywhere(size: int, newline: bytes, compact: bool) -> 
     answer = Answer(Task(b"", MAX_TOKENS, "any"), 0.0)
     for at in range(0, len(stream), size):
         answer.feed(stream[at : at + size], float(at))
-    assert (answer.finish_reason, answer.output_tokens, answer.failure) == ("length", MAX_TOKENS, "")
+    assert (answer.finish_reason, answer.output_tokens, answer.failure) == (
+        "length",
+        MAX_TOKENS,
+        "",
+    )
     assert len(answer.content_times) == MAX_TOKENS
     assert answer.text().endswith("data: ü" if not compact else "ü")
 
@@ -303,7 +345,11 @@ def timed(sent: float, content_times: list[float], ended: float, tokens: int) ->
 
 def test_definitions() -> None:
     """Numbers that one can check by hand."""
-    answers = [timed(0.0, [1.0, 1.5, 3.5], 4.0, 4), timed(1.0, [4.0], 5.0, 1), timed(0.0, [], 2.0, 1)]
+    answers = [
+        timed(0.0, [1.0, 1.5, 3.5], 4.0, 4),
+        timed(1.0, [4.0], 5.0, 1),
+        timed(0.0, [], 2.0, 1),
+    ]
     report = summarize(Outcome(answers, wall=5.0, cpu=1.0), url="u", model="m", settings={})
     assert report.num_failed == 0
     assert report.ttft_ms.mean == 2000.0  # a token without text is seen when the stream ends
@@ -317,7 +363,9 @@ def test_definitions() -> None:
 
 
 def test_a_busy_client_is_said() -> None:
-    report = summarize(Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.9), url="u", model="m", settings={})
+    report = summarize(
+        Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.9), url="u", model="m", settings={}
+    )
     assert "may be its speed" in remarks(report)[1]
 
 
@@ -331,7 +379,11 @@ def test_words() -> None:
     assert all(word.isalpha() and word.islower() for task in first for word in prompt_of(task))
     assert len({prompt_of(task)[0] for task in first}) > 10, "the prompts share no beginning"
     body = json.loads(first[0].body)
-    assert (body["max_tokens"], body["ignore_eos"], body["stream_options"]) == (4, True, {"include_usage": True})
+    assert (body["max_tokens"], body["ignore_eos"], body["stream_options"]) == (
+        4,
+        True,
+        {"include_usage": True},
+    )
 
 
 def test_shared_words() -> None:
@@ -356,7 +408,9 @@ def test_every_workload_has_as_many_requests_as_asked_for() -> None:
     """And is the same for the same seed, in all that is sent."""
     for make, _ in WORKLOADS.values():
         for count in (1, 7, 8):
-            tasks, again = (make(count, Words(model="m", prompt_words=5, max_tokens=6)) for _ in range(2))
+            tasks, again = (
+                make(count, Words(model="m", prompt_words=5, max_tokens=6)) for _ in range(2)
+            )
             assert num_requests(tasks) == count
             assert [task.body for task in tasks] == [task.body for task in again]
 
@@ -396,14 +450,18 @@ def test_talks_say_what_was_answered() -> None:
 
     async def handler(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
-        return await send(request, [OPENING, content("so "), content("it is"), finish("length"), usage(4), DONE])
+        return await send(
+            request, [OPENING, content("so "), content("it is"), finish("length"), usage(4), DONE]
+        )
 
     tasks = WORKLOADS["multi-turn"][0](2 * TURNS, Words(model="m", prompt_words=3, max_tokens=4))
     with serving(handler) as url:
         outcome = run_load(Target(url), tasks, concurrency=2, warmup=0, progress=lambda _: None)
     assert [answer.failure for answer in outcome.answers] == [""] * 2 * TURNS
     longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
-    assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + ["user"]
+    assert [message["role"] for message in longest] == ["user", "assistant"] * (TURNS - 1) + [
+        "user"
+    ]
     assert {message["content"] for message in longest[1::2]} == {"so it is"}
 
 
@@ -437,7 +495,9 @@ def test_overload(retry_after: str | None, failures: dict[str, int]) -> None:
     with serving(handler) as url:
         report = measure(url, tasks)
     assert (report.num_succeeded, report.num_refused, report.failures) == (2, 2, failures)
-    assert any("2 were refused with Retry-After" in line for line in results(report)) == (not failures)
+    assert any("2 were refused with Retry-After" in line for line in results(report)) == (
+        not failures
+    )
     assert report.e2e_ms.p50 > 0
     with serving(breaks_down) as url:
         assert measure(url, tasks).failures == {"HTTP 500": 4}
@@ -462,7 +522,11 @@ def test_clients_that_go_away() -> None:
 
     async def handler(request: web.Request) -> web.StreamResponse:
         try:
-            return await send(request, [OPENING, *[content("a")] * 40, finish("length"), usage(40), DONE], gap=0.01)
+            return await send(
+                request,
+                [OPENING, *[content("a")] * 40, finish("length"), usage(40), DONE],
+                gap=0.01,
+            )
         except (ConnectionResetError, asyncio.CancelledError):
             gone.append(True)
             raise
@@ -470,12 +534,19 @@ def test_clients_that_go_away() -> None:
     tasks = WORKLOADS["cancel-storm"][0](6, Words(model="m", prompt_words=3, max_tokens=40))
     with serving(handler) as url:
         report = measure(url, tasks)
-    assert (report.num_succeeded, report.num_cancelled, report.num_failed, len(gone)) == (3, 3, 0, 3)
+    assert (report.num_succeeded, report.num_cancelled, report.num_failed, len(gone)) == (
+        3,
+        3,
+        0,
+        3,
+    )
     assert any("3 were cancelled" in line for line in results(report))
 
 
 def test_an_open_loop_waits_for_nobody() -> None:
-    """Requests are sent at their times, though none is answered yet; what is refused is told apart."""
+    """Requests are sent at their times, though none is answered yet; what is refused is told
+    apart.
+    """
     at: list[float] = []
 
     async def handler(request: web.Request) -> web.StreamResponse | web.Response:
@@ -486,7 +557,12 @@ def test_an_open_loop_waits_for_nobody() -> None:
 
     with serving(handler) as url:
         outcome = run_load(
-            Target(url), words(6), concurrency=1, warmup=0, progress=lambda _: None, arrivals=[0.0, 0, 0, 0, 0.3, 0.3]
+            Target(url),
+            words(6),
+            concurrency=1,
+            warmup=0,
+            progress=lambda _: None,
+            arrivals=[0.0, 0, 0, 0, 0.3, 0.3],
         )
     assert at[3] - at[0] < 0.2 < at[4] - at[0]
     report = summarize(outcome, url=url, model="m", settings={})
@@ -496,6 +572,13 @@ def test_an_open_loop_waits_for_nobody() -> None:
 def test_goodput() -> None:
     """Requests that keep both limits, a second."""
     answers = [timed(0, [1, 2], 2, 3), timed(0, [3, 4], 4, 3)]
-    for settings, expected in (({}, None), ({"ttft": 2000}, 0.5), ({"tpot": 400}, 0), ({"ttft": 5000, "tpot": 1e4}, 1)):
-        report = summarize(Outcome(answers, wall=2.0, cpu=0.1), url="u", model="m", settings=settings)
+    for settings, expected in (
+        ({}, None),
+        ({"ttft": 2000}, 0.5),
+        ({"tpot": 400}, 0),
+        ({"ttft": 5000, "tpot": 1e4}, 1),
+    ):
+        report = summarize(
+            Outcome(answers, wall=2.0, cpu=0.1), url="u", model="m", settings=settings
+        )
         assert report.good_requests_per_s == expected

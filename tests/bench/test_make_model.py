@@ -13,7 +13,8 @@ from cllm.bench.make_model import QUANTS, SHAPES, make_model, tensors, vocabular
 from cllm.errors import StartupError
 from cllm.models.gguf import kv_bytes_per_token, read_header
 
-# In a process of its own: a wrong call of libllama ends the process, and its log callback is one for all.
+# In a process of its own: a wrong call of libllama ends the process, and its log callback is one
+# for all.
 LOAD = """
 import ctypes, sys
 import numpy as np
@@ -52,7 +53,9 @@ assert 0.1 < logits.std() < 10
 
 def make(out: Path, quant: str, **options: int) -> list[tuple[str, float]]:
     seen: list[tuple[str, float]] = []
-    make_model("tiny", quant, out, progress=lambda stage, share: seen.append((stage, share)), **options)
+    make_model(
+        "tiny", quant, out, progress=lambda stage, share: seen.append((stage, share)), **options
+    )
     return seen
 
 
@@ -68,7 +71,9 @@ def test_quantized_model_works(tmp_path: Path) -> None:
     assert {tensor.type for tensor in header.tensors} == {"F32", "Q4_K", "Q6_K"}
     assert header.array_lengths["tokenizer.ggml.tokens"] == shape.vocabulary
     assert kv_bytes_per_token(header) == 2 * 2 * shape.layers * shape.kv_heads * shape.head
-    done = subprocess.run([sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -94,7 +99,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 def test_llama_cpp_says_why_not(tmp_path: Path) -> None:
     (tmp_path / "source.gguf").write_bytes(b"nonsense")
     with pytest.raises(StartupError, match=r"could not quantize to Q8_0: .*failed to quantize"):
-        quantize(tmp_path / "source.gguf", tmp_path / "target.gguf", "Q8_0", threads=1, progress=lambda share: None)
+        quantize(
+            tmp_path / "source.gguf",
+            tmp_path / "target.gguf",
+            "Q8_0",
+            threads=1,
+            progress=lambda share: None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,10 @@ def test_vocabulary(name: str) -> None:
 
 def test_sizes_of_real_models() -> None:
     """Parameters as their publishers count them."""
-    counts = {name: sum(int.__mul__(*(*dims, 1)[:2]) for _, dims in tensors(shape)) for name, shape in SHAPES.items()}
+    counts = {
+        name: sum(int.__mul__(*(*dims, 1)[:2]) for _, dims in tensors(shape))
+        for name, shape in SHAPES.items()
+    }
     assert round(counts["qwen3-0.6b"] / 1e6) == 596
     assert round(counts["qwen3-1.7b"] / 1e6) == 1721
     assert round(counts["llama-3.2-1b"] / 1e6) == 1236

@@ -26,27 +26,39 @@ def test_one_child_measures_many(params: EngineParams, tmp_path: Path) -> None:
     """Each job has its own context; the same model is the same, and cells of four bits are not."""
     tokens = [40 + i % 50 for i in range(540)]  # more than a window
     with Bench() as bench:
-        for change in ({}, {"layout": "unified"}, {"kv_type": "q8_0"}, {"n_ubatch": 64, "n_threads_batch": 2}):
+        for change in (
+            {},
+            {"layout": "unified"},
+            {"kv_type": "q8_0"},
+            {"n_ubatch": 64, "n_threads_batch": 2},
+        ):
             speeds = bench.measure(msgspec.structs.replace(params, **change), WORK)
             assert min(speeds.prompt, speeds.decode) > 0
         child = bench._child
         bench.write_logits(params, tokens, tmp_path / "logits")
         same = bench.quality(params, tokens, tmp_path / "logits")
-        other = bench.quality(msgspec.structs.replace(params, kv_type="q4_0"), tokens, tmp_path / "logits")
+        other = bench.quality(
+            msgspec.structs.replace(params, kv_type="q4_0"), tokens, tmp_path / "logits"
+        )
         assert bench._child is child
     assert (same.kl, same.top1, same.num_tokens) == (pytest.approx(0, abs=1e-9), 1.0, 540)
     assert other.kl > 1e-4
     assert child.poll() is not None
 
 
-def test_who_dies_says_why_and_the_next_one_lives(params: EngineParams, tiny_model, tmp_path: Path) -> None:
+def test_who_dies_says_why_and_the_next_one_lives(
+    params: EngineParams, tiny_model, tmp_path: Path
+) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing")
     recurrent = msgspec.structs.replace(params, path=str(tiny_model("mamba")), layout="unified")
     with Bench() as bench:
         for wrong, words in (
             (msgspec.structs.replace(params, path=str(tmp_path / "bad.gguf")), "cannot load"),
             (recurrent, "this model has no unified KV cache"),
-            (msgspec.structs.replace(params, path=str(tiny_model("gemma3")), kv_type="q8_0"), "n_embd_head_k=16"),
+            (
+                msgspec.structs.replace(params, path=str(tiny_model("gemma3")), kv_type="q8_0"),
+                "n_embd_head_k=16",
+            ),
         ):
             with pytest.raises(CandidateError, match=words) as caught:
                 bench.measure(wrong, WORK)

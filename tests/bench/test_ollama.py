@@ -13,7 +13,12 @@ from cllm.bench.report import Report, results, summarize
 from cllm.bench.workload import WORKLOADS, Task, Words, question_tasks
 
 MAX_TOKENS = 4
-TEXT = [chunk(' done":true'), chunk('"error":"<b>'), chunk("\n{ü"), chunk("", thinking='"content":""')]
+TEXT = [
+    chunk(' done":true'),
+    chunk('"error":"<b>'),
+    chunk("\n{ü"),
+    chunk("", thinking='"content":""'),
+]
 TEXT_SAID = ' done":true"error":"<b>\n{ü'
 GOOD = [*TEXT, last("length", MAX_TOKENS)]
 
@@ -24,8 +29,12 @@ def server() -> Iterator[OllamaServer]:
         yield server
 
 
-def measure(server: OllamaServer, tasks: list[Task] | None = None, *, workload: str = "words") -> Report:
-    words = Words(api="ollama", model=MODEL, prompt_words=5, max_tokens=MAX_TOKENS, temperature=0.5, seed=3)
+def measure(
+    server: OllamaServer, tasks: list[Task] | None = None, *, workload: str = "words"
+) -> Report:
+    words = Words(
+        api="ollama", model=MODEL, prompt_words=5, max_tokens=MAX_TOKENS, temperature=0.5, seed=3
+    )
     tasks = WORKLOADS[workload][0](4, words) if tasks is None else tasks
     target = Target(server.url, api="ollama")
     outcome = run_load(target, tasks, concurrency=2, warmup=0, progress=lambda _: None)
@@ -40,16 +49,23 @@ def test_a_run(server: OllamaServer) -> None:
     assert (report.output_tokens, report.prompt_tokens, report.tokens_per_chunk) == (16, 36, 1.0)
     body = server.bodies[0]
     assert set(body) == {"model", "messages", "stream", "options"}
-    assert (body["stream"], body["options"]) == (True, {"num_predict": MAX_TOKENS, "temperature": 0.5, "seed": 3})
+    assert (body["stream"], body["options"]) == (
+        True,
+        {"num_predict": MAX_TOKENS, "temperature": 0.5, "seed": 3},
+    )
     assert [message["role"] for message in body["messages"]] == ["user"]
 
 
 @pytest.mark.parametrize("piece", [1, 7, 61, 10_000])
 def test_bytes_may_be_cut_anywhere(server: OllamaServer, piece: int) -> None:
-    """Text that looks like an end or an error is text; what a model thinks has come, but is no answer."""
+    """Text that looks like an end or an error is text; what a model thinks has come, but is no
+    answer.
+    """
     server.answer, server.piece = GOOD, piece
     body = DIALECTS["ollama"].body(MODEL, [], {"max_tokens": MAX_TOKENS})
-    report = measure(server, [Task(body, MAX_TOKENS, TEXT_SAID), Task(body, answer=TEXT_SAID + " ")])
+    report = measure(
+        server, [Task(body, MAX_TOKENS, TEXT_SAID), Task(body, answer=TEXT_SAID + " ")]
+    )
     assert report.failures == {"wrong answer": 1}
     assert (report.output_tokens, report.tokens_per_chunk) == (MAX_TOKENS, 1.0)
 
@@ -64,7 +80,11 @@ def test_bytes_may_be_cut_anywhere(server: OllamaServer, piece: int) -> None:
         ([last("stop", 0)], "0 tokens", ""),
         ([*TEXT, last("length", 3)], "wrong number of tokens", "3 instead of 4"),
         ([*TEXT, last("stop", 5)], "wrong number of tokens", "5 instead of 4"),
-        ([*TEXT, b'{"error":"an error was encountered while running the model: EOF"}\n'], "error in the stream", "EOF"),
+        (
+            [*TEXT, b'{"error":"an error was encountered while running the model: EOF"}\n'],
+            "error in the stream",
+            "EOF",
+        ),
         ([*TEXT, b'{"done":true,]}\n'], "broken event", "malformed"),
         ([*TEXT, b'{"done":true,"eval_count":"4"}\n'], "broken event", "Expected `int`"),
     ],
@@ -104,7 +124,11 @@ def test_another_model(server: OllamaServer) -> None:
 def test_talks_say_what_was_answered(server: OllamaServer) -> None:
     report = measure(server, workload="multi-turn")
     assert report.num_succeeded == 4
-    said = [message["content"] for message in server.bodies[-1]["messages"] if message["role"] == "assistant"]
+    said = [
+        message["content"]
+        for message in server.bodies[-1]["messages"]
+        if message["role"] == "assistant"
+    ]
     assert said == [" 0 1 2 3"] * 3
 
 

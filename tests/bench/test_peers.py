@@ -25,7 +25,9 @@ def test_the_folder_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     folder = tmp_path / "folder"
     assert find("llama-server", folder) is None
-    with pytest.raises(StartupError, match=r"llama-server is neither in .*folder nor on PATH; .*--build builds it"):
+    with pytest.raises(
+        StartupError, match=r"llama-server is neither in .*folder nor on PATH; .*--build builds it"
+    ):
         needed("llama-server", folder)
     on_path = program(tmp_path / "path", "llama-server")
     assert find("llama-server", folder) == on_path
@@ -35,13 +37,17 @@ def test_the_folder_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find("llama-server", folder) == on_path
 
 
-def test_a_folder_of_here_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_here_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     program(tmp_path / "bin", "llama-bench")
     assert find("llama-bench", Path("bin")) == tmp_path / "bin" / "llama-bench"
 
 
-def test_the_example_server_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_server_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(StartupError, match="is not there"):
         find_example_server(tmp_path)
     (tmp_path / EXAMPLE_SERVER).touch()
@@ -52,7 +58,9 @@ def test_the_example_server_says_what_it_lacks(tmp_path: Path, monkeypatch: pyte
     assert find_example_server(tmp_path) == tmp_path / EXAMPLE_SERVER
 
 
-def test_peers_are_built_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_built_in_a_checkout_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     with pytest.raises(StartupError, match="checkout"):
         build(tmp_path / "peers", print)
@@ -68,7 +76,10 @@ def test_sources_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (sdist / "examples" / "server").mkdir(parents=True)
     (sdist / "examples" / "server" / "server.py").write_text("server")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
-    source, example = tmp_path / "peers" / "llama.cpp", tmp_path / "peers" / "build" / "bin" / EXAMPLE_SERVER
+    source, example = (
+        tmp_path / "peers" / "llama.cpp",
+        tmp_path / "peers" / "build" / "bin" / EXAMPLE_SERVER,
+    )
     peers.put_sources(tmp_path / "peers", source, example, lambda _: None)
     assert (source / "CMakeLists.txt").read_text() == "cmake"
     assert example.read_text() == "server"

@@ -31,7 +31,13 @@ from cllm.bench.performance import (
 )
 from cllm.errors import StartupError
 
-SETUP = {"model": "m.gguf", "model_bytes": 4e8, "prompt_words": 16, "prompt_tokens": 60, "max_tokens": 64}
+SETUP = {
+    "model": "m.gguf",
+    "model_bytes": 4e8,
+    "prompt_words": 16,
+    "prompt_tokens": 60,
+    "max_tokens": 64,
+}
 SETUP |= {"context": 256, "threads": 2, "rounds": 3, "concurrency": [8], **SHARED}
 
 
@@ -46,15 +52,32 @@ def made_up() -> Results:
         runs += [
             run(BOUND, i, 120.0 + i, decode_tokens_per_s=200.0),
             run(ENGINE, i, 110.0, decode_tokens_per_s=199.0, ttft_ms=50.0, load_s=0.5),
-            run(CLLM, i, 108.0, ttft_ms=80.0 + i, start_s=1.5, memory_mb=700.0, cpu_us_per_token=40.0),
-            run(LLAMA_SERVER, i, 100.0, ttft_ms=100.0, start_s=0.4, memory_mb=500.0, settings="-kvu"),
+            run(
+                CLLM,
+                i,
+                108.0,
+                ttft_ms=80.0 + i,
+                start_s=1.5,
+                memory_mb=700.0,
+                cpu_us_per_token=40.0,
+            ),
+            run(
+                LLAMA_SERVER, i, 100.0, ttft_ms=100.0, start_s=0.4, memory_mb=500.0, settings="-kvu"
+            ),
             run(DEFAULT_SERVER, i, 90.0, ttft_ms=160.0),
         ]
     failed = run(LLAMA_SERVER, num_succeeded=4, failures={"connection lost | reset": 12})
-    curve = [run(name, num_seqs=size, ttft_ms=9.0) for size in (1, 64) for name in (CLLM, LLAMA_SERVER)]
+    curve = [
+        run(name, num_seqs=size, ttft_ms=9.0) for size in (1, 64) for name in (CLLM, LLAMA_SERVER)
+    ]
     step = {"schedule": 10.0, "decode": 900.0, "send": 6.0}
     depths = [
-        Depth(system=name, context=context, prefill_tokens_per_s=500.0, decode_tokens_per_s={1: 40.0, 8: 100.0})
+        Depth(
+            system=name,
+            context=context,
+            prefill_tokens_per_s=500.0,
+            decode_tokens_per_s={1: 40.0, 8: 100.0},
+        )
         for context in (100, 8000)
         for name in (ENGINE, BOUND)
     ]
@@ -67,7 +90,10 @@ def made_up() -> Results:
         default_bench={"pp512": [400.0, 425.0, 400.0], "tg64": [50.0, 40.0, 50.0]},
         runs=runs,
         kept=[run(CLLM), failed],
-        shared=[run(name, speed=speed, ttft_ms=9.0) for name, speed in ((CLLM, 30.0), (DEFAULT_SERVER, 10.0))],
+        shared=[
+            run(name, speed=speed, ttft_ms=9.0)
+            for name, speed in ((CLLM, 30.0), (DEFAULT_SERVER, 10.0))
+        ],
         curve=curve,
         parts=[Parts(1, step), Parts(64, step)],
         depths=depths,
@@ -87,19 +113,29 @@ def test_figures() -> None:
     against = found["output tokens/s, cLLM / llama-server, 8"]
     assert (against.values, against.target, against.verdict()) == ([1.08] * 3, 1.05, "met by 2.9%")
     bound = found["the bound of it, llama-batched-bench / llama-server, 8"]
-    assert (bound.values, bound.met, bound.verdict()) == (pytest.approx([1.2, 1.21, 1.22]), None, "")
+    assert (bound.values, bound.met, bound.verdict()) == (
+        pytest.approx([1.2, 1.21, 1.22]),
+        None,
+        "",
+    )
     assert found["mean TTFT, cLLM / llama-server, 8"].values == [0.8, 0.81, 0.82]
     default = found["mean TTFT, cLLM / llama-server, default build, 8"]
     assert (default.values, default.target, default.met) == ([0.5, 81 / 160, 82 / 160], 0.8, True)
     assert found["output tokens/s, cLLM / llama-server, default build, 8"].values == [1.2] * 3
-    assert found["shared prefix, output tokens/s, cLLM / llama-server, default build, 8"].values == [3.0]
+    assert found[
+        "shared prefix, output tokens/s, cLLM / llama-server, default build, 8"
+    ].values == [3.0]
     memory = found["memory, cLLM - llama-server, 8"]
     assert (memory.values, memory.verdict()) == ([200.0] * 3, "**missed** by 50.0 MB")
     assert found["start of cLLM until ready - loading of the model"].values == [1.0] * 3
 
 
-@pytest.mark.parametrize(("used", "target"), [("AVX, AVX2", 1.2), ("AVX2, AVX512", None), ("NEON", None)])
-def test_the_gain_of_the_compiler_switches_has_a_target_where_avx2_is_the_widest(used: str, target: float) -> None:
+@pytest.mark.parametrize(
+    ("used", "target"), [("AVX, AVX2", 1.2), ("AVX2, AVX512", None), ("NEON", None)]
+)
+def test_the_gain_of_the_compiler_switches_has_a_target_where_avx2_is_the_widest(
+    used: str, target: float
+) -> None:
     """The kernels of prompts are compiled badly without them; decoding gains little."""
     results = made_up()
     results.machine["llama.cpp uses"] = used
@@ -119,7 +155,9 @@ def test_one_failure_misses_the_target() -> None:
 
 
 def test_nothing_measured_is_no_figure() -> None:
-    results = msgspec.structs.replace(made_up(), runs=[], kept=[], curve=[], depths=[], shared=[], default_bench={})
+    results = msgspec.structs.replace(
+        made_up(), runs=[], kept=[], curve=[], depths=[], shared=[], default_bench={}
+    )
     assert figures(results) == []
     assert "Growth" not in page(results, "x", {})
 
@@ -130,7 +168,9 @@ def test_pairs_are_of_one_round(speeds: list[tuple[float, float]]) -> None:
     runs = [run(CLLM, i, a) for i, (a, _) in enumerate(speeds)]
     runs += [run(LLAMA_SERVER, i, b) for i, (_, b) in reversed(list(enumerate(speeds)))]
     runs.append(run(CLLM, len(speeds), 7.0))
-    assert paired(runs, 8, lambda run: run.output_tokens_per_s)(CLLM, LLAMA_SERVER, ratio) == [a / b for a, b in speeds]
+    assert paired(runs, 8, lambda run: run.output_tokens_per_s)(CLLM, LLAMA_SERVER, ratio) == [
+        a / b for a, b in speeds
+    ]
 
 
 def test_spread() -> None:
@@ -170,7 +210,9 @@ def test_notes_are_kept(tmp_path: Path) -> None:
     old = path.read_text()
     begin = old.index("<!-- notes: context -->")
     path.write_text(
-        old[:begin] + mine + old[old.index("<!-- end of notes -->", begin) + len("<!-- end of notes -->") :]
+        old[:begin]
+        + mine
+        + old[old.index("<!-- end of notes -->", begin) + len("<!-- end of notes -->") :]
     )
     for _ in range(2):
         write_page(made_up(), path)

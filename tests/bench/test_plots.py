@@ -1,4 +1,6 @@
-"""Pictures and pages: that they hold what was measured, and nothing that a browser would run or fetch."""
+"""Pictures and pages: that they hold what was measured, and nothing that a browser would run or
+fetch.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,47 @@ def report(*, slow: int = 1, model: str = "m") -> Report:
     for i in range(20):
         answer = Answer(Task(b""), i / 10)
         answer.content_times = [i / 10 + slow * (j + i / 30) for j in range(1, 5)]
-        answer.ended, answer.finish_reason, answer.usage = answer.content_times[-1], "length", Usage(4, 9, 0)
+        answer.ended, answer.finish_reason, answer.usage = (
+            answer.content_times[-1],
+            "length",
+            Usage(4, 9, 0),
+        )
         answers.append(answer)
     answers[0].fail(EVIL, EVIL)
     settings = {"workload": "words", "ttft": 1200.0, EVIL: EVIL}
-    return summarize(Outcome(answers, wall=4.0, cpu=0.1), url=f"http://{EVIL}", model=model, settings=settings)
+    return summarize(
+        Outcome(answers, wall=4.0, cpu=0.1), url=f"http://{EVIL}", model=model, settings=settings
+    )
 
 
 def texts(svg: bytes) -> list[str]:
-    return ["".join(element.itertext()) for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(element.itertext())
+        for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def test_the_same_picture_has_the_same_bytes() -> None:
-    pictures = [picture(load_figure({"a": report()}), suffix) for suffix in (".svg", ".png", ".svg", ".png")]
+    pictures = [
+        picture(load_figure({"a": report()}), suffix) for suffix in (".svg", ".png", ".svg", ".png")
+    ]
     assert pictures[:2] == pictures[2:]
     assert pictures[1].startswith(b"\x89PNG")
 
 
 def test_load_figure() -> None:
-    """Every axis is named with its unit; with several reports each has a line in each panel, and a name."""
+    """Every axis is named with its unit; with several reports each has a line in each panel, and a
+    name.
+    """
     figure = load_figure({"before": report(), "$x_1$ <after>": report(slow=2)})
-    assert [len([line for line in axes.lines if len(line.get_xdata()) > 2]) for axes in figure.axes] == [2] * 6
+    assert [
+        len([line for line in axes.lines if len(line.get_xdata()) > 2]) for axes in figure.axes
+    ] == [2] * 6
     assert all(axes.get_xlabel().endswith(("(ms)", "(s)")) for axes in figure.axes)
     labels = texts(picture(figure, ".svg"))
-    assert {"before", "$x_1$ <after>", "TTFT (ms)", "ITL (ms)", "TPOT (ms)", "E2E (ms)"} <= set(labels)
+    assert {"before", "$x_1$ <after>", "TTFT (ms)", "ITL (ms)", "TPOT (ms)", "E2E (ms)"} <= set(
+        labels
+    )
     assert {"output tokens/s", "running requests"} <= set(labels)
     first = figure.axes[0].lines[0]
     assert list(first.get_xdata()) == report().percentiles_ms["ttft"]
@@ -67,7 +86,9 @@ def test_a_long_tail_squeezes_nothing() -> None:
 def test_old_and_empty_reports_can_be_drawn() -> None:
     old = msgspec.structs.replace(report(), percentiles_ms={}, timeline=None)
     empty = summarize(Outcome([], 0.0, 0.0), url="u", model="m", settings={})
-    assert len(texts(picture(load_figure({"old": old, "new": report(), "empty": empty}), ".svg"))) > 20
+    assert (
+        len(texts(picture(load_figure({"old": old, "new": report(), "empty": empty}), ".svg"))) > 20
+    )
     assert "0 of 0" in report_page(empty)
 
 
@@ -79,13 +100,22 @@ def test_curves() -> None:
     drawn, _, (spread,) = axes.containers[0]
     assert drawn.get_ydata().tolist() == [2.0, 4.0]
     assert [part[:, 1].tolist() for part in spread.get_segments()] == [[1.0, 6.0], [4.0, 4.0]]
-    assert {*lines, "requests at a time", "tokens/s", "1", "8"} <= set(texts(picture(figure, ".svg")))
+    assert {*lines, "requests at a time", "tokens/s", "1", "8"} <= set(
+        texts(picture(figure, ".svg"))
+    )
 
 
 def test_bars() -> None:
-    groups = {"1 sequence": {"backend": [1.0], "+ HTTP": [0.8, 0.9, 0.7]}, "8": {"backend": [1.0], "+ HTTP": [0.9]}}
+    groups = {
+        "1 sequence": {"backend": [1.0], "+ HTTP": [0.8, 0.9, 0.7]},
+        "8": {"backend": [1.0], "+ HTTP": [0.9]},
+    }
     figure = bars(groups, y="share")
-    heights = [[bar.get_height() for bar in bars] for bars in figure.axes[0].containers if hasattr(bars, "patches")]
+    heights = [
+        [bar.get_height() for bar in bars]
+        for bars in figure.axes[0].containers
+        if hasattr(bars, "patches")
+    ]
     assert heights == [[1.0, 1.0], [0.8, 0.9]]
     assert {"1 sequence", "8", "backend", "+ HTTP", "share"} <= set(texts(picture(figure, ".svg")))
 
@@ -102,14 +132,18 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in {"href", "src", "xlink:href"}]
+        self.links += [
+            value or "" for name, value in attrs if name in {"href", "src", "xlink:href"}
+        ]
         assert not [name for name, _ in attrs if name.startswith("on")]
 
     def handle_data(self, data: str) -> None:
         self.text += data
 
 
-@pytest.mark.parametrize("content", [report_page(report(model=EVIL)), diff_page(report(), report(model=EVIL))])
+@pytest.mark.parametrize(
+    "content", [report_page(report(model=EVIL)), diff_page(report(), report(model=EVIL))]
+)
 def test_a_page_needs_nothing_else(content: str) -> None:
     """No network and no script; foreign text is text."""
     page = Page(content)
@@ -117,7 +151,14 @@ def test_a_page_needs_nothing_else(content: str) -> None:
     assert {"table", "svg", "figcaption"} <= page.tags
     assert all(link.startswith("#") for link in page.links)
     assert page.text.count(EVIL) >= 4
-    for word in ("19 of 20 requests succeeded", "workload", "TTFT", "p99", "client:", f"1 failed: {EVIL}"):
+    for word in (
+        "19 of 20 requests succeeded",
+        "workload",
+        "TTFT",
+        "p99",
+        "client:",
+        f"1 failed: {EVIL}",
+    ):
         assert word in page.text
 
 

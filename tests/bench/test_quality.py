@@ -29,7 +29,9 @@ def test_as_the_plain_sum(first: np.ndarray, second: np.ndarray) -> None:
     divergence, same = compare(first, second)
     expected = [plain_kl(a, b) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
     assert divergence == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert same.tolist() == [np.argmax(a) == np.argmax(b) for a, b in zip(first, second, strict=True)]
+    assert same.tolist() == [
+        np.argmax(a) == np.argmax(b) for a, b in zip(first, second, strict=True)
+    ]
     assert (divergence > -1e-12).all()
 
 

@@ -30,7 +30,9 @@ def report_of(answers: list[Answer]) -> Report:
 
 
 SECONDS = st.floats(0, 100)
-ANSWERS = st.lists(st.builds(answered, SECONDS, st.lists(SECONDS, max_size=5), st.integers(1, 50)), max_size=8)
+ANSWERS = st.lists(
+    st.builds(answered, SECONDS, st.lists(SECONDS, max_size=5), st.integers(1, 50)), max_size=8
+)
 
 
 @given(ANSWERS)
@@ -45,20 +47,31 @@ def test_a_timeline_loses_nothing(answers: list[Answer]) -> None:
     rounding = 0.001 * BINS * timeline.bin_s
     assert sum(timeline.running) * timeline.bin_s == pytest.approx(waited, rel=1e-9, abs=rounding)
     tokens = sum(answer.output_tokens for answer in answers)
-    assert sum(timeline.output_tokens_per_s) * timeline.bin_s == pytest.approx(tokens, rel=1e-9, abs=rounding)
+    assert sum(timeline.output_tokens_per_s) * timeline.bin_s == pytest.approx(
+        tokens, rel=1e-9, abs=rounding
+    )
 
 
 def test_a_timeline() -> None:
-    """By hand: one request of 2 s with 4 tokens in 2 chunks, another that begins and ends half way."""
+    """By hand: one request of 2 s with 4 tokens in 2 chunks, another that begins and ends half
+    way.
+    """
     timeline = Timeline.of([answered(0, [1, 1], 4), answered(1, [], 1)], [answered(0, [1, 1], 4)])
     assert timeline.bin_s == 2 / BINS
     assert timeline.running == [1] * BINS
-    assert [i for i, rate in enumerate(timeline.output_tokens_per_s) if rate] == [BINS // 2, BINS - 1]
+    assert [i for i, rate in enumerate(timeline.output_tokens_per_s) if rate] == [
+        BINS // 2,
+        BINS - 1,
+    ]
 
 
 def test_percentiles() -> None:
     report = report_of([answered(0, [i / 100], 1) for i in range(101)])
-    assert report.percentiles_ms["ttft"] == report.percentiles_ms["e2e"] == pytest.approx(list(range(0, 1010, 10)))
+    assert (
+        report.percentiles_ms["ttft"]
+        == report.percentiles_ms["e2e"]
+        == pytest.approx(list(range(0, 1010, 10)))
+    )
     assert set(report.percentiles_ms) == {"ttft", "e2e"}, "no request has two tokens"
     assert report_of([]).percentiles_ms == {}
     assert report_of([]).timeline is None
@@ -75,7 +88,9 @@ def test_old_reports_can_be_read(tmp_path: Path) -> None:
     assert differences(report, report) == []
 
 
-@pytest.mark.parametrize("wrong", [{"percentiles_ms": {"ttft": [1.0]}}, {"timeline": {"bin_s": 1, "running": []}}])
+@pytest.mark.parametrize(
+    "wrong", [{"percentiles_ms": {"ttft": [1.0]}}, {"timeline": {"bin_s": 1, "running": []}}]
+)
 def test_what_is_no_report(tmp_path: Path, wrong: dict) -> None:
     content = msgspec.to_builtins(report_of([answered(0, [1, 1], 4)])) | wrong
     (tmp_path / "wrong").write_bytes(msgspec.json.encode(content))

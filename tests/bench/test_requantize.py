@@ -43,13 +43,17 @@ def header_of(tmp_path: Path, quant: str) -> GgufHeader:
 def contents(header: GgufHeader) -> dict[str, bytes]:
     data = header.path.read_bytes()
     starts = {tensor.name: header.data_offset + tensor.offset for tensor in header.tensors}
-    return {tensor.name: data[starts[tensor.name] :][: tensor.num_bytes] for tensor in header.tensors}
+    return {
+        tensor.name: data[starts[tensor.name] :][: tensor.num_bytes] for tensor in header.tensors
+    }
 
 
 @pytest.mark.llama
 @pytest.mark.slow
 def test_another_head_and_nothing_else(tmp_path: Path) -> None:
-    """All other tensors are the same, byte for byte; and what was written is a sound file of the estimated size."""
+    """All other tensors are the same, byte for byte; and what was written is a sound file of the
+    estimated size.
+    """
     header = header_of(tmp_path, "q4_k_m")
     assert str(original_form(header)) == "Q4_K+Q6_K"
     for head in ("Q4_0", "Q8_0"):
@@ -79,12 +83,26 @@ def test_another_body(tmp_path: Path) -> None:
 def test_a_head_of_its_own(tmp_path: Path, tiny_model) -> None:
     """Then the embedding stays as it is."""
     header = read_header(tiny_model("gemma3"))
-    quantize(header.path, tmp_path / "other.gguf", None, head="Q8_0", threads=1, progress=lambda share: None)
+    quantize(
+        header.path,
+        tmp_path / "other.gguf",
+        None,
+        head="Q8_0",
+        threads=1,
+        progress=lambda share: None,
+    )
     types = {tensor.name: tensor.type for tensor in read_header(tmp_path / "other.gguf").tensors}
     assert types["output.weight"] == "Q8_0"
     assert types["blk.0.attn_norm.weight"] == "F32"
     with pytest.raises(StartupError, match=r"could not quantize to Q4_K_M with head Q5_K: "):
-        quantize(tmp_path / "none.gguf", tmp_path / "x", "Q4_K_M", head="Q5_K", threads=1, progress=lambda share: None)
+        quantize(
+            tmp_path / "none.gguf",
+            tmp_path / "x",
+            "Q4_K_M",
+            head="Q5_K",
+            threads=1,
+            progress=lambda share: None,
+        )
 
 
 @pytest.mark.llama
@@ -113,19 +131,31 @@ def test_forms_by_name(builtin_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gain", "noise", "kl", "good"),
-    [(0.2, 0.1, 0.001, True), (0.2, 0.3, 0.001, False), (0.01, 0.0, 0.001, False), (0.2, 0.1, 2 * KL_LIMIT, False)],
+    [
+        (0.2, 0.1, 0.001, True),
+        (0.2, 0.3, 0.001, False),
+        (0.01, 0.0, 0.001, False),
+        (0.2, 0.1, 2 * KL_LIMIT, False),
+    ],
 )
 def test_what_is_recommended(gain: float, noise: float, kl: float, *, good: bool) -> None:
     """What is faster by more than the noise, and costs little."""
     speeds = {"prompt": [1.0]}
-    one = Requantized("Q4_0+Q4_0", 1, Outcome(speeds), Outcome(speeds, gain, noise), Quality(kl, 1.0, 9))
-    slower = Requantized("Q6_K+Q4_0", 1, Outcome(speeds), Outcome(speeds, 0.05, 0.0), Quality(0.0, 1.0, 9))
+    one = Requantized(
+        "Q4_0+Q4_0", 1, Outcome(speeds), Outcome(speeds, gain, noise), Quality(kl, 1.0, 9)
+    )
+    slower = Requantized(
+        "Q6_K+Q4_0", 1, Outcome(speeds), Outcome(speeds, 0.05, 0.0), Quality(0.0, 1.0, 9)
+    )
     assert best_of([slower, one]) is (one if good else slower)
     assert best_of([one]) is (one if good else None)
 
 
 def test_no_room() -> None:
-    with pytest.raises(StartupError, match=r"needs 1200000000\.0 GB in .*TMPDIR"), workplace(10**18):
+    with (
+        pytest.raises(StartupError, match=r"needs 1200000000\.0 GB in .*TMPDIR"),
+        workplace(10**18),
+    ):
         pass
 
 
@@ -138,14 +168,18 @@ def test_forms_are_tried(builtin_path: Path, tmp_path: Path) -> None:
     tokens = [40 + i % 97 for i in range(600)]
     told = []
     with Bench() as bench:
-        found = try_forms(bench, params, FIGURES, tokens, forms, tmp_path, lambda *progress: told.append(progress))
+        found = try_forms(
+            bench, params, FIGURES, tokens, forms, tmp_path, lambda *progress: told.append(progress)
+        )
     assert [one.form for one in found] == ["Q8_0+Q6_K", "Q4_0+Q4_0"]
     assert found[1].num_bytes < found[0].num_bytes < builtin_path.stat().st_size
     good, bad = (one.quality for one in found)
     assert 0 < good.kl < bad.kl
     assert good.top1 > bad.top1
     assert good.num_tokens == 600
-    assert all(speed > 0 for one in found for rounds in one.outcome.speeds.values() for speed in rounds)
+    assert all(
+        speed > 0 for one in found for rounds in one.outcome.speeds.values() for speed in rounds
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]
     assert ("measuring Q4_0+Q4_0", 1.0) in told
 

@@ -18,8 +18,10 @@ from cllm.observe.cpu_time import cpu_seconds
 
 # A server whose child does not end by itself.
 SERVER = (
-    "import http.server, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-    "http.server.HTTPServer(('127.0.0.1', PORT), http.server.SimpleHTTPRequestHandler).serve_forever()"
+    "import http.server, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+    "time.sleep(600)']);"
+    "http.server.HTTPServer(('127.0.0.1', PORT), "
+    "http.server.SimpleHTTPRequestHandler).serve_forever()"
 )
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overload.py"
 linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
@@ -27,7 +29,9 @@ linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason=
 
 def family(pid: int) -> list[str]:
     """States of the processes of the group of ``pid``; an ended one may wait for its parent."""
-    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    stats = [
+        path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")
+    ]
     return [fields[0] for fields in stats if fields[2] == str(pid) and fields[0] != "Z"]
 
 
@@ -79,7 +83,10 @@ def test_benchmark_that_is_terminated_ends_its_server() -> None:
 
 
 def test_what_does_not_start_is_one_line() -> None:
-    with pytest.raises(StartupError, match="does not start"), running([sys.executable, "-c", "1"], "/"):
+    with (
+        pytest.raises(StartupError, match="does not start"),
+        running([sys.executable, "-c", "1"], "/"),
+    ):
         pass
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from cllm.backends.fake import Costs
-from cllm.bench.simulate import STUCK, TOO_LONG, Limits, Setup, SimulationReport, backlog, overlap, simulate, summarize
+from cllm.bench.simulate import (
+    STUCK,
+    TOO_LONG,
+    Limits,
+    Setup,
+    SimulationReport,
+    backlog,
+    overlap,
+    simulate,
+    summarize,
+)
 from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
 from cllm.cli import progress
@@ -23,15 +33,21 @@ COSTS = Costs(step=0.01, row=0.002, token=0.001)
 TOKEN = 0.012  # seconds of a step in which one sequence decodes
 
 
-def entry(at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields) -> Entry:
+def entry(
+    at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields
+) -> Entry:
     """``at`` in seconds; a prompt of one block, the same for all who are not told otherwise."""
     lengths = {"input_length": prompt, "output_length": answer}
-    return Entry(timestamp=at * 1000, hash_ids=[1] if blocks is None else blocks, **lengths, **fields)
+    return Entry(
+        timestamp=at * 1000, hash_ids=[1] if blocks is None else blocks, **lengths, **fields
+    )
 
 
 def run(entries: list[Entry], **options) -> SimulationReport:
     limits, keys = options.pop("limits", Limits()), options.pop("keys", ())
-    setup = Setup(**{"context": 4096, "costs": COSTS, "check": True, "target_itl_ms": None, **options})
+    setup = Setup(
+        **{"context": 4096, "costs": COSTS, "check": True, "target_itl_ms": None, **options}
+    )
     courses, replicas = simulate(entries, setup)
     return summarize(courses, replicas, trace="test", settings={}, limits=limits, keys=keys)
 
@@ -40,19 +56,31 @@ def ms(seconds: float) -> pytest.approx:
     return pytest.approx(seconds * 1000, abs=2e-3)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand ------------------------------------------------------------------------------------
 
 
 def test_one_request() -> None:
-    """One step for the prompt, then one for each further token; the trace begins when its first request does."""
+    """One step for the prompt, then one for each further token; the trace begins when its first
+    request does.
+    """
     report = run([entry(at=7.0, prompt=100, answer=5)])
     assert report.ttft_ms.mean == ms(0.01 + 100 * 0.001)
     assert report.itl_ms.mean == report.itl_ms.p99 == report.tpot_ms.mean == ms(TOKEN)
     assert report.e2e_ms.mean == ms(0.11 + 4 * TOKEN)
     assert report.wall_s == pytest.approx(0.11 + 4 * TOKEN)
     assert report.output_tokens_per_s == pytest.approx(5 / report.wall_s, abs=0.01)
-    assert (report.num_steps, report.prefill_tokens, report.output_tokens, report.prompt_tokens) == (5, 100, 5, 100)
-    assert (report.num_succeeded, report.num_failed, report.failures, report.num_cut) == (1, 0, {}, 0)
+    assert (
+        report.num_steps,
+        report.prefill_tokens,
+        report.output_tokens,
+        report.prompt_tokens,
+    ) == (5, 100, 5, 100)
+    assert (report.num_succeeded, report.num_failed, report.failures, report.num_cut) == (
+        1,
+        0,
+        {},
+        0,
+    )
     assert report.fairness is None
 
 
@@ -65,8 +93,12 @@ def test_chunks() -> None:
 
 
 def test_a_request_in_the_middle_of_a_step_is_seen_by_the_next_one() -> None:
-    """The first step ends at 0.11 s; the second computes a token of the first and the other's prompt."""
-    report = run([entry(prompt=100, answer=2, blocks=[1]), entry(at=0.05, prompt=20, answer=1, blocks=[2])])
+    """The first step ends at 0.11 s; the second computes a token of the first and the other's
+    prompt.
+    """
+    report = run(
+        [entry(prompt=100, answer=2, blocks=[1]), entry(at=0.05, prompt=20, answer=1, blocks=[2])]
+    )
     ends = 0.11 + 0.01 + 0.002 + 20 * 0.001
     assert report.num_steps == 2
     assert report.e2e_ms.mean == ms((ends + ends - 0.05) / 2)
@@ -80,7 +112,11 @@ def test_time_passes_while_nobody_is_there() -> None:
 
 def test_goodput() -> None:
     """Both limits count, and so do those who failed."""
-    entries = [entry(), entry(at=10, prompt=500, blocks=[2]), entry(at=20, prompt=5000, blocks=[*range(10)])]
+    entries = [
+        entry(),
+        entry(at=10, prompt=500, blocks=[2]),
+        entry(at=20, prompt=5000, blocks=[*range(10)]),
+    ]
     report = run(entries, limits=Limits(ttft=200))
     assert report.failures == {TOO_LONG: 1}
     assert report.good_share == pytest.approx(1 / 3, abs=1e-4)
@@ -110,7 +146,7 @@ def test_the_context_cuts_answers_short() -> None:
     assert (report.num_cut, report.output_tokens, report.num_failed) == (1, 10, 0)
 
 
-# --- prefixes and replicas -------------------------------------------------------------------------------------------
+# --- prefixes and replicas ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
@@ -148,10 +184,14 @@ def test_ram_keeps_what_leaves_the_cells() -> None:
 
 
 def test_prefix_routing() -> None:
-    """Two talks of ten turns, one after the other: each stays where it began, and is moved when it is crowded there."""
+    """Two talks of ten turns, one after the other: each stays where it began, and is moved when it
+    is crowded there.
+    """
     blocks = {"a": list(range(20)), "b": list(range(100, 120))}
     entries = [
-        entry(at=10 * turn, prompt=512 * (turn + 1), answer=1, blocks=blocks[key][: turn + 1], key=key)
+        entry(
+            at=10 * turn, prompt=512 * (turn + 1), answer=1, blocks=blocks[key][: turn + 1], key=key
+        )
         for turn in range(10)
         for key in "ab"
     ]
@@ -166,11 +206,14 @@ def test_prefix_routing() -> None:
 
 def test_the_least_loaded_replica() -> None:
     """A long answer keeps its replica busy; all others find the other one."""
-    entries = [entry(answer=1000, blocks=[0]), *(entry(at=i + 1, answer=2, blocks=[i]) for i in range(9))]
+    entries = [
+        entry(answer=1000, blocks=[0]),
+        *(entry(at=i + 1, answer=2, blocks=[i]) for i in range(9)),
+    ]
     assert sorted(run(entries, replicas=2).requests_per_replica) == [1, 9]
 
 
-# --- fairness --------------------------------------------------------------------------------------------------------
+# --- fairness -----------------------------------------------------------------------------------
 
 
 def two_keys() -> list[Entry]:
@@ -179,7 +222,9 @@ def two_keys() -> list[Entry]:
 
 
 def test_fair_and_fcfs() -> None:
-    """The policy fair gives both the same; first come, first served lets the light key wait for the heavy one."""
+    """The policy fair gives both the same; first come, first served lets the light key wait for the
+    heavy one.
+    """
     fair, fcfs = (run(two_keys(), policy=policy, max_num_seqs=2) for policy in ("fair", "fcfs"))
     assert fair.fairness.jain_index > 0.98
     assert fcfs.fairness.jain_index < 0.7
@@ -187,7 +232,10 @@ def test_fair_and_fcfs() -> None:
     assert fair.keys["heavy"].mean_e2e_ms > fcfs.keys["heavy"].mean_e2e_ms
     assert fair.wall_s == pytest.approx(fcfs.wall_s, rel=0.02)
     for report in (fair, fcfs):
-        assert {key: of_key.served for key, of_key in report.keys.items()} == {"heavy": 90 * 140, "light": 10 * 140}
+        assert {key: of_key.served for key, of_key in report.keys.items()} == {
+            "heavy": 90 * 140,
+            "light": 10 * 140,
+        }
         assert set(report.fairness.served) == {"heavy", "light"}
 
 
@@ -199,20 +247,24 @@ def test_compared_keys() -> None:
 
 
 def test_times_of_waiting() -> None:
-    courses, _ = simulate([entry(at=0), entry(at=0.05, blocks=[2]), entry(at=9, blocks=[3])], Setup(context=4096))
+    courses, _ = simulate(
+        [entry(at=0), entry(at=0.05, blocks=[2]), entry(at=9, blocks=[3])], Setup(context=4096)
+    )
     assert [len(backlog(courses[:n])) for n in (1, 2, 3)] == [1, 1, 2]
     assert overlap([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
     assert overlap([(0, 1)], [(1, 2)]) == []
 
 
-# --- costs -----------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 def test_costs_of_a_server(tmp_path: Path) -> None:
     """What the answer to "explain" holds beside them is ignored."""
     file = tmp_path / "costs.json"
     rows = {"1": 0.03, "2": 0.04, "4": 0.06, "8": 0.1}
-    file.write_text(json.dumps({"row_seconds": rows, "token_seconds": 0.005, "steps": [], "cells": "..."}))
+    file.write_text(
+        json.dumps({"row_seconds": rows, "token_seconds": 0.005, "steps": [], "cells": "..."})
+    )
     costs = read_costs(str(file))
     assert (costs.step, costs.row, costs.token) == pytest.approx((0.02, 0.01, 0.005))
     assert read_costs("0.1,0.02,0.003") == Costs(0.1, 0.02, 0.003)
@@ -226,7 +278,9 @@ def test_costs_of_a_server(tmp_path: Path) -> None:
         ({"1": 0.03, "2": 0.01}, 0.02, 0.0),
     ],
 )
-def test_costs_of_odd_measurements(tmp_path: Path, rows: dict[str, float], step: float, row: float) -> None:
+def test_costs_of_odd_measurements(
+    tmp_path: Path, rows: dict[str, float], step: float, row: float
+) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"row_seconds": rows, "token_seconds": 0.005}))
     costs = read_costs(str(file))
@@ -254,12 +308,14 @@ def test_wrong_costs(tmp_path: Path, text: str, word: str) -> None:
         read_costs(text)
 
 
-# --- synthetic traces -------------------------------------------------------------------------------------------------
+# --- synthetic traces ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_synthetic_traces(tmp_path: Path, workload: str) -> None:
-    """The seed decides; a file gives back what was written; the rate is about what was asked for."""
+    """The seed decides; a file gives back what was written; the rate is about what was asked
+    for.
+    """
     entries = synthesize(workload, 500, 10.0, 3)
     assert entries == synthesize(workload, 500, 10.0, 3) != synthesize(workload, 500, 10.0, 4)
     write_trace(tmp_path / "trace.jsonl", entries)
@@ -278,7 +334,7 @@ def test_what_synthetic_traces_share() -> None:
     assert cached("multi-turn") > 0.2
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
@@ -292,7 +348,9 @@ def test_the_fast_backend_says_what_the_checking_one_says(layout: str, speculati
 
 def test_the_same_seed_gives_the_same_results() -> None:
     entries = synthesize("multi-turn", 40, 5.0, 1)
-    first, again, other = (run(entries, replicas=4, context=65536, check=False, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        run(entries, replicas=4, context=65536, check=False, seed=seed) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -343,7 +401,9 @@ def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 def trace(cllm, tmp_path: Path) -> Path:
     """Two keys, 40 requests, made by the command line."""
     file = tmp_path / "trace.jsonl"
-    code, out, err = cllm("simulate", "synth", file, "--workload", "two-keys", "--requests", 40, "--rate", 20)
+    code, out, err = cllm(
+        "simulate", "synth", file, "--workload", "two-keys", "--requests", 40, "--rate", 20
+    )
     assert (code, err) == (0, "")
     assert out.startswith(f"{file}: 40 requests in ")
     return file
@@ -355,7 +415,11 @@ def test_json(cllm, trace: Path) -> None:
     code, out, _ = cllm("simulate", trace, *options)  # a slow machine tells its progress on stderr
     assert code == 0
     report = json.loads(out)
-    assert (report["trace"], report["num_succeeded"], len(report["requests_per_replica"])) == (str(trace), 40, 2)
+    assert (report["trace"], report["num_succeeded"], len(report["requests_per_replica"])) == (
+        str(trace),
+        40,
+        2,
+    )
     assert report["settings"]["policy"] == "fcfs"
     assert report["settings"]["costs"] == {"step": 0.012, "row": 0.012, "token": 0.0066}
     assert report["settings"]["ttft"] == 1000
@@ -366,7 +430,9 @@ def test_json(cllm, trace: Path) -> None:
 
 
 def test_table(cllm, trace: Path) -> None:
-    code, out, err = cllm("simulate", trace, "--costs", "0.1,0,0", "--max-num-seqs", 2, "--tpot", 90)
+    code, out, err = cllm(
+        "simulate", trace, "--costs", "0.1,0,0", "--max-num-seqs", 2, "--tpot", 90
+    )
     assert code == 0
     assert "40 of 40 requests succeeded" in out
     words = (
@@ -424,6 +490,9 @@ def test_wrong_files(cllm, tmp_path: Path) -> None:
 
 def test_help(cllm) -> None:
     _, out, _ = cllm("simulate", "--help")
-    assert all(word in out for word in ("synth", "--policy", "--replicas", "--routing", "--costs", "--key", "--json"))
+    assert all(
+        word in out
+        for word in ("synth", "--policy", "--replicas", "--routing", "--costs", "--key", "--json")
+    )
     _, out, _ = cllm("simulate", "synth", "--help")
     assert all(workload in out for workload in WORKLOADS)

@@ -1,4 +1,6 @@
-"""The search for settings: on machines that are made up, whose clock goes on by a second with each measurement."""
+"""The search for settings: on machines that are made up, whose clock goes on by a second with each
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,21 @@ class Machine:
         return Speeds(speed, speed)
 
     def tune(
-        self, tries: list[Knob] = KNOBS, seconds: float = 1000, refuse: Callable[[str, Choice], str] | None = None
+        self,
+        tries: list[Knob] = KNOBS,
+        seconds: float = 1000,
+        refuse: Callable[[str, Choice], str] | None = None,
     ) -> Tuned:
         allow = refuse or (lambda key, choice: "")
         return search(tries, FINAL, START, self.measure, allow, seconds, clock=lambda: self.now)
 
 
 def test_finds_the_best_of_each_and_shows_the_gain() -> None:
-    machine = Machine(lambda choice: {1: 0.7, 2: 1.5, 4: 1.0}[choice[THREADS]] * (2 if choice[UBATCH] == 128 else 1))
+    machine = Machine(
+        lambda choice: (
+            {1: 0.7, 2: 1.5, 4: 1.0}[choice[THREADS]] * (2 if choice[UBATCH] == 128 else 1)
+        )
+    )
     tuned = machine.tune()
     assert tuned.chosen == tuned.recommended == {THREADS: 2, UBATCH: 128}
     assert tuned.after.gain == pytest.approx(2.0)
@@ -81,8 +90,12 @@ def test_finds_the_best_of_each_and_shows_the_gain() -> None:
     st.dictionaries(st.sampled_from([1, 2, 4]), st.integers(10, 100), min_size=3),
     st.dictionaries(st.sampled_from([128, 256, 512]), st.integers(10, 100), min_size=3),
 )
-def test_on_a_quiet_machine_nothing_better_is_missed(threads: dict[int, int], passes: dict[int, int]) -> None:
-    """Where settings do not depend on each other, what is chosen is the best up to the least gain."""
+def test_on_a_quiet_machine_nothing_better_is_missed(
+    threads: dict[int, int], passes: dict[int, int]
+) -> None:
+    """Where settings do not depend on each other, what is chosen is the best up to the least
+    gain.
+    """
 
     def speed(choice: Choice) -> float:
         return threads[choice[THREADS]] * passes[choice[UBATCH]]
@@ -156,7 +169,9 @@ def test_who_is_far_behind_is_not_measured_for_long() -> None:
 def test_what_is_refused_is_not_taken() -> None:
     """The next best is."""
     machine = Machine(lambda choice: {1: 1.5, 2: 1.2, 4: 1.0}[choice[THREADS]])
-    tuned = machine.tune(KNOBS[:1], refuse=lambda key, choice: "too hot" if choice[THREADS] == 1 else "")
+    tuned = machine.tune(
+        KNOBS[:1], refuse=lambda key, choice: "too hot" if choice[THREADS] == 1 else ""
+    )
     assert tuned.recommended == {THREADS: 2}
     assert [tried.note for tried in tuned.tried] == ["", "too hot", ""]
 
@@ -179,12 +194,18 @@ def test_threads_are_written_both_or_none() -> None:
     start: Choice = {BATCH_THREADS: 4, THREADS: 4, UBATCH: 512}
     machine = Machine(lambda choice: 1.5 if choice[THREADS] == 2 else 1.0)
     tuned = search(
-        [Knob(THREADS, [2], FIGURES)], FINAL, start, machine.measure, lambda *_: "", 100, clock=lambda: machine.now
+        [Knob(THREADS, [2], FIGURES)],
+        FINAL,
+        start,
+        machine.measure,
+        lambda *_: "",
+        100,
+        clock=lambda: machine.now,
     )
     assert tuned.recommended == {BATCH_THREADS: 4, THREADS: 2}
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
+# --- what is tried ------------------------------------------------------------------------------
 
 
 def test_settings_reach_the_parameters() -> None:
@@ -219,10 +240,17 @@ def test_candidates(cores: int) -> None:
 @pytest.mark.parametrize("tokens_per_s", [5.0, 300.0, 20_000.0])
 @pytest.mark.parametrize("seconds", [60.0, 600.0])
 def test_works_fit_the_time(tokens_per_s: float, seconds: float) -> None:
-    """A measurement takes about a sixtieth of it, unless the machine is too slow for the least that is worth it."""
+    """A measurement takes about a sixtieth of it, unless the machine is too slow for the least that
+    is worth it.
+    """
     found = works(lambda work: Speeds(tokens_per_s, tokens_per_s), 32, seconds)
     assert [work.num_seqs for work in found] == [1, 8, 8, 32]
-    assert [figure.label for figure in final_figures(found)] == ["prompt", "decode 1", "decode 8", "decode 32"]
+    assert [figure.label for figure in final_figures(found)] == [
+        "prompt",
+        "decode 1",
+        "decode 8",
+        "decode 32",
+    ]
     num_tokens = 8 * (found.many.prompt_tokens + found.many.steps)
     assert num_tokens / tokens_per_s <= max(seconds / 60, 8 * 20 / tokens_per_s)
     assert math.log2(found.many.prompt_tokens) % 1 == 0

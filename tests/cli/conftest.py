@@ -31,7 +31,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def cllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
     """``cllm(*arguments, text="")`` runs a command; ``text`` is what it finds on stdin."""
     monkeypatch.setattr(log, "configure", lambda level: None)  # it would outlive the test
 

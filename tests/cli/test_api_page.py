@@ -4,7 +4,12 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from openai.types import batch_create_params, completion_create_params, embedding_create_params, file_create_params
+from openai.types import (
+    batch_create_params,
+    completion_create_params,
+    embedding_create_params,
+    file_create_params,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -31,7 +36,9 @@ def test_the_page_is_what_the_code_says():
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_no_parameter_of_openai_is_unknown(path):
     """Each is done, ignored or refused, and what is not done says why."""
-    (model,) = (body_model(route) for route in routes() if route.path == path and "POST" in route.methods)
+    (model,) = (
+        body_model(route) for route in routes() if route.path == path and "POST" in route.methods
+    )
     rows = {name: (state, what) for name, state, what in body_rows(model)}
     assert set(get_type_hints(PARAMETERS[path])) - set(rows) == set()
     assert [name for name, (state, what) in rows.items() if state != "done" and len(what) < 8] == []
@@ -46,17 +53,28 @@ def test_every_route_that_reads_a_body_says_so():
 
 def test_make_docs_writes_every_page_that_is_made_from_the_code():
     recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2]
-    pages = [path for path in (ROOT / "docs").glob("*.md") if "generates this page from" in path.read_text()]
+    pages = [
+        path
+        for path in (ROOT / "docs").glob("*.md")
+        if "generates this page from" in path.read_text()
+    ]
     assert len(pages) >= 2
-    assert [page.name for page in pages if f"mv docs/{page.name}.new docs/{page.name}" not in recipe] == []
+    assert [
+        page.name for page in pages if f"mv docs/{page.name}.new docs/{page.name}" not in recipe
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("path", "limit"),
-    [("/v1/chat/completions", "above 2 is an extension"), ("/v1/messages", "above 1 is an extension")],
+    [
+        ("/v1/chat/completions", "above 2 is an extension"),
+        ("/v1/messages", "above 1 is an extension"),
+    ],
 )
 def test_a_temperature_above_the_originals_is_called_an_extension(path, limit):
-    (model,) = (body_model(route) for route in routes() if route.path == path and "POST" in route.methods)
+    (model,) = (
+        body_model(route) for route in routes() if route.path == path and "POST" in route.methods
+    )
     rows = {name: what for name, _, what in body_rows(model)}
     assert limit in rows["temperature"]
 

@@ -68,7 +68,14 @@ LOAD = ("--requests", "3", "--concurrency", "2", "--max-tokens", "2")
 
 def test_help(cllm) -> None:
     _, out, _ = cllm("bench", "load", "--help")
-    for option in ("--workload", "--requests", "--concurrency", "--max-tokens", "--prompt-words", "--shared-words"):
+    for option in (
+        "--workload",
+        "--requests",
+        "--concurrency",
+        "--max-tokens",
+        "--prompt-words",
+        "--shared-words",
+    ):
         assert option in out
     for option in ("--api", "--plot", "--html", *WORKLOADS):
         assert option in out
@@ -87,7 +94,12 @@ def test_json(cllm, server: str) -> None:
     code, out, err = cllm("bench", "load", f"{server}/v1/", *LOAD, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert (report["url"], report["model"], report["num_succeeded"], report["output_tokens"]) == (server, "good", 3, 6)
+    assert (report["url"], report["model"], report["num_succeeded"], report["output_tokens"]) == (
+        server,
+        "good",
+        3,
+        6,
+    )
     assert report["settings"]["workload"] == "words"
     assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}
 
@@ -101,7 +113,10 @@ def test_table(cllm, server: str) -> None:
 
 def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
     """What differs in the settings, and each figure with its ratio."""
-    for name, options in (("a", ("--ttft", "5000")), ("b", ("--rate", "50", "--arrivals", "even", "--ttft", "5000"))):
+    for name, options in (
+        ("a", ("--ttft", "5000")),
+        ("b", ("--rate", "50", "--arrivals", "even", "--ttft", "5000")),
+    ):
         code, _, _ = cllm("bench", "load", server, *LOAD, *options, "--out", tmp_path / name)
         assert code == 0
     code, out, _ = cllm("bench", "diff", tmp_path / "a", tmp_path / "b")
@@ -116,7 +131,9 @@ def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
 
 
 def test_pictures_and_a_page(cllm, server: str, tmp_path: Path) -> None:
-    """Of a run and, from the reports alone, of two; a wrong name is told before anything is measured."""
+    """Of a run and, from the reports alone, of two; a wrong name is told before anything is
+    measured.
+    """
     files = ("--out", tmp_path / "a", "--plot", tmp_path / "a.svg", "--html", tmp_path / "a.html")
     assert cllm("bench", "load", server, *LOAD, *files)[0] == 0
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
@@ -155,14 +172,22 @@ def test_defaults_of_workloads(cllm, server: str) -> None:
 
     found = settings("--workload", "overload", "--requests", "20")
     assert (found["concurrency"], found["warmup"], found["shared_words"]) == (20, 8, 0)
-    assert settings("--workload", "overload", "--requests", "9", "--concurrency", "4")["concurrency"] == 4
+    assert (
+        settings("--workload", "overload", "--requests", "9", "--concurrency", "4")["concurrency"]
+        == 4
+    )
     assert settings("--workload", "shared-prefix", *LOAD[:2])["shared_words"] == 48
-    assert settings("--workload", "shared-prefix", *LOAD[:2], "--shared-words", "5")["shared_words"] == 5
+    assert (
+        settings("--workload", "shared-prefix", *LOAD[:2], "--shared-words", "5")["shared_words"]
+        == 5
+    )
 
 
 def test_a_preset_can_be_changed(cllm, server: str) -> None:
     """Its numbers are defaults."""
-    code, out, _ = cllm("bench", "load", server, "--preset", "seed-40x8x50", *LOAD[:2], *LOAD[4:], "--json")
+    code, out, _ = cllm(
+        "bench", "load", server, "--preset", "seed-40x8x50", *LOAD[:2], *LOAD[4:], "--json"
+    )
     assert code == 0
     settings = json.loads(out)["settings"]
     assert (settings["requests"], settings["concurrency"], settings["max_tokens"]) == (3, 8, 2)
@@ -231,7 +256,14 @@ def test_stages(cllm, builtin_path: Path, tmp_path: Path) -> None:
     """A table, or JSON; exit code 1 only if a stage loses more than the budget."""
     options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
     code, out, _ = cllm(
-        "bench", "stages", builtin_path, *options, "--budget", "0.999", "--plot", tmp_path / "stages.svg"
+        "bench",
+        "stages",
+        builtin_path,
+        *options,
+        "--budget",
+        "0.999",
+        "--plot",
+        tmp_path / "stages.svg",
     )
     assert code == 0
     assert "share of the backend" in (tmp_path / "stages.svg").read_text()
@@ -266,7 +298,9 @@ def test_compare_refuses_early(cllm, tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_compare_needs_its_peers(cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_needs_its_peers(
+    cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code, out, err = cllm("bench", "compare", builtin_path, "--peers", tmp_path, "--out", tmp_path)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -277,10 +311,23 @@ def test_compare_needs_its_peers(cllm, builtin_path: Path, tmp_path: Path, monke
 def test_compare_writes_the_page_again(cllm, tmp_path: Path) -> None:
     """From the numbers alone; what missed its target is told."""
     run = {"num_seqs": 8, "round": 0, "num_requests": 16, "num_succeeded": 16}
-    runs = [run | {"system": name, "output_tokens_per_s": speed} for name, speed in (("cLLM", 9), ("llama-server", 10))]
-    sizes = ("model_bytes", "prompt_words", "prompt_tokens", "max_tokens", "context", "threads", "rounds")
+    runs = [
+        run | {"system": name, "output_tokens_per_s": speed}
+        for name, speed in (("cLLM", 9), ("llama-server", 10))
+    ]
+    sizes = (
+        "model_bytes",
+        "prompt_words",
+        "prompt_tokens",
+        "max_tokens",
+        "context",
+        "threads",
+        "rounds",
+    )
     setup = dict.fromkeys(sizes, 3) | {"model": "m", "concurrency": [8]}
-    (tmp_path / "a.json").write_text(json.dumps({"date": "d", "machine": {}, "setup": setup, "runs": runs}))
+    (tmp_path / "a.json").write_text(
+        json.dumps({"date": "d", "machine": {}, "setup": setup, "runs": runs})
+    )
     code, out, _ = cllm("bench", "compare", "--from", tmp_path / "a.json", "--out", tmp_path)
     assert code == 0
     assert out.splitlines()[0] == str(tmp_path / "performance.md")

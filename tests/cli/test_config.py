@@ -58,11 +58,16 @@ def test_help_is_quick() -> None:
     """--help imports neither a command nor what only commands need."""
     script = (
         "import sys; from cllm.cli.main import app; app(['--help'], result_action='return_value');"
-        "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config', 'rich.markdown'};"
+        "slow = {'pydantic', 'yaml', 'numpy', 'fastapi', 'llama_cpp', 'cllm.config', "
+        "'rich.markdown'};"
         "print(sorted(slow & set(sys.modules)))"
     )
     process = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert process.stdout.splitlines()[-1] == "[]"
     assert "Serve a model over HTTP." in process.stdout
@@ -70,7 +75,9 @@ def test_help_is_quick() -> None:
 
 def test_output_is_a_settings_file(cllm, tmp_path: Path) -> None:
     """What show prints can be given back with --config."""
-    (tmp_path / "in.yaml").write_text("resources: {max_batch_size: 4}\ncache: {cleanup_interval: 5}\n")
+    (tmp_path / "in.yaml").write_text(
+        "resources: {max_batch_size: 4}\ncache: {cleanup_interval: 5}\n"
+    )
     path = "/a long path/" + "x" * 300 + "/\u4f60 # \u2028.gguf"
     _, out, _ = cllm("config", "show", "--config", "in.yaml", "--model", path, "--threads", "2")
     assert "# note: in.yaml:2: cache.cleanup_interval is not needed: " in out
@@ -82,7 +89,9 @@ def test_output_is_a_settings_file(cllm, tmp_path: Path) -> None:
 
 def test_only_given_flags_count(cllm) -> None:
     """A flag that was not typed leaves the option to the other sources."""
-    result = shown(cllm, "--context", "none", "--backend.llama-cpp.no-use-mmap", "--kv.max-memory-mb=5")
+    result = shown(
+        cllm, "--context", "none", "--backend.llama-cpp.no-use-mmap", "--kv.max-memory-mb=5"
+    )
     assert {key: origin for key, origin in result["origins"].items() if origin != "default"} == {
         "model.max_context_length": "--model.max-context-length",
         "backend.llama_cpp.use_mmap": "--backend.llama-cpp.use-mmap",
@@ -92,7 +101,9 @@ def test_only_given_flags_count(cllm) -> None:
     assert shown(cllm)["settings"] == Settings().model_dump()
 
 
-@pytest.mark.parametrize("names", [{option.key: option.flag for option in OPTIONS.values()}, SHORT_NAMES])
+@pytest.mark.parametrize(
+    "names", [{option.key: option.flag for option in OPTIONS.values()}, SHORT_NAMES]
+)
 def test_every_option_is_a_flag(cllm, names: dict[str, str]) -> None:
     """Each option can be given under its own name, and some under a short one."""
     given = {key: OPTIONS[key].default for key in names}
@@ -114,7 +125,10 @@ def test_help_shows_what_an_option_is(cllm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["config", "show", "--port", "x"], 'cllm: Invalid value for --port: unable to convert "x" into int.'),
+        (
+            ["config", "show", "--port", "x"],
+            'cllm: Invalid value for --port: unable to convert "x" into int.',
+        ),
         (
             ["config", "show", "--port", "65536"],
             "cllm: --server.port must be a whole number from 0 up to 65535, not 65536",
@@ -130,10 +144,22 @@ def test_help_shows_what_an_option_is(cllm) -> None:
         ),
         (
             ["chat", "--port", "8000"],
-            "cllm: Unknown option: --port. A running server is named by --url http://127.0.0.1:8000.",
+            (
+                "cllm: Unknown option: --port. A running server is named by --url "
+                "http://127.0.0.1:8000."
+            ),
         ),
-        (["config", "show", "--config", "no.yaml"], "cllm: no.yaml: cannot be read: No such file or directory"),
-        (["config", "sho"], 'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs, api.'),
+        (
+            ["config", "show", "--config", "no.yaml"],
+            "cllm: no.yaml: cannot be read: No such file or directory",
+        ),
+        (
+            ["config", "sho"],
+            (
+                'cllm: Unknown command "sho". Did you mean "show"? Available commands: show, docs, '
+                "api."
+            ),
+        ),
         (["sevre"], 'cllm: "sevre" is not a command; did you mean serve?'),
         (["quux", "--port", "1"], 'cllm: "quux" is not a command; see cllm --help'),
     ],

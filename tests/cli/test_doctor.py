@@ -14,7 +14,10 @@ from cllm.cli.probe import Probe, probe
 @pytest.mark.parametrize(
     ("result", "word"),
     [
-        (Probe(died_of="SIGSEGV", error="the process died of SIGSEGV while it decoded"), "-fno-tree-dse"),
+        (
+            Probe(died_of="SIGSEGV", error="the process died of SIGSEGV while it decoded"),
+            "-fno-tree-dse",
+        ),
         (Probe(answer="7!x"), "-fno-tree-dse"),
         (Probe(error="ModuleNotFoundError: No module named 'llama_cpp'"), "not installed"),
         (Probe(error="something else"), "debug"),
@@ -35,12 +38,24 @@ def test_each_failure_has_its_cure(result, word):
         ("GCC: (Debian) 12.2.0", "", {"avx2"}, BUILD),
         ("clang version 19.1.7", "", {"avx2"}, "none known"),
         ("GCC: (Debian) 12.2.0", "", set(), "none known"),
-        ("GCC: (Debian) 12.2.0", f"GNU C++17 12.2.0 -O3 {SWITCHES}", {"avx2", "avx512f"}, "leaves AVX512 of the CPU"),
+        (
+            "GCC: (Debian) 12.2.0",
+            f"GNU C++17 12.2.0 -O3 {SWITCHES}",
+            {"avx2", "avx512f"},
+            "leaves AVX512 of the CPU",
+        ),
     ],
 )
-def test_a_build_that_could_be_faster_is_told_with_the_command_that_makes_it(compiler, switches, cpu, says):
+def test_a_build_that_could_be_faster_is_told_with_the_command_that_makes_it(
+    compiler, switches, cpu, says
+):
     """Where the compiler's switches or the CPU's vector extensions are not used."""
-    found = Probe(answer="72", system="CPU : AVX = 1 | AVX2 = 1 | FMA = 1 |", compiler=compiler, switches=switches)
+    found = Probe(
+        answer="72",
+        system="CPU : AVX = 1 | AVX2 = 1 | FMA = 1 |",
+        compiler=compiler,
+        switches=switches,
+    )
     assert says in better_build(found, cpu)
 
 
@@ -52,7 +67,9 @@ def test_the_compiler_switches_are_the_same_wherever_they_are_written():
     assert variables["CXXFLAGS"] == SWITCHES
     assert f'CXXFLAGS="{SWITCHES}"' in (root / "README.md").read_text()
     dropped = (root / "tools" / "setup.sh").read_text()
-    assert all(switch in dropped for switch in SWITCHES.split() if switch.startswith("-f")), "clang refuses them"
+    assert all(switch in dropped for switch in SWITCHES.split() if switch.startswith("-f")), (
+        "clang refuses them"
+    )
 
 
 @pytest.mark.llama

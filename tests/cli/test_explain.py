@@ -7,7 +7,9 @@ from cllm.scheduler.trace import explain
 
 
 def test_who_waits_for_what(fake_engine):
-    """The head of the queue and its reason first, then those who wait for a prefix, then those behind the head."""
+    """The head of the queue and its reason first, then those who wait for a prefix, then those
+    behind the head.
+    """
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=64, context_length=256, length=100)
     prefix = [(7 * i) % 250 for i in range(100)]
     engine.add("leader", prefix, key="user-ann", max_tokens=50)
@@ -24,7 +26,9 @@ def test_who_waits_for_what(fake_engine):
     waiting = said[next(i for i, line in enumerate(said) if line.startswith("Waiting: ")) + 1 :]
     assert "all 2 sequence ids are in use" in waiting[0]
     head = waiting[0].split()[0]
-    assert all(f"behind {head}, the head of the queue" in line for line in waiting[1:-1] if "late" in line)
+    assert all(
+        f"behind {head}, the head of the queue" in line for line in waiting[1:-1] if "late" in line
+    )
     assert waiting[-1].startswith("  ... and ")
     assert any("leader.0 running" in line for line in said)
 
@@ -38,7 +42,10 @@ def test_who_waits_for_a_prefix(fake_engine):
     engine.add("follower", [*prefix, 1], max_tokens=1)
     engine.step()
     said = lines(explain(engine.scheduler, engine.now, 1))
-    assert any("follower.0 normal, 101 tokens, waiting" in line and "leader.0 computes" in line for line in said)
+    assert any(
+        "follower.0 normal, 101 tokens, waiting" in line and "leader.0 computes" in line
+        for line in said
+    )
 
 
 def test_nothing_was_computed_yet(fake_engine):

@@ -77,11 +77,21 @@ def test_a_bad_option_is_one_line(cllm, tmp_path: Path):
             {"max_num_seqs": 3},
             ["scheduler.max_num_seqs is 3 and not 8", "kv.max_memory"],
         ),
-        ({"model.max_context_length": 90}, {"context_length": 80}, ["is 80 and not 90", "raise kv.max_memory_mb"]),
-        ({"model.max_context_length": 900}, {"context_length": 900}, ["is 900, but", "trained with 100 tokens"]),
+        (
+            {"model.max_context_length": 90},
+            {"context_length": 80},
+            ["is 80 and not 90", "raise kv.max_memory_mb"],
+        ),
+        (
+            {"model.max_context_length": 900},
+            {"context_length": 900},
+            ["is 900, but", "trained with 100 tokens"],
+        ),
     ],
 )
-def test_what_was_asked_for_and_is_not_had(given: dict[str, int], in_force: dict[str, int], words: list[str]):
+def test_what_was_asked_for_and_is_not_had(
+    given: dict[str, int], in_force: dict[str, int], words: list[str]
+):
     """One line that names the option to raise; nothing of what nobody asked for."""
     info = msgspec.structs.replace(FakeBackend().info, trained_context_length=100, **in_force)
     lines = list(remarks(load_settings(None, {}, given), info))
@@ -90,7 +100,9 @@ def test_what_was_asked_for_and_is_not_had(given: dict[str, int], in_force: dict
 
 
 def test_progress_in_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """A line at the beginning, one a quarter, and one where a quarter takes long; none if all of it is quick."""
+    """A line at the beginning, one a quarter, and one where a quarter takes long; none if all of it
+    is quick.
+    """
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     bar = progress.loading_bar("loading m", announce=True)

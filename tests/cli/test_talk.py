@@ -27,8 +27,15 @@ def test_generate_as_a_process():
 def test_generate_prints_the_text(cllm):
     """From an argument, or from stdin."""
     for arguments, text in ((("a",), ""), ((), "a"), (("-",), "a")):
-        assert cllm("generate", *arguments, *FAKE, "--max-tokens", "3", *GREEDY, text=text) == (0, "bcd\n", "")
-    assert cllm("generate", "-", "a", *FAKE, text="a").err == "cllm: there are two prompts: drop - or the text\n"
+        assert cllm("generate", *arguments, *FAKE, "--max-tokens", "3", *GREEDY, text=text) == (
+            0,
+            "bcd\n",
+            "",
+        )
+    assert (
+        cllm("generate", "-", "a", *FAKE, text="a").err
+        == "cllm: there are two prompts: drop - or the text\n"
+    )
 
 
 def test_generate_as_json(cllm):
@@ -44,7 +51,11 @@ def test_generate_as_json(cllm):
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(("",), "no prompt"), (("a", "--temperature", "-1"), "temperature"), (("a", "--model", "x.gguf"), "x.gguf")],
+    [
+        (("",), "no prompt"),
+        (("a", "--temperature", "-1"), "temperature"),
+        (("a", "--model", "x.gguf"), "x.gguf"),
+    ],
 )
 def test_what_cannot_work_is_one_line(cllm, arguments, word):
     """Exit code 2, no trace."""
@@ -57,7 +68,9 @@ def test_what_cannot_work_is_one_line(cllm, arguments, word):
 
 def test_chat_without_a_server(cllm):
     """Each line of stdin is a turn; a history is kept until /new."""
-    done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="hi\n\n/new\nho\n/exit\nnot read\n")
+    done = cllm(
+        "chat", *FAKE, "--max-tokens", "2", *GREEDY, text="hi\n\n/new\nho\n/exit\nnot read\n"
+    )
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) >= 2
 
@@ -74,7 +87,9 @@ def test_chat_answers_words_behind_a_slash_itself(cllm):
 @pytest.mark.llama
 def test_chat_with_the_built_in_model(builtin_path, cllm):
     """Two turns, the right answers."""
-    done = cllm("chat", *GREEDY, "--context", "512", text="What is 27 plus 45?\nSpell the word garden.\n")
+    done = cllm(
+        "chat", *GREEDY, "--context", "512", text="What is 27 plus 45?\nSpell the word garden.\n"
+    )
     assert done.out == "72\ng-a-r-d-e-n\n"
 
 
@@ -97,7 +112,9 @@ def test_chat_with_another_kind_of_server(cllm):
 
 
 class OpenAIStub(BaseHTTPRequestHandler):
-    """Streams the pieces in ``pieces`` and keeps the bodies it got; a piece that is no text is a whole chunk."""
+    """Streams the pieces in ``pieces`` and keeps the bodies it got; a piece that is no text is a
+    whole chunk.
+    """
 
     pieces: ClassVar[list] = []
     status = 200
@@ -116,7 +133,11 @@ class OpenAIStub(BaseHTTPRequestHandler):
     def chunk(self, key: str, piece: object) -> object:
         if not isinstance(piece, str):
             return piece
-        return {"choices": [{key: piece if key == "text" else {"content": piece}, "finish_reason": None}]}
+        return {
+            "choices": [
+                {key: piece if key == "text" else {"content": piece}, "finish_reason": None}
+            ]
+        }
 
     def answer(self, status: int, content: bytes) -> None:
         self.send_response(status)
@@ -142,12 +163,19 @@ def stub(monkeypatch):
 
 
 def test_generate_with_a_server(cllm, monkeypatch, stub):
-    """It continues the prompt, by 256 tokens at most, or answers it; the server of the environment is one as well."""
+    """It continues the prompt, by 256 tokens at most, or answers it; the server of the environment
+    is one as well.
+    """
     end = {"choices": [{"text": "", "delta": {}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
     monkeypatch.setattr(OpenAIStub, "pieces", ["to ", "you", end, usage])
     assert cllm("generate", "Dear", "--url", stub.url) == (0, "to you\n", "")
-    assert cllm("generate", "Dear", "--url", f"{stub.url}/v1", "--chat", *GREEDY, "--max-tokens", "9").out == "to you\n"
+    assert (
+        cllm(
+            "generate", "Dear", "--url", f"{stub.url}/v1", "--chat", *GREEDY, "--max-tokens", "9"
+        ).out
+        == "to you\n"
+    )
     monkeypatch.setenv("CLLM_URL", stub.url)
     answer = {"text": "to you", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2}
     assert json.loads(cllm("generate", "Dear", "--json").out) == answer
@@ -180,15 +208,23 @@ def test_errors_of_a_server_are_one_line(cllm, monkeypatch, stub, pieces, status
 @pytest.mark.parametrize("command", ["chat", "generate"])
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(("--model", "m.gguf"), "model"), (("--context", "99"), "context"), (("--config", "c"), "--config")],
+    [
+        (("--model", "m.gguf"), "model"),
+        (("--context", "99"), "context"),
+        (("--config", "c"), "--config"),
+    ],
 )
 def test_a_server_and_a_model_at_once(cllm, monkeypatch, command, arguments, word):
-    """The server has its own model; but a model that was named counts more than the server of the environment."""
+    """The server has its own model; but a model that was named counts more than the server of the
+    environment.
+    """
     done = cllm(command, *arguments, "--url", "http://127.0.0.1:9", text="a")
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert word in done.err
     monkeypatch.setenv("CLLM_URL", "http://127.0.0.1:9")
-    assert "no server answers" not in cllm(command, *arguments, *FAKE, "--context", "99", text="a").err
+    assert (
+        "no server answers" not in cllm(command, *arguments, *FAKE, "--context", "99", text="a").err
+    )
 
 
 def test_options_that_do_not_exist_are_not_continued(cllm):
@@ -196,7 +232,11 @@ def test_options_that_do_not_exist_are_not_continued(cllm):
     for option in ("--foo", "-x"):
         done = cllm("generate", option, *FAKE)
         assert (done.code, done.out) == (2, "")
-        assert done.err == f"cllm: Unknown option: {option}. A text that begins with a dash comes last, after --.\n"
+        assert (
+            done.err
+            == f"cllm: Unknown option: {option}. A text that begins with a dash comes last, "
+            f"after --.\n"
+        )
     assert cllm("generate", "--tempreture", "1", "a").err.endswith("Did you mean --temperature?\n")
     assert cllm("generate", *FAKE, *GREEDY, "--max-tokens", "3", "--", "--foo").out == "pqr\n"
     assert cllm("generate", "-5", *FAKE, *GREEDY, "--max-tokens", "3").out == "678\n"
@@ -239,4 +279,7 @@ def test_unknown_variable_is_a_warning(cllm, monkeypatch):
     monkeypatch.setenv("CLLM_MODEL_PAHT", "m.gguf")
     done = cllm("generate", "a", *FAKE, *GREEDY, "--max-tokens", "3")
     assert (done.code, done.out) == (0, "bcd\n")
-    assert done.err == "cllm: ignored: CLLM_MODEL_PAHT is not a setting; did you mean CLLM_MODEL_PATH?\n"
+    assert (
+        done.err
+        == "cllm: ignored: CLLM_MODEL_PAHT is not a setting; did you mean CLLM_MODEL_PATH?\n"
+    )

@@ -23,7 +23,11 @@ def report(chosen: Choice, gain: float = 0.2) -> Report:
 
 def test_the_yaml_is_settings(tmp_path: Path) -> None:
     """What was given, and what was chosen in its place; the comment says what it gained."""
-    given = {"scheduler.max_num_seqs": 16, "backend.llama_cpp.n_threads": 7, "scheduler.weights": {"user-a": 2.0}}
+    given = {
+        "scheduler.max_num_seqs": 16,
+        "backend.llama_cpp.n_threads": 7,
+        "scheduler.weights": {"user-a": 2.0},
+    }
     loaded = settings_from_flags(None, given, "some model: #1.gguf")
     chosen: Choice = {BATCH_THREADS: 8, THREADS: 4, LAYOUT: "unified", KV_TYPE: "q8_0"}
     text = yaml_text(loaded, report(chosen))
@@ -43,12 +47,23 @@ def test_the_yaml_of_nothing(tmp_path: Path, gain: float | None) -> None:
     assert all(line.startswith("#") for line in text.splitlines())
     assert "present settings" in verdict(found.settings)[0]
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
-    assert load_settings(tmp_path / "c.yaml", {}, {}).settings == load_settings(None, {}, {}).settings
+    assert (
+        load_settings(tmp_path / "c.yaml", {}, {}).settings == load_settings(None, {}, {}).settings
+    )
 
 
 def test_help(cllm) -> None:
     _, out, _ = cllm("tune", "--help")
-    for option in ("--minutes", "--out", "--requantize", "--text", "--write", "--write-as", "--json", "--config"):
+    for option in (
+        "--minutes",
+        "--out",
+        "--requantize",
+        "--text",
+        "--write",
+        "--write-as",
+        "--json",
+        "--config",
+    ):
         assert option in out
     assert "--kv.type" in out
     assert "tune" in cllm("--help").out
@@ -69,7 +84,9 @@ def test_help(cllm) -> None:
         (("--requantize", "--text", "there.gguf"), "--text there.gguf is not UTF-8"),
     ],
 )
-def test_mistakes(cllm, tmp_path: Path, monkeypatch, arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes(
+    cllm, tmp_path: Path, monkeypatch, arguments: tuple[str, ...], words: str
+) -> None:
     """One line, before anything is measured."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.gguf").write_bytes(b"\xff\xfe")
@@ -99,10 +116,14 @@ def test_the_whole_command(cllm, builtin_path: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     yaml, copy = tmp_path / "c.yaml", tmp_path / "copy.gguf"
     options = ("--minutes", "0.05", "--out", yaml, "--json", "--threads", "1")
-    code, out, err = cllm("tune", builtin_path, *options, "--requantize", "--write", copy, "--write-as", "Q4_0+Q4_0")
+    code, out, err = cllm(
+        "tune", builtin_path, *options, "--requantize", "--write", copy, "--write-as", "Q4_0+Q4_0"
+    )
     assert code == 0
     found = json.loads(out)
-    assert {tried["key"] for tried in found["settings"]["tried"]} | set(found["settings"]["skipped"]) == {
+    assert {tried["key"] for tried in found["settings"]["tried"]} | set(
+        found["settings"]["skipped"]
+    ) == {
         "backend.llama_cpp.n_threads_batch",
         "backend.llama_cpp.n_threads",
         "backend.llama_cpp.n_ubatch",
@@ -117,4 +138,7 @@ def test_the_whole_command(cllm, builtin_path: Path, tmp_path: Path, monkeypatch
     assert copy.stat().st_size < 0.7 * builtin_path.stat().st_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "copy.gguf", "temporary"]
     assert not list((tmp_path / "temporary").iterdir())
-    assert cllm("generate", "--model", copy, "--chat", "What is 2 plus 3?", "--max-tokens", "8").code == 0
+    assert (
+        cllm("generate", "--model", copy, "--chat", "What is 2 plus 3?", "--max-tokens", "8").code
+        == 0
+    )

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from cllm.core.params import INTEGERS, MAX_LOGIT_BIAS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from cllm.core.params import (
+    INTEGERS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 from cllm.errors import BadRequest
 
 BOUNDS = [
@@ -84,7 +91,9 @@ def test_numbers_that_count_are_integers(field):
         assert caught.value.param == field
 
 
-@pytest.mark.parametrize("params", [{"logit_bias": [1]}, {"logit_bias": {"a": 1}}, {"stop_token_ids": 5}])
+@pytest.mark.parametrize(
+    "params", [{"logit_bias": [1]}, {"logit_bias": {"a": 1}}, {"stop_token_ids": 5}]
+)
 def test_token_ids_are_integers(params):
     with pytest.raises(BadRequest) as caught:
         SamplingParams(**params)
@@ -92,7 +101,8 @@ def test_token_ids_are_integers(params):
 
 
 @pytest.mark.parametrize(
-    "bias", [{1: math.nan}, {1: 100.5}, {1: -101}, {-1: 0}, dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0)]
+    "bias",
+    [{1: math.nan}, {1: 100.5}, {1: -101}, {-1: 0}, dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0)],
 )
 def test_logit_bias_has_limits(bias):
     """A bias out of range, a negative token id and too many entries are refused."""
@@ -103,11 +113,15 @@ def test_logit_bias_has_limits(bias):
 
 def test_the_largest_logit_bias_is_allowed():
     """As many entries as the limit says, at both ends of the range of a bias."""
-    params = SamplingParams(logit_bias={token: -100 if token % 2 else 100 for token in range(MAX_LOGIT_BIAS)})
+    params = SamplingParams(
+        logit_bias={token: -100 if token % 2 else 100 for token in range(MAX_LOGIT_BIAS)}
+    )
     assert len(params.logit_bias) == MAX_LOGIT_BIAS
 
 
-@pytest.mark.parametrize("stop", [("",), ("a", ""), ("x" * (MAX_STOP_LENGTH + 1),), ("x",) * (MAX_STOP_STRINGS + 1)])
+@pytest.mark.parametrize(
+    "stop", [("",), ("a", ""), ("x" * (MAX_STOP_LENGTH + 1),), ("x",) * (MAX_STOP_STRINGS + 1)]
+)
 def test_stop_strings_have_limits(stop):
     """An empty stop string, one too long and too many of them are refused."""
     with pytest.raises(BadRequest) as refused:
@@ -134,7 +148,8 @@ def test_a_negative_stop_token_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("params", "greedy"), [({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False)]
+    ("params", "greedy"),
+    [({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False)],
 )
 def test_greedy(params, greedy):
     """Temperature 0 and top_k 1 take the most probable token."""

@@ -33,7 +33,13 @@ class Recorder(FakeBackend):
 
 
 def start(folder: Path, **params) -> Engine:
-    options = {"ram_cache_bytes": 10_000, "disk_cache_bytes": 10_000, "speculation": "off", "check": True, **params}
+    options = {
+        "ram_cache_bytes": 10_000,
+        "disk_cache_bytes": 10_000,
+        "speculation": "off",
+        "check": True,
+        **params,
+    }
     return build_engine(Recorder(), EngineParams(disk_cache=str(folder), **options))
 
 
@@ -60,7 +66,9 @@ def close(engine: Engine) -> None:
 
 
 def test_a_restart_finds_the_prefixes_of_before(tmp_path):
-    """What was idle in the cells when the engine closed is read from disk by the next one; the text is the same."""
+    """What was idle in the cells when the engine closed is read from disk by the next one; the text
+    is the same.
+    """
     first = start(tmp_path)
     answer, computed = ask(first, LONG)
     assert computed == len(LONG) + 1
@@ -75,7 +83,9 @@ def test_a_restart_finds_the_prefixes_of_before(tmp_path):
 
 
 def test_a_file_belongs_to_a_salt(tmp_path):
-    """After a restart too, only those with the same salt find what lies on disk; each salt has its own file."""
+    """After a restart too, only those with the same salt find what lies on disk; each salt has its
+    own file.
+    """
     first = start(tmp_path)
     for salt in ("", "a"):
         assert ask(first, LONG, salt)[1] == len(LONG) + 1
@@ -85,7 +95,9 @@ def test_a_file_belongs_to_a_salt(tmp_path):
     assert [ask(second, LONG, salt)[1] for salt in ("b", "a", "")] == [len(LONG) + 1, 2, 2]
 
 
-@pytest.mark.parametrize("wound", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"])
+@pytest.mark.parametrize(
+    "wound", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"]
+)
 def test_a_damaged_file_is_computed_again(tmp_path, wound):
     """Whatever is wrong with a file, the answer is right, and the file is gone or replaced."""
     first = start(tmp_path)
@@ -100,7 +112,9 @@ def test_a_damaged_file_is_computed_again(tmp_path, wound):
         "empty": b"",
         "head": whole[:14] + b"\xc1" + whole[15:],
         "head cut": whole[:20],
-        "tokens": whole.replace(bytes([LONG[5], 0, 0, 0, LONG[6]]), bytes([LONG[5] ^ 1, 0, 0, 0, LONG[6]]), 1),
+        "tokens": whole.replace(
+            bytes([LONG[5], 0, 0, 0, LONG[6]]), bytes([LONG[5] ^ 1, 0, 0, 0, LONG[6]]), 1
+        ),
     }
     assert damaged[wound] != whole
     path.write_bytes(damaged[wound])
@@ -127,9 +141,13 @@ def test_a_file_of_another_model_is_left_alone(tmp_path):
     """Only files with the same fingerprint count."""
     first = start(tmp_path)
     ask(first, LONG)
-    first.backend.info = type(first.backend.info)(**{**_fields(first.backend.info), "fingerprint": "other"})
+    first.backend.info = type(first.backend.info)(
+        **{**_fields(first.backend.info), "fingerprint": "other"}
+    )
     close(first)
-    other = build_engine(first.backend, EngineParams(disk_cache=str(tmp_path), disk_cache_bytes=10_000))
+    other = build_engine(
+        first.backend, EngineParams(disk_cache=str(tmp_path), disk_cache_bytes=10_000)
+    )
     assert len(other.scheduler.ledger.tiers.files) == 0
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
@@ -166,7 +184,9 @@ def test_prefixes_leave_ram_and_come_back_from_disk(tmp_path):
 
 
 class SlowlyMeasured(bytes):
-    """Switches threads while its size is asked for, in the middle of whatever is computed from it."""
+    """Switches threads while its size is asked for, in the middle of whatever is computed from
+    it.
+    """
 
     def __len__(self) -> int:
         time.sleep(0.0005)
@@ -174,7 +194,9 @@ class SlowlyMeasured(bytes):
 
 
 def test_bytes_that_wait_to_be_written_are_counted_right(tmp_path, monkeypatch):
-    """While one thread accepts and another one finishes, no update is lost: the bound holds to the byte afterwards."""
+    """While one thread accepts and another one finishes, no update is lost: the bound holds to the
+    byte afterwards.
+    """
     disk = DiskCache(tmp_path, "model")
     data = SlowlyMeasured(100)
     for i in range(200):
@@ -200,8 +222,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["new_state_buffer", "install_snapshot", "snapshot"])
-def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(method, tmp_path, monkeypatch):
-    """Whoever waits for the prefix is computed; what cannot be written is not; the engine goes on."""
+def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(
+    method, tmp_path, monkeypatch
+):
+    """Whoever waits for the prefix is computed; what cannot be written is not; the engine goes
+    on.
+    """
     first = start(tmp_path)
     answer, _ = ask(first, LONG)
     if method == "snapshot":
@@ -215,11 +241,15 @@ def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(meth
 
 
 @pytest.mark.parametrize("method", ["save_one_idle", "written"])
-def test_an_error_while_an_idle_prefix_is_saved_costs_only_the_prefix(method, tmp_path, monkeypatch):
+def test_an_error_while_an_idle_prefix_is_saved_costs_only_the_prefix(
+    method, tmp_path, monkeypatch
+):
     engine = start(tmp_path, check=False)
     answer, _ = ask(engine, LONG)
     failed = []
-    monkeypatch.setattr(type(engine.scheduler.ledger), method, lambda *args: failed.append(1) or 1 / 0)
+    monkeypatch.setattr(
+        type(engine.scheduler.ledger), method, lambda *args: failed.append(1) or 1 / 0
+    )
     engine._save_one_idle()
     engine._disk.flush(5)
     engine.step()

@@ -16,7 +16,9 @@ from cllm.errors import StartupError
 
 
 def drafter(**options) -> DraftModel:
-    return DraftModel(FakeBackend(**{"context_length": 64, "max_num_seqs": 2, "length": 60, **options}))
+    return DraftModel(
+        FakeBackend(**{"context_length": 64, "max_num_seqs": 2, "length": 60, **options})
+    )
 
 
 def sequence(tokens: list[int]) -> Sequence:
@@ -31,7 +33,9 @@ def test_it_guesses_what_its_model_says():
 
 
 def test_wrong_guesses_are_taken_back():
-    """What was accepted stays in its cells, what was not is trimmed, and what came instead is computed."""
+    """What was accepted stays in its cells, what was not is trimmed, and what came instead is
+    computed.
+    """
     seq, model = sequence([1, 2, 3]), drafter()
     model.draft({seq: 3})
     for token in (4, 9):
@@ -65,8 +69,15 @@ def test_the_end_of_its_context():
 
 
 def test_the_text_is_the_models(fake_engine):
-    """With a draft model that is always right, and one that is not, the tokens are those without."""
-    params = {"backend": "fake", "speculation": "draft_model", "draft_path": "fake", "context_length": 1024}
+    """With a draft model that is always right, and one that is not, the tokens are those
+    without.
+    """
+    params = {
+        "backend": "fake",
+        "speculation": "draft_model",
+        "draft_path": "fake",
+        "context_length": 1024,
+    }
     engine = build_engine(FakeBackend(length=40), EngineParams(**params, check=True))
     engine.handle(Add(Request("A", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30))))
     outputs = []

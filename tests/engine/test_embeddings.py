@@ -12,7 +12,9 @@ from cllm.engine.commands import Abort, Embed
 COSTS = Costs(step=0.01, row=0.001, token=0.001)
 
 
-def embed(fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL, key: str = "") -> None:
+def embed(
+    fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL, key: str = ""
+) -> None:
     fake.engine.handle(Embed(EmbeddingRequest(name, texts, key, priority)))
 
 
@@ -30,20 +32,26 @@ def finish(fake, max_steps: int = 500) -> dict[str, list[np.ndarray]]:
         fake.step()
         for embedded in fake.engine.embeddings.take():
             assert not embedded.error, embedded
-            vectors.setdefault(embedded.request_id, []).extend(np.frombuffer(v, "<f4") for v in embedded.vectors)
+            vectors.setdefault(embedded.request_id, []).extend(
+                np.frombuffer(v, "<f4") for v in embedded.vectors
+            )
     raise AssertionError("no end in sight")
 
 
 def test_vectors_in_the_order_of_the_texts(fake_engine) -> None:
     fake = fake_engine()
-    texts = [[(i + j) % 250 for j in range(length)] for i, length in enumerate([3, 100, 1, 64, 63, 65, 200, 2] * 10)]
+    texts = [
+        [(i + j) % 250 for j in range(length)]
+        for i, length in enumerate([3, 100, 1, 64, 63, 65, 200, 2] * 10)
+    ]
     embed(fake, "a", texts)
     embed(fake, "b", texts[::-1])
     vectors = finish(fake)
     for name, asked in (("a", texts), ("b", texts[::-1])):
         assert len(vectors[name]) == len(asked)
         assert all(
-            np.allclose(vector, right(text), atol=1e-5) for vector, text in zip(vectors[name], asked, strict=True)
+            np.allclose(vector, right(text), atol=1e-5)
+            for vector, text in zip(vectors[name], asked, strict=True)
         )
 
 
@@ -87,7 +95,11 @@ def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, promp
     """Also while prompts want all that is left of a step."""
     target = 0.1
     fake = fake_engine(
-        costs=COSTS, engine_target_itl=target, context_length=1024, max_num_batched_tokens=256, length=400
+        costs=COSTS,
+        engine_target_itl=target,
+        context_length=1024,
+        max_num_batched_tokens=256,
+        length=400,
     )
     request = fake.add("talker", [1, 2, 3])
     for _ in range(30):
@@ -105,7 +117,8 @@ def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, promp
         before, num_steps = fake.now, step
     assert slowest <= target * 1.01
     assert num_steps <= 2000 / fake.backend.info.tile + 1  # a tile at least in each step
-    assert fake.scheduler.num_prefill_tokens > (3 + num_steps * 8 if prompts else 0)  # and prompts do not starve either
+    # and prompts do not starve either
+    assert fake.scheduler.num_prefill_tokens > (3 + num_steps * 8 if prompts else 0)
     fake.finish()
     assert fake.tokens("talker") == fake.right_tokens(request)
 
@@ -128,7 +141,11 @@ def test_a_fault_that_passes_costs_nobody_anything(fake_engine) -> None:
     embed(fake, "a", texts)
     embed(fake, "b", texts)
     vectors = finish(fake)
-    assert all(np.allclose(vectors[n][i], right(text), atol=1e-5) for n in "ab" for i, text in enumerate(texts))
+    assert all(
+        np.allclose(vectors[n][i], right(text), atol=1e-5)
+        for n in "ab"
+        for i, text in enumerate(texts)
+    )
 
 
 def test_a_text_that_fails_alone_fails_its_request_alone(fake_engine) -> None:
@@ -173,7 +190,9 @@ def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None
     assert [e.request_id for e in told if e.vectors] == ["good"]
 
 
-def test_an_exception_ends_the_requests_for_vectors_and_the_engine_goes_on(fake_engine, monkeypatch) -> None:
+def test_an_exception_ends_the_requests_for_vectors_and_the_engine_goes_on(
+    fake_engine, monkeypatch
+) -> None:
     """Those that wait too: nobody knows which of them caused it. Sequences are not touched."""
     fake = fake_engine(length=4)
     request = fake.add("A", [1])

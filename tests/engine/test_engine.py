@@ -15,7 +15,9 @@ from cllm.scheduler.sequences import MAX_FAILURES
 
 
 class Script:
-    """An inbox whose n-th drain gives the n-th list of commands, and Close at the end; notes who was asked to wait."""
+    """An inbox whose n-th drain gives the n-th list of commands, and Close at the end; notes who
+    was asked to wait.
+    """
 
     def __init__(self, *commands: list) -> None:
         self.commands = [*commands, [Close()]]
@@ -53,11 +55,18 @@ def run(script: Script, **options) -> list:
 
 
 def tokens(sent: list, name: str, index: int = 0) -> list[int]:
-    return [o.token for outputs, _ in sent for o in outputs if (o.request_id, o.index) == (name, index)]
+    return [
+        o.token for outputs, _ in sent for o in outputs if (o.request_id, o.index) == (name, index)
+    ]
 
 
 def ends(sent: list) -> dict[str, str]:
-    return {f"{o.request_id}.{o.index}": str(o.finish) for outputs, _ in sent for o in outputs if o.finish}
+    return {
+        f"{o.request_id}.{o.index}": str(o.finish)
+        for outputs, _ in sent
+        for o in outputs
+        if o.finish
+    }
 
 
 def test_it_sleeps_only_without_work():
@@ -89,7 +98,9 @@ def test_requests_that_come_while_others_run():
 
 def test_abort():
     """The end of an aborted sequence is sent with the step, and nothing of it afterwards."""
-    script = Script([add("A", [1], n=2), add("B", [7])], [Abort("A", 1)], [Abort("A"), Abort("nobody")], [])
+    script = Script(
+        [add("A", [1], n=2), add("B", [7])], [Abort("A", 1)], [Abort("A"), Abort("nobody")], []
+    )
     sent = run(script, length=9)
     assert tokens(sent, "A", 1) == [2, -1]
     assert tokens(sent, "A", 0) == [2, 3, -1]
@@ -98,7 +109,9 @@ def test_abort():
 
 
 def test_the_last_abort_leaves_nothing_to_compute():
-    """Where an abort ends the last sequence, its end is sent although there is no step, and the loop sleeps."""
+    """Where an abort ends the last sequence, its end is sent although there is no step, and the
+    loop sleeps.
+    """
     script = Script([add("A", [1])], [Abort("A")])
     sent = run(script, length=9)
     assert ends(sent) == {"A.0": "abort"}
@@ -122,10 +135,16 @@ def test_close_leaves_the_loop():
 
 
 def test_who_fails_again_and_again_ends():
-    """In MAX_FAILURES batches that failed a sequence ends with "error"; who waits, and who comes, is computed."""
+    """In MAX_FAILURES batches that failed a sequence ends with "error"; who waits, and who comes,
+    is computed.
+    """
     script = Script([add("A", [1]), add("B", [7]), add("C", [20])], *[[]] * (MAX_FAILURES + 5))
-    sent = run(script, length=2, max_num_seqs=2, faults=Faults(raise_at_step=1, raise_times=MAX_FAILURES))
-    assert ends(sent) == {"A.0": "error", "B.0": "stop", "C.0": "stop"}, "they are not tried together again"
+    sent = run(
+        script, length=2, max_num_seqs=2, faults=Faults(raise_at_step=1, raise_times=MAX_FAILURES)
+    )
+    assert ends(sent) == {"A.0": "error", "B.0": "stop", "C.0": "stop"}, (
+        "they are not tried together again"
+    )
     assert tokens(sent, "A") == [-1]
     assert tokens(sent, "C") == [21, 22, END]
     assert sent[MAX_FAILURES - 1][1].num_seq_ids_in_use == 0
@@ -134,7 +153,9 @@ def test_who_fails_again_and_again_ends():
 
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_the_engine_works_on_after_an_error(step):
-    """A batch that failed once is computed again, from the tokens, and what it left in the cells disturbs nobody."""
+    """A batch that failed once is computed again, from the tokens, and what it left in the cells
+    disturbs nobody.
+    """
     script = Script([add("A", [1]), add("B", [7])], *[[]] * (step - 1), [add("C", [20])], *[[]] * 5)
     script.commands[-1:-1] = [[]] * 8
     sent = run(script, length=4, max_num_seqs=2, faults=Faults(raise_at_step=step))
@@ -143,21 +164,31 @@ def test_the_engine_works_on_after_an_error(step):
 
 
 def test_an_error_before_the_operations():
-    """Trims of a batch that failed are still owed: B's step failed before it could trim what A had left."""
+    """Trims of a batch that failed are still owed: B's step failed before it could trim what A had
+    left.
+    """
     script = Script(
-        [add("A", [1] * 20, max_tokens=1)], [add("B", [2], max_tokens=1)], [add("C", [3], max_tokens=1)], [], []
+        [add("A", [1] * 20, max_tokens=1)],
+        [add("B", [2], max_tokens=1)],
+        [add("C", [3], max_tokens=1)],
+        [],
+        [],
     )
     sent = run(script, max_num_seqs=1, faults=Faults(raise_at_step=2))
     assert ends(sent) == {"A.0": "length", "B.0": "length", "C.0": "length"}
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
-    """With a temperature at which the fake backend rambles, and with neighbours that come, go and preempt."""
+    """With a temperature at which the fake backend rambles, and with neighbours that come, go and
+    preempt.
+    """
     lonely = fake_engine(length=30)
     lonely.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)
     lonely.finish()
 
-    crowd = fake_engine(length=30, context_length=64, num_cells=80, max_num_seqs=4, max_num_batched_tokens=8)
+    crowd = fake_engine(
+        length=30, context_length=64, num_cells=80, max_num_seqs=4, max_num_batched_tokens=8
+    )
     crowd.scheduler.expected.output = 4
     for i in range(3):
         crowd.add(str(i), [i] * 9, seed=i, temperature=5.0, max_tokens=20 + i, ignore_eos=True)
@@ -173,8 +204,8 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
 def test_without_a_seed_no_two_texts_are_the_same(fake_engine):
     """Two requests without a seed get different ones.
 
-    At this temperature no token is more probable than 1 in 96, so that two equal texts of ten tokens have a chance
-    below 96**-10, which is 2e-20.
+    At this temperature no token is more probable than 1 in 96, so that two equal texts of ten
+    tokens have a chance below 96**-10, which is 2e-20.
     """
     engine = fake_engine(length=99)
     for name in "AB":
@@ -183,12 +214,14 @@ def test_without_a_seed_no_two_texts_are_the_same(fake_engine):
     assert engine.tokens("A") != engine.tokens("B")
 
 
-# --- exceptions that nobody has foreseen ------------------------------------------------------------------------------
+# --- exceptions that nobody has foreseen --------------------------------------------------------
 
 
 def survivor(**options):
     """An engine that survives exceptions, as in a server; a test engine raises them."""
-    return build_engine(FakeBackend(**options), EngineParams(speculation="off", ram_cache_bytes=1 << 20))
+    return build_engine(
+        FakeBackend(**options), EngineParams(speculation="off", ram_cache_bytes=1 << 20)
+    )
 
 
 def finish(engine) -> list:
@@ -232,10 +265,16 @@ def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, mo
     engine = survivor(length=4)
     raise_for(monkeypatch, engine.scheduler.waiting.policy, method, "B")
     outputs = [
-        output for name, prompt in (("A", 1), ("B", 7), ("C", 20)) for output in engine.handle(add(name, [prompt]))
+        output
+        for name, prompt in (("A", 1), ("B", 7), ("C", 20))
+        for output in engine.handle(add(name, [prompt]))
     ]
     outputs += finish(engine)
-    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "stop", "B": "error", "C": "stop"}
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {
+        "A": "stop",
+        "B": "error",
+        "C": "stop",
+    }
     assert tokens([(outputs, None)], "A") == [2, 3, 4, 5, END]
     assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
 
@@ -247,7 +286,11 @@ def test_sampling_that_raises_for_one_sequence_ends_that_sequence_alone(monkeypa
     for name, prompt in (("A", 1), ("B", 7), ("C", 20)):
         engine.handle(add(name, [prompt] * 9))
     outputs = finish(engine)
-    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "stop", "B": "error", "C": "stop"}
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {
+        "A": "stop",
+        "B": "error",
+        "C": "stop",
+    }
     assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
     assert engine.scheduler.num_steps == 5
     engine.handle(add("D", [7] * 9))
@@ -255,14 +298,19 @@ def test_sampling_that_raises_for_one_sequence_ends_that_sequence_alone(monkeypa
 
 
 def test_an_exception_in_every_step_ends_all_requests_and_the_engine_goes_on(monkeypatch):
-    """Where no sequence is to blame, each is tried MAX_FAILURES times; afterwards new requests are served."""
+    """Where no sequence is to blame, each is tried MAX_FAILURES times; afterwards new requests are
+    served.
+    """
     engine = survivor(length=2)
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.cost, "prefill_budget", lambda *args, **kwargs: 1 / 0)
         engine.handle(add("A", [1]))
         engine.handle(add("B", [7]))
         outputs = finish(engine)
-    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {"A": "error", "B": "error"}
+    assert {o.request_id: str(o.finish) for o in outputs if o.finish} == {
+        "A": "error",
+        "B": "error",
+    }
     engine.handle(add("C", [20]))
     assert [output.token for output in finish(engine)] == [21, 22, END]
 

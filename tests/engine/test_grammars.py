@@ -1,4 +1,6 @@
-"""Sequences that follow a grammar, in an engine over the fake backend, which counts on wherever it may."""
+"""Sequences that follow a grammar, in an engine over the fake backend, which counts on wherever it
+may.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,22 @@ DIGITS = "start: /[0-9]{3}/"
 
 
 class Answers:
-    """What an engine says to all that it is asked, text and reason of the end, by name and index."""
+    """What an engine says to all that it is asked, text and reason of the end, by name and
+    index.
+    """
 
     def __init__(self, speculation: str = "off", **options) -> None:
         self.engine = build_engine(
-            FakeBackend(**{"max_num_seqs": 4, **options}), EngineParams(check=True, speculation=speculation)
+            FakeBackend(**{"max_num_seqs": 4, **options}),
+            EngineParams(check=True, speculation=speculation),
         )
         self.texts: dict[tuple[str, int], bytes] = {}
         self.ends: dict[tuple[str, int], str] = {}
 
     def ask(self, name: str, **params) -> None:
-        request = Request(name, list(b"prompt " + name.encode()), SamplingParams(**{"temperature": 0.0, **params}))
+        request = Request(
+            name, list(b"prompt " + name.encode()), SamplingParams(**{"temperature": 0.0, **params})
+        )
         self.take(self.engine.handle(Add(request)))
 
     def take(self, outputs) -> None:
@@ -99,12 +106,19 @@ def test_a_grammar_that_cannot_be_followed_ends_its_sequences_alone(grammar):
     assert answers.ends == {("A", 0): "grammar", ("A", 1): "grammar", ("B", 0): "length"}
 
 
-EXCLAIMS = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'  # every x is followed by !
+# every x is followed by !
+EXCLAIMS = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_loose_grammar_changes_only_what_it_refuses(temperature):
-    params = {"max_tokens": 600, "min_tokens": 600, "temperature": temperature, "seed": 5, "logit_bias": {END: -100}}
+    params = {
+        "max_tokens": 600,
+        "min_tokens": 600,
+        "temperature": temperature,
+        "seed": 5,
+        "logit_bias": {END: -100},
+    }
     texts = []
     for grammar in ("", EXCLAIMS):
         answers = Answers(length=10_000, context_length=1000)
@@ -199,7 +213,8 @@ def test_guesses_are_for_those_who_are_free():
 def test_a_grammar_is_compiled_once(monkeypatch):
     compiled = []
     monkeypatch.setattr(
-        "cllm.engine.grammars.Grammar", lambda text, tokenizer: compiled.append(text) or Grammar(text, tokenizer)
+        "cllm.engine.grammars.Grammar",
+        lambda text, tokenizer: compiled.append(text) or Grammar(text, tokenizer),
     )
     answers = Answers()
     for name in "AB":

@@ -17,7 +17,12 @@ PROMPT = [5, 6, 7, 50, 51, 52, 53, 9]
 
 
 def scores(engine, name: str) -> list[float]:
-    return [one.logprob for o in engine.outputs if o.request_id == name for one in o.prompt_logprobs or ()]
+    return [
+        one.logprob
+        for o in engine.outputs
+        if o.request_id == name
+        for one in o.prompt_logprobs or ()
+    ]
 
 
 def right_scores(prompt: list[int]) -> list[float]:
@@ -39,7 +44,9 @@ def test_a_prompt_is_scored_in_chunks(fake_engine):
 def test_rows_of_logits_are_shared_with_others(fake_engine):
     """Each of the others may need one; prompts that are not scored do not slow down."""
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=64)
-    engine.scheduler.params = engine.scheduler.params.__class__(max_num_batched_tokens=64, max_num_samples=4, tile=16)
+    engine.scheduler.params = engine.scheduler.params.__class__(
+        max_num_batched_tokens=64, max_num_samples=4, tile=16
+    )
     engine.add("A", [1, 2, 3, 4], max_tokens=9)
     engine.step()
     engine.add("B", PROMPT, prompt_logprobs=0, max_tokens=1)
@@ -76,7 +83,9 @@ def test_what_is_scored_is_not_taken_from_the_cache(fake_engine):
 
 
 def test_a_short_prefix_in_place_is_not_taken_either(fake_engine):
-    """The few tokens that stay under a seq_id without being looked for would lack their logits too."""
+    """The few tokens that stay under a seq_id without being looked for would lack their logits
+    too.
+    """
     engine = fake_engine(max_num_seqs=1)
     for name, params in (("A", {}), ("B", {"prompt_logprobs": 0})):
         engine.add(name, [*LONG[:6], 77], max_tokens=1, **params)
@@ -104,7 +113,9 @@ def test_only_the_first_of_several_is_scored(fake_engine):
     st.integers(4, 20),
 )
 def test_scores_are_complete_whatever_happens(fake_engine, requests, limits, max_num_samples):
-    """In small pools, where sequences are parked in the middle of their prompts, each token is told once, in order."""
+    """In small pools, where sequences are parked in the middle of their prompts, each token is told
+    once, in order.
+    """
     limits = {"context_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, **limits}
     engine = fake_engine(**limits, engine_ram_cache_bytes=500)
     engine.scheduler.params = engine.scheduler.params.__class__(
@@ -136,7 +147,9 @@ def test_scores_of_what_failed_are_told_once(fake_engine):
 
 
 def test_logprobs_of_guesses(fake_engine):
-    """With speculation each accepted token brings its own logprobs, and those of wrong guesses are not told."""
+    """With speculation each accepted token brings its own logprobs, and those of wrong guesses are
+    not told.
+    """
 
     def told(speculation: str) -> list[tuple[int, float]]:
         engine = fake_engine(length=60, engine_speculation=speculation)
@@ -149,14 +162,17 @@ def test_logprobs_of_guesses(fake_engine):
 
 
 @pytest.mark.parametrize(
-    "params", [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}]
+    "params",
+    [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}],
 )
 def test_speculation_changes_no_text(fake_engine, params):
     """Stateful steps included."""
 
     def text(speculation: str) -> list[int]:
         engine = fake_engine(length=30, engine_speculation=speculation)
-        engine.add("A", [*range(30), *range(30)][:45], max_tokens=60, temperature=7.0, seed=3, **params)
+        engine.add(
+            "A", [*range(30), *range(30)][:45], max_tokens=60, temperature=7.0, seed=3, **params
+        )
         engine.finish()
         return engine.tokens("A")
 
@@ -164,7 +180,9 @@ def test_speculation_changes_no_text(fake_engine, params):
 
 
 def test_salts_share_nothing(fake_engine):
-    """Neither idle cells, nor what is computed now, nor RAM; those with the same salt share as usual."""
+    """Neither idle cells, nor what is computed now, nor RAM; those with the same salt share as
+    usual.
+    """
     engine = fake_engine()
     cached = {}
     for name, salt in (("A", "x"), ("B", "y"), ("C", ""), ("D", "x"), ("E", "y"), ("F", "")):

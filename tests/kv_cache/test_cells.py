@@ -68,7 +68,9 @@ def test_shared_cells_are_held_while_one_chain_is_leased():
 
 
 class CellsMachine(RuleBasedStateMachine):
-    """Grows, forks, leases and cuts at random, beside chains that are lists of cells, each cell an object."""
+    """Grows, forks, leases and cuts at random, beside chains that are lists of cells, each cell an
+    object.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +116,14 @@ class CellsMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.cells.num_used == len({id(cell) for _, model in self.chains for cell in model})
-        assert self.cells.num_held == len({id(cell) for chain, model in self.chains if chain.leased for cell in model})
+        assert self.cells.num_held == len(
+            {id(cell) for chain, model in self.chains if chain.leased for cell in model}
+        )
         for chain, model in self.chains:
             assert chain.length == len(model) == sum(extent.length for extent in chain.extents())
-            others = {id(cell) for other, cells in self.chains if other is not chain for cell in cells}
+            others = {
+                id(cell) for other, cells in self.chains if other is not chain for cell in cells
+            }
             assert self.cells.num_private(chain) == sum(id(cell) not in others for cell in model)
 
 

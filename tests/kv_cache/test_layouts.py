@@ -27,7 +27,9 @@ def steps_until_change(chooser: LayoutChooser, sharing: Sharing, *, unified: boo
 
 def test_unrelated_sequences_leave_the_pool_when_that_has_cost_as_much_as_the_change():
     lost_a_step = 7 * 3200 / 3 * BYTES / MEMORY_BANDWIDTH
-    assert steps_until_change(chooser(), UNRELATED, unified=True) == pytest.approx(1.3 / lost_a_step, rel=0.1)
+    assert steps_until_change(chooser(), UNRELATED, unified=True) == pytest.approx(
+        1.3 / lost_a_step, rel=0.1
+    )
     assert steps_until_change(chooser(), UNRELATED, unified=False) is None
 
 

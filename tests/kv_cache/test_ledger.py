@@ -1,4 +1,6 @@
-"""Cells are counted, never lost; what is idle or saved is found again; what the ledger says is what the cells hold."""
+"""Cells are counted, never lost; what is idle or saved is found again; what the ledger says is what
+the cells hold.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def sequence(tokens: list[int]) -> Sequence:
 
 
 def lease(ledger: Ledger, tokens: list[int]) -> tuple[Sequence, int, list[Operation]]:
-    """Lease a seq_id for ``tokens`` with what there is of them: (sequence, number of tokens found, operations)."""
+    """Lease a seq_id for ``tokens`` with what there is of them: (sequence, number of tokens found,
+    operations).
+    """
     seq = sequence(tokens)
     leased = ledger.lease(seq, ledger.match(tokens))
     assert leased is not None
@@ -75,7 +79,7 @@ def found(ledger: Ledger, tokens: list[int]) -> int:
     return ledger.match(tokens).num_tokens
 
 
-# --- counting and finding --------------------------------------------------------------------------------------------
+# --- counting and finding -----------------------------------------------------------------------
 
 
 def test_cells_move_from_free_to_held_to_idle():
@@ -127,25 +131,33 @@ def test_an_exact_continuation_takes_the_seq_id_over():
 
 
 def test_a_few_tokens_are_not_worth_a_copy():
-    """Where cells are not shared, the end of an idle prefix is given up rather than all the rest copied, or saved."""
+    """Where cells are not shared, the end of an idle prefix is given up rather than all the rest
+    copied, or saved.
+    """
     answered, question = [*LONGER, 1, 2, 3], [*LONGER, 7, 8]
     ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
     used(ledger, answered)
     assert lease(ledger, question)[2] == [Trim(0, len(LONGER))]
     ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
     used(ledger, [*answered, 4])
-    assert lease(ledger, question)[2] == [Copy(0, 1, len(LONGER))], "a thirty-second part costs as much as the copy"
+    assert lease(ledger, question)[2] == [Copy(0, 1, len(LONGER))], (
+        "a thirty-second part costs as much as the copy"
+    )
 
 
 def test_the_last_token_of_a_prompt_is_computed_again():
-    """A prompt that lies in the cache as a whole leaves one token to compute, since its logits are needed."""
+    """A prompt that lies in the cache as a whole leaves one token to compute, since its logits are
+    needed.
+    """
     ledger = Ledger(64, 64, 1)
     used(ledger, LONG)
     seq, num_found, operations = lease(ledger, LONG)
     assert (seq.seq_id, num_found, operations) == (0, len(LONG) - 1, [Trim(0, len(LONG) - 1)])
 
 
-@pytest.mark.parametrize(("num_shared", "reused"), [(MIN_SHARED_TOKENS - 1, 0), (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS)])
+@pytest.mark.parametrize(
+    ("num_shared", "reused"), [(MIN_SHARED_TOKENS - 1, 0), (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS)]
+)
 def test_a_short_prefix_is_not_worth_it(num_shared, reused):
     """Below MIN_SHARED_TOKENS nothing is found."""
     ledger = Ledger(64, 64, 2, UNIFIED)
@@ -161,7 +173,9 @@ def test_an_idle_prefix_outlives_strangers():
 
 
 def test_leased_numbers_stay_side_by_side():
-    """Where holes between active seq_ids cost passes, a hole is filled first, then an end is extended."""
+    """Where holes between active seq_ids cost passes, a hole is filled first, then an end is
+    extended.
+    """
     ledger = Ledger(num_cells=400, cells_per_seq=50, max_num_seqs=8)
     seqs = [begun(ledger, [i] * 20) for i in range(4)]
     for seq in seqs:
@@ -173,11 +187,13 @@ def test_leased_numbers_stay_side_by_side():
     assert lease(ledger, [9])[0].seq_id == 3
 
 
-# --- sharing ---------------------------------------------------------------------------------------------------------
+# --- sharing ------------------------------------------------------------------------------------
 
 
 def test_a_running_prefix_is_shared():
-    """In the unified layout a copy takes no cells, and they count once until the last who has them goes."""
+    """In the unified layout a copy takes no cells, and they count once until the last who has them
+    goes.
+    """
     ledger = Ledger(128, 100, 3, UNIFIED)
     first = begun(ledger, LONG)
     match = ledger.match([*LONG, 1, 2])
@@ -211,7 +227,9 @@ def test_a_copy_in_a_partitioned_cache_takes_cells():
 
 
 def test_what_is_longer_than_wanted_stays_where_there_is_room():
-    """A part of an idle prefix is copied to an empty seq_id, so that the whole can be found later."""
+    """A part of an idle prefix is copied to an empty seq_id, so that the whole can be found
+    later.
+    """
     ledger = Ledger(200, 100, 2)
     used(ledger, LONG)
     _, num_found, operations = lease(ledger, [*LONG[:30], 1])
@@ -230,7 +248,9 @@ def test_what_is_longer_than_wanted_moves_to_a_spare_seq_id():
 
 
 def test_idle_prefixes_move_to_spare_seq_ids():
-    """More of them stay than can run; when the spare ones are full too, the longest unused one goes."""
+    """More of them stay than can run; when the spare ones are full too, the longest unused one
+    goes.
+    """
     ledger = Ledger(256, 100, 1, SPARE)
     for i in range(3):
         used(ledger, [i] * 20)
@@ -249,11 +269,13 @@ def test_moving_makes_nobody_younger():
     assert ledger.make_room(60) == [Trim(2, 0)]
 
 
-# --- promises --------------------------------------------------------------------------------------------------------
+# --- promises -----------------------------------------------------------------------------------
 
 
 def test_what_a_running_sequence_will_compute_is_promised():
-    """It is better to wait for it than to compute it twice; there is a leader until it has got that far."""
+    """It is better to wait for it than to compute it twice; there is a leader until it has got that
+    far.
+    """
     ledger = Ledger(256, 100, 2, UNIFIED)
     leader = begun(ledger, LONG, 10)
     match = ledger.match([*LONG[:35], 1])
@@ -273,7 +295,9 @@ def test_little_more_is_not_worth_waiting_for():
 
 
 def test_a_promise_of_state_is_kept():
-    """What cannot be trimmed is promised only if it can be saved when it is there, and is found then."""
+    """What cannot be trimmed is promised only if it can be saved when it is there, and is found
+    then.
+    """
     ledger = Ledger(400, 200, 2, CHECKPOINT, Tiers(MIN_SAVED_TOKENS, 0, 1))
     leader = begun(ledger, LONGER, 10)
     prompt = [*LONGER[:MIN_SAVED_TOKENS], 1]
@@ -295,11 +319,13 @@ def test_nobody_waits_for_state_in_vain(num_shared, num_computed, ram_bytes):
     assert ledger.match([*LONGER[:num_shared], 1]) == Match()
 
 
-# --- room ------------------------------------------------------------------------------------------------------------
+# --- room ---------------------------------------------------------------------------------------
 
 
 def test_room_is_made_from_the_longest_unused():
-    """Idle tokens are given up in the order in which they became idle, from their ends, not one by one."""
+    """Idle tokens are given up in the order in which they became idle, from their ends, not one by
+    one.
+    """
     ledger = Ledger(num_cells=180, cells_per_seq=60, max_num_seqs=3)
     seqs = [begun(ledger, [i] * 60) for i in range(3)]
     for i in (1, 0, 2):
@@ -349,7 +375,9 @@ def test_evicting_a_fork_spares_what_it_shares():
 
 
 def test_running_sequences_are_not_robbed():
-    """If they hold too much, also of what idle ones share with them, the answer is None and nothing has changed."""
+    """If they hold too much, also of what idle ones share with them, the answer is None and nothing
+    has changed.
+    """
     ledger = Ledger(100, 80, 3, UNIFIED)
     used(ledger, LONG)
     begun(ledger, [*LONG[:30], *[1] * 20])
@@ -383,7 +411,9 @@ def test_a_sequence_that_leaves_nothing_behind():
 
 
 def test_what_is_unknown_is_forgotten():
-    """Cells that a failed step touched are emptied, and neither found nor saved; a spare seq_id can be used again."""
+    """Cells that a failed step touched are emptied, and neither found nor saved; a spare seq_id can
+    be used again.
+    """
     ledger = Ledger(300, 100, 1, SPARE, Tiers(1000, 0, 1))
     used(ledger, LONGER)
     used(ledger, [1] * 80)
@@ -395,10 +425,12 @@ def test_what_is_unknown_is_forgotten():
     assert len(ledger.tiers) == 0
 
 
-# --- copies outside of the cells -------------------------------------------------------------------------------------
+# --- copies outside of the cells ----------------------------------------------------------------
 
 
-def ledger_with_ram(ram_bytes: int = 1000, disk_bytes: int = 1000, layout: Layout = UNIFIED) -> Ledger:
+def ledger_with_ram(
+    ram_bytes: int = 1000, disk_bytes: int = 1000, layout: Layout = UNIFIED
+) -> Ledger:
     """120 cells for two sequences of up to 120 tokens; a token takes a byte."""
     return Ledger(120, 120, 2, layout, Tiers(ram_bytes, disk_bytes, 1))
 
@@ -515,7 +547,9 @@ def test_the_longest_unused_leave_ram():
 
 
 def test_what_is_being_loaded_is_not_driven_out():
-    """The seq_id or the room that a load needs may cost another prefix its cells, whose copy does not take its RAM."""
+    """The seq_id or the room that a load needs may cost another prefix its cells, whose copy does
+    not take its RAM.
+    """
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 0, 1))
     used(ledger, LONGER[:90])
     assert lease(ledger, [1] * 90)[2] == [Save(0, 0), Trim(0, 0)]
@@ -538,7 +572,9 @@ def test_what_is_being_loaded_is_not_replaced():
 
 
 def test_from_disk_by_way_of_ram():
-    """A prefix that is only in a file has to be read first; while it is, everybody who wants it waits."""
+    """A prefix that is only in a file has to be read first; while it is, everybody who wants it
+    waits.
+    """
     ledger = ledger_with_ram()
     snapshot = ledger.found_on_disk(np.array(LONGER, np.int32))
     match = ledger.match([*LONGER, 1])
@@ -591,7 +627,9 @@ def test_a_file_from_an_engine_with_a_longer_context():
 
 
 def test_the_life_of_a_file():
-    """Written, it outlives RAM; when the files are too many, the oldest goes, and is not found any more."""
+    """Written, it outlives RAM; when the files are too many, the oldest goes, and is not found any
+    more.
+    """
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 150, 1))
     for i in range(3):
         used(ledger, [i] * 90)
@@ -612,9 +650,13 @@ def test_a_file_that_came_too_late():
     ledger.check()
 
 
-@pytest.mark.parametrize(("ram_bytes", "disk_bytes"), [(1000, 1000), (1000, 100), (100, 1000), (100, 100)])
+@pytest.mark.parametrize(
+    ("ram_bytes", "disk_bytes"), [(1000, 1000), (1000, 100), (100, 1000), (100, 100)]
+)
 def test_saving_what_is_idle_ends(ram_bytes, disk_bytes):
-    """While nothing else is to be done, what is idle is saved, the last used first; once, however small the budgets."""
+    """While nothing else is to be done, what is idle is saved, the last used first; once, however
+    small the budgets.
+    """
     ledger = Ledger(300, 100, 3, UNIFIED, Tiers(ram_bytes, disk_bytes, 1))
     for i in range(3):
         used(ledger, [i] * 90)
@@ -627,19 +669,23 @@ def test_saving_what_is_idle_ends(ram_bytes, disk_bytes):
     assert [found(ledger, [i] * 100) for i in range(3)] == [90, 90, 90]
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
+# --- layouts ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [Layout(), UNIFIED])
 def test_what_is_shared(layout):
-    """Who runs, what they hold, and how much of it is different, of their answers too; in either layout the same."""
+    """Who runs, what they hold, and how much of it is different, of their answers too; in either
+    layout the same.
+    """
     ledger = Ledger(400, 100, 4, layout)
     used(ledger, [7] * 20)
     first = begun(ledger, LONG)
     first.tokens += [1, 2, 3]
     compute(ledger, first)
     begun(ledger, [*LONG[:30], 5, 6])
-    assert ledger.sharing() == Sharing(num_seqs=2, num_tokens=43 + 32, num_distinct=43 + 2, num_idle=20)
+    assert ledger.sharing() == Sharing(
+        num_seqs=2, num_tokens=43 + 32, num_distinct=43 + 2, num_idle=20
+    )
 
 
 @pytest.mark.parametrize("layout", [Layout(), UNIFIED])
@@ -668,7 +714,7 @@ def test_another_layout_has_the_same_snapshots():
         other.with_layout(120, UNIFIED)
 
 
-# --- crimes ----------------------------------------------------------------------------------------------------------
+# --- crimes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What the ledger believes is what its operations make of the cells, in whatever order things happen."""
+"""What the ledger believes is what its operations make of the cells, in whatever order things
+happen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from cllm.kv_cache.tiers import Place, Snapshot, Tiers
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 ACTIONS = ["admit"] * 5 + ["compute", "release", "checkpoint", "save_one_idle", "written"]
@@ -27,11 +31,13 @@ COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Does at random what a scheduler and a disk thread may do, and carries out each operation on a fake backend.
+    """Does at random what a scheduler and a disk thread may do, and carries out each operation on a
+    fake backend.
 
-    As in the scheduler, a turn collects operations and rows, and then they are carried out: the operations in order,
-    then the rows. After each turn the cells and the snapshots of the backend must be what the ledger believes, token
-    by token and cell by cell. The backend raises an error if an operation cannot be carried out.
+    As in the scheduler, a turn collects operations and rows, and then they are carried out: the
+    operations in order, then the rows. After each turn the cells and the snapshots of the backend
+    must be what the ledger believes, token by token and cell by cell. The backend raises an error
+    if an operation cannot be carried out.
     """
 
     layout = Layout()
@@ -44,7 +50,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         tiers = Tiers(self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10)
-        self.ledger = Ledger(self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers)
+        self.ledger = Ledger(
+            self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers
+        )
         self.backend = FakeBackend(
             context_length=self.cells_per_seq,
             max_num_seqs=self.max_num_seqs,
@@ -85,7 +93,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(match.source, Snapshot) and match.source.place is not Place.RAM:
             self.fetch(match.source)
             return
-        before, idle = str(self.ledger), {i: list(holding.path) for i, holding in self.ledger._idle.items()}
+        before, idle = (
+            str(self.ledger),
+            {i: list(holding.path) for i, holding in self.ledger._idle.items()},
+        )
         leased = self.ledger.lease(seq, match)
         if leased is None:
             assert isinstance(match.source, Snapshot)
@@ -93,7 +104,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert str(self.ledger) == before
             return
         seq.seq_id, seq.num_computed_tokens, operations = leased
-        left = idle.get(seq.seq_id, []) if match.source is None and self.ledger._trims_in_place else []
+        left = (
+            idle.get(seq.seq_id, []) if match.source is None and self.ledger._trims_in_place else []
+        )
         assert seq.num_computed_tokens == max(match.num_tokens, common(left, prompt[:-1]))
         assert seq.seq_id not in self.running
         self.operations += operations
@@ -116,12 +129,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.known = [*self.known[-7:], tokens]
 
     def judge(self, prompt: list[int], match: Match) -> None:
-        """What is offered is there, it is nearly the most there is, and what is promised will be there."""
+        """What is offered is there, it is nearly the most there is, and what is promised will be
+        there.
+        """
         wanted = prompt[:-1]
         offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
         offers += [list(holding.path) for holding in self.ledger._idle.values()]
         if self.layout.trims:
-            offers += [self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()]
+            offers += [
+                self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()
+            ]
             shared = [(common(offer, wanted), len(offer)) for offer in offers]
         else:
             shared = [(len(offer), len(offer)) for offer in offers if offer == wanted[: len(offer)]]
@@ -140,8 +157,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (match.num_inflight_tokens > 0) == (leader is not None)
         if leader is not None:
             assert self.running[leader.seq_id] is leader
-            assert leader.num_computed_tokens < match.num_inflight_tokens >= match.num_tokens + MIN_SHARED_TOKENS
-            assert self.admitted[leader.seq_id][: match.num_inflight_tokens] == wanted[: match.num_inflight_tokens]
+            assert (
+                leader.num_computed_tokens
+                < match.num_inflight_tokens
+                >= match.num_tokens + MIN_SHARED_TOKENS
+            )
+            assert (
+                self.admitted[leader.seq_id][: match.num_inflight_tokens]
+                == wanted[: match.num_inflight_tokens]
+            )
 
     def idle_rows(self) -> list[int]:
         return sorted(self.running.keys() - self.rows.keys())
@@ -163,11 +187,16 @@ class LedgerMachine(RuleBasedStateMachine):
             self.operations += operations
             self.ledger.hold(seq.seq_id, count + len(draft))
             num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-            self.rows[seq.seq_id] = Row(seq, seq.num_computed_tokens, count, num_samples, tuple(draft))
+            self.rows[seq.seq_id] = Row(
+                seq, seq.num_computed_tokens, count, num_samples, tuple(draft)
+            )
 
     def release(self, data: st.DataObject) -> None:
         if self.idle_rows():
-            self.give_back(self.running[data.draw(st.sampled_from(self.idle_rows()))], soon=data.draw(st.booleans()))
+            self.give_back(
+                self.running[data.draw(st.sampled_from(self.idle_rows()))],
+                soon=data.draw(st.booleans()),
+            )
 
     def give_back(self, seq: Sequence, *, soon: bool = False) -> None:
         tokens = seq.tokens[: seq.num_computed_tokens]
@@ -243,7 +272,9 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 self.operations += leaving
 
-    @precondition(lambda self: any(snapshot.place is Place.READING for snapshot in self.snapshots()))
+    @precondition(
+        lambda self: any(snapshot.place is Place.READING for snapshot in self.snapshots())
+    )
     @rule(data=st.data(), succeeded=st.booleans())
     def was_read(self, data: st.DataObject, succeeded: bool) -> None:
         self.carry_out(len(self.operations), 0)
@@ -286,21 +317,31 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def laws_hold(self) -> None:
         self.ledger.check()
-        assert self.files == {key: old.tokens.tolist() for key, old in self.ledger.tiers.files.items()}
+        assert self.files == {
+            key: old.tokens.tolist() for key, old in self.ledger.tiers.files.items()
+        }
 
     def agree(self) -> None:
         """What the ledger believes is what the operations have made of the backend."""
         cells = {seq_id: held for seq_id, held in self.backend._cells.items() if held}
         believed = {seq_id: list(holding.path) for seq_id, holding in self.ledger._idle.items()}
         believed |= {
-            i: seq.tokens[: seq.num_computed_tokens] for i, seq in self.running.items() if seq.num_computed_tokens
+            i: seq.tokens[: seq.num_computed_tokens]
+            for i, seq in self.running.items()
+            if seq.num_computed_tokens
         }
         assert {seq_id: [cell.token for cell in held] for seq_id, held in cells.items()} == believed
-        assert self.ledger.cells.num_used == len({id(cell) for held in cells.values() for cell in held})
+        assert self.ledger.cells.num_used == len(
+            {id(cell) for held in cells.values() for cell in held}
+        )
         held = {id(cell) for seq_id in self.running for cell in cells.get(seq_id, ())}
         assert self.ledger.cells.num_held == len(held)
-        in_ram = {old.key: old.tokens.tolist() for old in self.snapshots() if old.place is Place.RAM}
-        assert {key: msgspec.msgpack.decode(data) for key, data in self.backend._snapshots.items()} == in_ram
+        in_ram = {
+            old.key: old.tokens.tolist() for old in self.snapshots() if old.place is Place.RAM
+        }
+        assert {
+            key: msgspec.msgpack.decode(data) for key, data in self.backend._snapshots.items()
+        } == in_ram
 
     def teardown(self) -> None:
         self.carry_out(len(self.operations), 0)
@@ -308,7 +349,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 class UnifiedMachine(LedgerMachine):
-    """All sequences draw on one pool that is too small for them, and share cells; idle ones have seq_ids to spare."""
+    """All sequences draw on one pool that is too small for them, and share cells; idle ones have
+    seq_ids to spare.
+    """
 
     layout = Layout(shares=True, dense=False, num_spare_ids=2)
     num_cells = 220

@@ -21,7 +21,9 @@ def array(tokens: list[int]) -> np.ndarray:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def tree_of(**tokens: list[int]) -> RadixTree[str]:
@@ -43,13 +45,21 @@ def test_the_longest_match_comes_first():
 def test_a_match_may_end_inside_of_an_edge():
     """One long path is one edge, and any part of it is found."""
     tree = tree_of(a=list(range(100)))
-    assert [list(tree.match(array([*range(n), 777]))) for n in (1, 50, 99)] == [[("a", 1)], [("a", 50)], [("a", 99)]]
+    assert [list(tree.match(array([*range(n), 777]))) for n in (1, 50, 99)] == [
+        [("a", 1)],
+        [("a", 50)],
+        [("a", 99)],
+    ]
 
 
 def test_distinct_tokens():
     """What several paths begin with counts once, as far as one of them is counted."""
     tree = tree_of(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
-    assert tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0}) == tree.num_distinct({"b": 2, "c": 3, "a": 5}) == 6
+    assert (
+        tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0})
+        == tree.num_distinct({"b": 2, "c": 3, "a": 5})
+        == 6
+    )
     assert tree.num_distinct({"a": 1, "c": 1}) == tree.num_distinct({"b": 1}) == 1
     assert tree.num_distinct({}) == 0
 
@@ -93,7 +103,14 @@ def test_the_array_of_a_path_belongs_to_the_caller():
         lambda tree, node: setattr(node.children[3], "edge", array([4])),
         lambda tree, node: setattr(node.children[3], "parent", Node(array([1]), None, 1)),
     ],
-    ids=["no owner", "a stranger", "not the parent's", "an empty edge", "a wrong token", "a wrong parent"],
+    ids=[
+        "no owner",
+        "a stranger",
+        "not the parent's",
+        "an empty edge",
+        "a wrong token",
+        "a wrong parent",
+    ],
 )
 def test_check_finds_every_crime(crime):
     """Each law is broken by hand once, and noticed."""
@@ -110,7 +127,9 @@ def test_common_prefix(a, b):
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, removes and matches at random, beside a dict of paths that is searched path by path."""
+    """Inserts, removes and matches at random, beside a dict of paths that is searched path by
+    path.
+    """
 
     def __init__(self) -> None:
         super().__init__()

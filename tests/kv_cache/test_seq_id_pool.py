@@ -51,7 +51,10 @@ def test_check_finds_a_doubled_and_a_lost_number():
             pool.check()
 
 
-@given(size=st.integers(1, 6), choices=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+@given(
+    size=st.integers(1, 6),
+    choices=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40),
+)
 def test_any_order_of_leases_and_returns(size, choices):
     """Whatever is leased and given back, the pool agrees with a plain set of free numbers."""
     pool, free = SeqIdPool(size), set(range(size))

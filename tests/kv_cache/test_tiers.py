@@ -1,4 +1,6 @@
-"""Copies stay within their budgets; what was not used for longest leaves first, and never what is needed."""
+"""Copies stay within their budgets; what was not used for longest leaves first, and never what is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def keys(snapshots: list[Snapshot] | None) -> list[int] | None:
 
 
 def test_the_size_of_a_snapshot():
-    """A fixed part, and a part for each token; recurrent state has the first, plain attention the second."""
+    """A fixed part, and a part for each token; recurrent state has the first, plain attention the
+    second.
+    """
     tiers = Tiers(1000, 0, bytes_per_token=3, bytes_per_snapshot=10)
     assert tiers.size_of(20) == 70
     saved(tiers, 20)
@@ -47,7 +51,9 @@ def test_room_in_ram_is_made_from_the_longest_unused():
 
 
 def test_room_that_cannot_be_made():
-    """Larger than RAM, or only at the cost of one that is needed or on its way: None, and nothing has changed."""
+    """Larger than RAM, or only at the cost of one that is needed or on its way: None, and nothing
+    has changed.
+    """
     tiers = Tiers(100, 100, 1)
     spared = saved(tiers, 30)
     reading = tiers.add(tokens(30), Place.DISK)
@@ -146,7 +152,9 @@ def test_check_finds_every_crime(crime):
     need=st.integers(0, 60),
 )
 def test_as_few_leave_as_make_the_room(sizes, used, need):
-    """Those who leave are the longest unused, and without the last of them the room would not do."""
+    """Those who leave are the longest unused, and without the last of them the room would not
+    do.
+    """
     tiers = Tiers(max(60, sum(sizes)), 0, 1)
     snapshots = [saved(tiers, size) for size in sizes]
     order = list(range(len(sizes)))

@@ -17,7 +17,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     """What the hub is asked for; nothing is downloaded."""
     calls: list[tuple[str, str | None]] = []
 
-    def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
+    def download(
+        repo: str, quantization: str | None = None, progress: Progress | None = None
+    ) -> Path:
         calls.append((repo, quantization))
         return Path("downloaded.gguf")
 
@@ -38,7 +40,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     ],
 )
 def test_hub_names(
-    asked: list[tuple[str, str | None]], name: str, quantization: str | None, wanted: tuple[str, str | None]
+    asked: list[tuple[str, str | None]],
+    name: str,
+    quantization: str | None,
+    wanted: tuple[str, str | None],
 ) -> None:
     assert resolve(name, quantization) == Path("downloaded.gguf")
     assert asked == [wanted]
@@ -96,7 +101,10 @@ def test_builtin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_served_names() -> None:
     assert model_name(BUILTIN) == "cllm-builtin"
     assert model_name(Path("/models/Qwen3-0.6B-Q8_0.gguf")) == "Qwen3-0.6B-Q8_0"
-    assert model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B-GGUF/snapshots/abc/f.gguf")) == "Qwen/Qwen3-0.6B-GGUF"
+    assert (
+        model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B-GGUF/snapshots/abc/f.gguf"))
+        == "Qwen/Qwen3-0.6B-GGUF"
+    )
 
 
 @pytest.mark.parametrize(

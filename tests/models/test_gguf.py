@@ -1,4 +1,6 @@
-"""The header reader: what it tells of sound files, and that everything else ends in one readable line."""
+"""The header reader: what it tells of sound files, and that everything else ends in one readable
+line.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ import numpy as np
 import pytest
 
 from cllm.errors import StartupError
-from cllm.models.gguf import TENSOR_TYPES, GgufHeader, check_kv_type, kv_bytes_per_token, read_header
+from cllm.models.gguf import (
+    TENSOR_TYPES,
+    GgufHeader,
+    check_kv_type,
+    kv_bytes_per_token,
+    read_header,
+)
 
 TOKENS = ["a", "b", "é", "x" * 40]
 
 
 def write(path: Path, tokens: Sequence[str] = TOKENS, **numbers: int | list[int]) -> Path:
-    """A file with one tensor of each kind we meet most, and ``qwen3.{name}`` for each of ``numbers``."""
+    """A file with one tensor of each kind we meet most, and ``qwen3.{name}`` for each of
+    ``numbers``.
+    """
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name("a test")
     for name, value in numbers.items():
@@ -30,7 +40,9 @@ def write(path: Path, tokens: Sequence[str] = TOKENS, **numbers: int | list[int]
     writer.add_tensor("norm", np.ones(8, np.float32))
     writer.add_tensor("half", np.ones((3, 5), np.float16))
     kind = gguf.GGMLQuantizationType.Q8_0
-    writer.add_tensor("matrix", gguf.quants.quantize(np.ones((4, 64), np.float32), kind), raw_dtype=kind)
+    writer.add_tensor(
+        "matrix", gguf.quants.quantize(np.ones((4, 64), np.float32), kind), raw_dtype=kind
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -57,7 +69,9 @@ def with_bytes(path: Path, content: bytes) -> Path:
     return path
 
 
-def crafted(path: Path, *, num_tensors: int = 0, num_keys: int = 0, body: bytes = b"", version: int = 3) -> Path:
+def crafted(
+    path: Path, *, num_tensors: int = 0, num_keys: int = 0, body: bytes = b"", version: int = 3
+) -> Path:
     return with_bytes(path, b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + body)
 
 
@@ -93,7 +107,9 @@ def test_header(file: Path) -> None:
 
 
 def test_strings_on_request(file: Path) -> None:
-    assert read_header(file, keep_strings=["tokenizer.ggml.tokens"]).metadata["tokenizer.ggml.tokens"] == tuple(TOKENS)
+    assert read_header(file, keep_strings=["tokenizer.ggml.tokens"]).metadata[
+        "tokenizer.ggml.tokens"
+    ] == tuple(TOKENS)
 
 
 def test_types_agree_with_the_reference() -> None:
@@ -103,7 +119,9 @@ def test_types_agree_with_the_reference() -> None:
 
 
 def test_large_vocabulary_is_skipped_and_not_decoded(tmp_path: Path) -> None:
-    """To skip 152,000 strings costs an eighth of reading them; the least of three times, in CPU seconds."""
+    """To skip 152,000 strings costs an eighth of reading them; the least of three times, in CPU
+    seconds.
+    """
     file = write(tmp_path / "large.gguf", [f"token {i}" for i in range(152_000)])
 
     def seconds(*keep_strings: str) -> float:
@@ -111,7 +129,9 @@ def test_large_vocabulary_is_skipped_and_not_decoded(tmp_path: Path) -> None:
         read_header(file, keep_strings=keep_strings)
         return time.process_time() - begun
 
-    skipping, reading = zip(*((seconds(), seconds("tokenizer.ggml.tokens")) for _ in range(3)), strict=True)
+    skipping, reading = zip(
+        *((seconds(), seconds("tokenizer.ggml.tokens")) for _ in range(3)), strict=True
+    )
     assert min(skipping) < min(reading) / 2
 
 
@@ -190,11 +210,23 @@ HUGE = (1 << 64) - 1
         ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 9, 1)}, "claims"),
         ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 4, HUGE)}, "claims"),
         ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 8, HUGE)}, "claims"),
-        ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 8, 1 << 27) + b"\0" * 4096}, "claims"),
-        ({"num_keys": 1, "body": text("k") + struct.pack("<IIQQ", 9, 8, 2, HUGE) + b"\0" * 99}, "damaged"),
+        (
+            {"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 8, 1 << 27) + b"\0" * 4096},
+            "claims",
+        ),
+        (
+            {"num_keys": 1, "body": text("k") + struct.pack("<IIQQ", 9, 8, 2, HUGE) + b"\0" * 99},
+            "damaged",
+        ),
         ({"num_keys": 1, "body": text("general.alignment") + struct.pack("<IQ", 10, 32)}, "uint32"),
-        ({"num_keys": 1, "body": text("general.alignment") + struct.pack("<II", 4, 0)}, "power of two"),
-        ({"num_keys": 1, "body": text("general.alignment") + struct.pack("<II", 4, 48)}, "power of two"),
+        (
+            {"num_keys": 1, "body": text("general.alignment") + struct.pack("<II", 4, 0)},
+            "power of two",
+        ),
+        (
+            {"num_keys": 1, "body": text("general.alignment") + struct.pack("<II", 4, 48)},
+            "power of two",
+        ),
         ({"tensors": [tensor("a" * 64, [1])]}, "claims 64 bytes"),
         ({"tensors": [tensor("t", [1] * 5)]}, "5 dimensions"),
         ({"tensors": [tensor("t", [1 << 32, 1 << 32])]}, "impossible shape"),
@@ -210,7 +242,11 @@ HUGE = (1 << 64) - 1
 def test_crafted(tmp_path: Path, parts: dict[str, object], words: str) -> None:
     tensors = parts.pop("tensors", None)
     if isinstance(tensors, list):
-        parts = {"num_keys": 1, "num_tensors": len(tensors), "body": ARCHITECTURE + b"".join(tensors) + b"\0" * 64}
+        parts = {
+            "num_keys": 1,
+            "num_tensors": len(tensors),
+            "body": ARCHITECTURE + b"".join(tensors) + b"\0" * 64,
+        }
     assert words in refusal(crafted(tmp_path / "f.gguf", **parts))  # type: ignore[arg-type]
 
 
@@ -230,9 +266,13 @@ def test_a_long_name_is_shortened(tmp_path: Path) -> None:
 def test_kv_types(tmp_path: Path) -> None:
     """A head must divide into the blocks of its type."""
     lengths = {"attention__key_length": 64, "attention__value_length": 48}
-    header = read_header(write(tmp_path / "f.gguf", TOKENS, block_count=1, attention__head_count=1, **lengths))
+    header = read_header(
+        write(tmp_path / "f.gguf", TOKENS, block_count=1, attention__head_count=1, **lengths)
+    )
     check_kv_type(header, "f16")
-    with pytest.raises(StartupError, match=r"q8_0 stores 32 numbers together, but a value of this model has 48"):
+    with pytest.raises(
+        StartupError, match=r"q8_0 stores 32 numbers together, but a value of this model has 48"
+    ):
         check_kv_type(header, "q8_0")
 
 
@@ -243,7 +283,11 @@ class TestKvBytesPerToken:
         return read_header(write(tmp_path / "f.gguf", TOKENS, **numbers))
 
     def test_from_lengths(self, tmp_path: Path) -> None:
-        numbers = {"attention__head_count": 16, "attention__head_count_kv": 8, "embedding_length": 1024}
+        numbers = {
+            "attention__head_count": 16,
+            "attention__head_count_kv": 8,
+            "embedding_length": 1024,
+        }
         lengths = {"attention__key_length": 128, "attention__value_length": 64}
         header = self.header(tmp_path, block_count=28, **numbers, **lengths)
         assert kv_bytes_per_token(header) == 2 * 28 * 8 * (128 + 64)
@@ -257,7 +301,11 @@ class TestKvBytesPerToken:
     def test_heads_by_layer(self, tmp_path: Path) -> None:
         heads: list[int] = [0, 4, 0, 2]
         header = self.header(
-            tmp_path, block_count=4, embedding_length=512, attention__head_count=8, attention__head_count_kv=heads
+            tmp_path,
+            block_count=4,
+            embedding_length=512,
+            attention__head_count=8,
+            attention__head_count_kv=heads,
         )
         assert kv_bytes_per_token(header) == 2 * 6 * (64 + 64)
 
@@ -271,12 +319,18 @@ class TestKvBytesPerToken:
         ],
     )
     def test_unknown(self, tmp_path: Path, change: dict[str, int | list[int]]) -> None:
-        numbers: dict[str, int | list[int]] = {"block_count": 2, "attention__head_count": 8, "embedding_length": 512}
+        numbers: dict[str, int | list[int]] = {
+            "block_count": 2,
+            "attention__head_count": 8,
+            "embedding_length": 512,
+        }
         assert kv_bytes_per_token(self.header(tmp_path, **(numbers | change))) is None
 
 
 def test_a_token_that_is_there_twice_is_damage(tmp_path: Path) -> None:
-    """llama.cpp aborts the process that reads such a vocabulary; looked for on request, for it takes time."""
+    """llama.cpp aborts the process that reads such a vocabulary; looked for on request, for it
+    takes time.
+    """
     file = write(tmp_path / "twice.gguf", ["a", "b", "", "é", "", "b"])
     assert read_header(file).array_lengths["tokenizer.ggml.tokens"] == 6
     with pytest.raises(StartupError, match=r"is damaged: its vocabulary has the token 'b' twice"):
@@ -295,11 +349,17 @@ def test_a_token_that_is_there_twice_is_damage(tmp_path: Path) -> None:
         ({"expert_used_count": 2}, "uses 2 of 0 experts"),
     ],
 )
-def test_values_that_abort_llama_cpp_are_damage(tmp_path: Path, numbers: dict[str, int], words: str) -> None:
+def test_values_that_abort_llama_cpp_are_damage(
+    tmp_path: Path, numbers: dict[str, int], words: str
+) -> None:
     assert words in refusal(write(tmp_path / "f.gguf", **numbers))
 
 
 def test_layers_and_experts_of_large_models_are_possible(tmp_path: Path) -> None:
-    for numbers in ({"block_count": 512}, {"expert_count": 1024, "expert_used_count": 8}, {"block_count": 1}):
+    for numbers in (
+        {"block_count": 512},
+        {"expert_count": 1024, "expert_used_count": 8},
+        {"block_count": 1},
+    ):
         read_header(write(tmp_path / "f.gguf", **numbers))
     read_header(write(tmp_path / "f.gguf", expert_count=8, expert_used_count=[2, 4]))

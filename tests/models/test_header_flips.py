@@ -1,4 +1,6 @@
-"""Files with flipped bits in their header: an error, or a model that works, but never the end of a process we need."""
+"""Files with flipped bits in their header: an error, or a model that works, but never the end of a
+process we need.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def try_flips(model: Path, seed: int) -> dict:
 @pytest.mark.parametrize("seed", range(PARTS))
 @pytest.mark.parametrize("kind", ["builtin", "lfm2"])
 def test_flipped_header_bits_kill_no_process_but_an_engine(builtin_path, tiny_model, kind, seed):
-    """header_flips.py says what is promised; more flips: python tests/header_flips.py MODEL --flips 100000."""
+    """header_flips.py says what is promised; more flips: python tests/header_flips.py MODEL --flips
+    100000.
+    """
     found = try_flips(builtin_path if kind == "builtin" else tiny_model(kind), seed)
     assert found["broken"] == []
     assert sum(found["ends"].values()) == FLIPS // PARTS

@@ -22,11 +22,15 @@ from cllm.models.catalog import model_name
 
 @pytest.fixture
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub that huggingface_hub talks to, with an empty cache; its constants were read at import."""
+    """The hub that huggingface_hub talks to, with an empty cache; its constants were read at
+    import.
+    """
     server = FakeHub()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        server.url + "/{repo_id}/resolve/{revision}/{filename}",
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -73,7 +77,11 @@ def test_broken_download_is_resumed(fake_hub: FakeHub, monkeypatch: pytest.Monke
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     fake_hub.break_off_at = 400_000
     assert hub.download("o/models", "Q8_0", quiet).read_bytes() == LARGE
-    ranges = [request[2] for request in fake_hub.requests if request[0] == "GET" and "/resolve/" in request[1]]
+    ranges = [
+        request[2]
+        for request in fake_hub.requests
+        if request[0] == "GET" and "/resolve/" in request[1]
+    ]
     assert ranges == [None, f"bytes={400_000 // (1 << 16) << 16}-"]
 
 
@@ -122,13 +130,21 @@ def test_full_disk(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_environment_is_honoured(fake_hub: FakeHub, tmp_path: Path) -> None:
-    """In a process of its own, as a user runs it: HF_ENDPOINT, HF_HOME, HF_TOKEN; progress lines without a terminal."""
+    """In a process of its own, as a user runs it: HF_ENDPOINT, HF_HOME, HF_TOKEN; progress lines
+    without a terminal.
+    """
     code = "from cllm.models.catalog import resolve; print(resolve('hf:o/gated:q8_0'))"
     hidden = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"HF_ENDPOINT": fake_hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    environment |= {
+        "HF_ENDPOINT": fake_hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": TOKEN,
+    }
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
     assert path.is_relative_to(tmp_path / "home" / "hub")

@@ -21,7 +21,10 @@ def test_half_of_what_is_left_but_not_more_than_the_usual(monkeypatch):
     """4 GiB here; less on a smaller machine."""
     assert memory.kv_budget(GB, CELL, 0, None, on_gpu=False) == memory.USUAL_KV_BYTES
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * GB)
-    assert memory.kv_budget(GB, CELL, 0, None, on_gpu=False) == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
+    assert (
+        memory.kv_budget(GB, CELL, 0, None, on_gpu=False)
+        == (3 * GB - GB - memory.COMPUTE_BYTES) // 2
+    )
 
 
 @pytest.mark.usefixtures("room")
@@ -43,9 +46,30 @@ def test_what_was_asked_for_is_taken_or_refused():
     ("weights", "wanted", "context", "kv", "total", "cure"),
     [
         (3_200_000, 20 * GB, None, "KV cache 20.0 GB", "20.3 GB", "lower kv.max_memory_mb"),
-        (GB, 0, 90_000, "KV cache of 90000 tokens 9.0 GB", "10.3 GB", "lower model.max_context_length"),
-        (9_700_000_000, 0, None, "KV cache of 256 tokens 25.6 MB", "10.0 GB", "take a smaller model or quantization"),
-        (12 * GB, 0, 4000, "KV cache of 4000 tokens 400.0 MB", "12.7 GB", "take a smaller model or quantization"),
+        (
+            GB,
+            0,
+            90_000,
+            "KV cache of 90000 tokens 9.0 GB",
+            "10.3 GB",
+            "lower model.max_context_length",
+        ),
+        (
+            9_700_000_000,
+            0,
+            None,
+            "KV cache of 256 tokens 25.6 MB",
+            "10.0 GB",
+            "take a smaller model or quantization",
+        ),
+        (
+            12 * GB,
+            0,
+            4000,
+            "KV cache of 4000 tokens 400.0 MB",
+            "12.7 GB",
+            "take a smaller model or quantization",
+        ),
     ],
 )
 @pytest.mark.usefixtures("room")

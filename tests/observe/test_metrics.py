@@ -27,7 +27,9 @@ def test_what_only_grows_is_a_counter() -> None:
         stats = Stats(**{field: factor * i for i, field in enumerate(COUNTERS, start=1)})
         page = metrics.render(stats, ready=True, num_restarts=factor, reservations={})
     found = read(page)
-    assert [found[name] for name in NAMES] == [("counter", 3.0 * i) for i in range(1, len(NAMES) + 1)]
+    assert [found[name] for name in NAMES] == [
+        ("counter", 3.0 * i) for i in range(1, len(NAMES) + 1)
+    ]
     assert found["engine_restarts"] == ("counter", 3.0)
     for name in [*NAMES, "engine_restarts"]:
         assert f'cllm:{name}_total{{model_name="m"}}'.encode() in page

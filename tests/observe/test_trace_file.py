@@ -19,15 +19,25 @@ LINE = '{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_id
 def test_a_line_of_mooncake(tmp_path: Path) -> None:
     """Their fields alone are enough; what we do not know is ignored; the order is that of time."""
     file = tmp_path / "trace.jsonl"
-    file.write_text(f'{LINE}\n\n{LINE[:-1].replace("27482", "5")}, "turn": 3, "key": "a", "deadline_ms": 1.5}}\n')
+    file.write_text(
+        f'{LINE}\n\n{LINE[:-1].replace("27482", "5")}, "turn": 3, "key": "a", "deadline_ms": '
+        f"1.5}}\n"
+    )
     first, second = read_trace(file)
     assert (first.arrived, second.arrived) == (0.005, 27.482)
-    assert (first.key, first.deadline_ms, first.block_size, first.priority) == ("a", 1.5, 512, "normal")
+    assert (first.key, first.deadline_ms, first.block_size, first.priority) == (
+        "a",
+        1.5,
+        512,
+        "normal",
+    )
     assert second == Entry(timestamp=27482, input_length=1000, output_length=52, hash_ids=[46, 47])
 
 
 def test_prompts() -> None:
-    """The same blocks give the same tokens, other ones differ within the first tokens; all are bytes."""
+    """The same blocks give the same tokens, other ones differ within the first tokens; all are
+    bytes.
+    """
     prompts = {i: prompt_of([i, i + 1], 600) for i in (0, 1, 255, 256, 70_000, 2**62)}
     assert {len(prompt) for prompt in prompts.values()} == {600}
     assert all(0 <= token < 256 for prompt in prompts.values() for token in prompt)
@@ -71,14 +81,19 @@ def test_broken_lines(tmp_path: Path, change: tuple[str, str], word: str) -> Non
 def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "bytes").write_bytes(b'{"timestamp": 1, "key": "\xff"}')
-    for name, words in (("empty", "no requests"), ("bytes", "line 1"), ("none", "cannot be read"), (".", "cannot be")):
+    for name, words in (
+        ("empty", "no requests"),
+        ("bytes", "line 1"),
+        ("none", "cannot be read"),
+        (".", "cannot be"),
+    ):
         with pytest.raises(StartupError, match=words):
             read_trace(tmp_path / name)
     with pytest.raises(StartupError, match="cannot be written"):
         write_trace(tmp_path, [])
 
 
-# --- recording -------------------------------------------------------------------------------------------------------
+# --- recording ----------------------------------------------------------------------------------
 
 
 def request(prompt: list[int], **changes) -> Request:
@@ -86,17 +101,21 @@ def request(prompt: list[int], **changes) -> Request:
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    """Lengths, times and classes, one line for each answer; of one that got no token what it asked for."""
+    """Lengths, times and classes, one line for each answer; of one that got no token what it asked
+    for.
+    """
     file = tmp_path / "trace.jsonl"
     with closing(Recorder(file)) as recorder:
-        recorder.record(request([5] * 40, key="a", priority=Priority.BATCH, deadline=1.5), 10.0, [7, 0, 3])
+        recorder.record(
+            request([5] * 40, key="a", priority=Priority.BATCH, deadline=1.5), 10.0, [7, 0, 3]
+        )
         recorder.record(request([5] * 40), 12.0, [1])
     earlier, *others = read_trace(file)
     assert (earlier.key, earlier.priority, earlier.deadline_ms) == ("", "normal", None)
     assert [entry.output_length for entry in others] == [7, 50, 3]
-    assert {(entry.input_length, entry.key, entry.priority, entry.deadline_ms) for entry in others} == {
-        (40, "a", "batch", 1500.0)
-    }
+    assert {
+        (entry.input_length, entry.key, entry.priority, entry.deadline_ms) for entry in others
+    } == {(40, "a", "batch", 1500.0)}
     assert others[0].arrived - earlier.arrived == pytest.approx(2.0, abs=0.5)
 
 
@@ -112,7 +131,9 @@ def test_answer_that_did_not_begin_is_recorded_with_the_usual_length(tmp_path: P
 
 
 def test_what_prompts_share_is_recorded_and_nothing_else(tmp_path: Path) -> None:
-    """Equal prefixes have equal ids, to the block; equal blocks behind different ones have not; nor in another run."""
+    """Equal prefixes have equal ids, to the block; equal blocks behind different ones have not; nor
+    in another run.
+    """
     file = tmp_path / "trace.jsonl"
     shared, size = list(range(1000, 1000 + 3 * RECORDED_BLOCK)), RECORDED_BLOCK
     with closing(Recorder(file)) as recorder:

@@ -77,7 +77,9 @@ def test_exactly_as_many_wait_as_may(num_begun):
 
 
 def test_without_a_queue_only_what_runs_at_once_is_taken():
-    """A bound of 0 is not "nothing"; and one request of many sequences begins if one of them can."""
+    """A bound of 0 is not "nothing"; and one request of many sequences begins if one of them
+    can.
+    """
     assert submit(backlog_of(requests=0), 100) == CAPACITY
     backlog = backlog_of(requests=0)
     assert submit(backlog, 9, n=128) == 1
@@ -113,7 +115,10 @@ def test_retry_after_is_the_time_until_there_is_room():
 
 @pytest.mark.parametrize("num_waiting", [0, 20])
 def test_rate_of_service_is_measured_while_all_places_are_taken(num_waiting):
-    """Four places, each held for eight seconds: one becomes free every two. Idle time in between does not count."""
+    """Four places, each held for eight seconds: one becomes free every two.
+
+    Idle time in between does not count.
+    """
     now = 0.0
     backlog = backlog_of(requests=num_waiting, seconds_each=77.0, clock=lambda: now)
     assert submit(backlog, CAPACITY + num_waiting) == CAPACITY + num_waiting
@@ -142,7 +147,10 @@ def test_estimated_time_to_first_token_is_about_right(fake_engine):
     engine = fake_engine(max_num_seqs=CAPACITY, costs=Costs(step=0.005, row=0.0005, token=0.0001))
     backlog = backlog_of(clock=lambda: engine.now)
     for wave in ("warm", "seen"):
-        asked = [engine.add(f"{wave} {i}", [i, 1], max_tokens=60, ignore_eos=True) for i in range(CAPACITY + 8)]
+        asked = [
+            engine.add(f"{wave} {i}", [i, 1], max_tokens=60, ignore_eos=True)
+            for i in range(CAPACITY + 8)
+        ]
         sent, estimates, first = engine.now, {}, {}
         for request in asked:
             estimates[request.request_id] = backlog.place(request).seconds
@@ -163,7 +171,9 @@ def test_estimated_time_to_first_token_is_about_right(fake_engine):
 
 
 def test_lower_classes_are_not_in_the_way():
-    """A queue full of batch requests refuses batch requests alone; and the higher ones are ahead of them."""
+    """A queue full of batch requests refuses batch requests alone; and the higher ones are ahead of
+    them.
+    """
     backlog = backlog_of(requests=10)
     assert submit(backlog, 100, priority=BATCH) == CAPACITY + 10
     assert backlog.place(ask()).position == 0
@@ -218,14 +228,20 @@ class Silent:
         pass
 
 
-OWN = [(f"{__name__}:{policy.__name__}", position) for policy, position in ((Tenants, 2), (Classes, 6), (Shortest, 11))]
+OWN = [
+    (f"{__name__}:{policy.__name__}", position)
+    for policy, position in ((Tenants, 2), (Classes, 6), (Shortest, 11))
+]
 
 
 @pytest.mark.parametrize(
-    ("policy", "position"), [("fcfs", 11), ("priority", 6), ("fair", 2), *OWN, (f"{__name__}:Silent", 11)]
+    ("policy", "position"),
+    [("fcfs", 11), ("priority", 6), ("fair", 2), *OWN, (f"{__name__}:Silent", 11)],
 )
 def test_what_is_ahead_depends_on_the_policy(policy, position):
-    """A subclass counts as what it is derived from; of a policy that says nothing, everything is ahead."""
+    """A subclass counts as what it is derived from; of a policy that says nothing, everything is
+    ahead.
+    """
     backlog = backlog_of(policy=policy)
     submit(backlog, CAPACITY, priority=INTERACTIVE)
     for _ in range(CAPACITY):
@@ -248,7 +264,7 @@ def test_what_has_ended_leaves_nothing():
     assert backlog.place(ask()).position == 0
 
 
-# ---------------------------------------------------------------------------------- clients that were told to come back
+# -------------------------------------------------------------- clients that were told to come back
 
 
 class Clock:
@@ -288,7 +304,9 @@ def test_place_of_a_rejected_client_is_not_given_to_newcomers():
 
 
 def test_newcomers_have_half_of_the_queue_whoever_will_return():
-    """So no capacity is lost to clients that never return; and what can begin at once is never refused."""
+    """So no capacity is lost to clients that never return; and what can begin at once is never
+    refused.
+    """
     clock = Clock()
     backlog = backlog_of(requests=8, seconds_each=0.1, clock=clock)
     submit(backlog, CAPACITY + 8)

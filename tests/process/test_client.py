@@ -39,7 +39,9 @@ def run(test, **more):
 
 def ask(client, name, prompt=(97,), terms=(), **params):
     """One request, greedy and so the same as others like it."""
-    return client.submit([Request(name, [*prompt], SamplingParams(temperature=0, **params), *terms)])
+    return client.submit(
+        [Request(name, [*prompt], SamplingParams(temperature=0, **params), *terms)]
+    )
 
 
 async def received(stream):
@@ -61,7 +63,9 @@ def test_requests_are_answered_together():
 
     async def test(client):
         streams = [ask(client, f"r{i}", [i], max_tokens=4) for i in range(5)]
-        assert await asyncio.gather(*map(tokens, streams)) == [[i + 1, i + 2, i + 3, i + 4] for i in range(5)]
+        assert await asyncio.gather(*map(tokens, streams)) == [
+            [i + 1, i + 2, i + 3, i + 4] for i in range(5)
+        ]
         for stream in streams:
             client.close_stream(stream)
         assert client.stats.num_seq_ids_in_use == 0
@@ -135,7 +139,9 @@ def test_limits_of_its_own_end_a_request():
         (output,) = await received(waits)
         assert (output.token, output.finish) == (-1, "timeout")
         client.close_stream(busy[0])
-        takes = ask(client, "takes", terms=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True)
+        takes = ask(
+            client, "takes", terms=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True
+        )
         assert (await tokens(takes))[-1] == -1
         client.close_stream(busy[1])
 
@@ -211,14 +217,21 @@ def test_retry_after_a_death_is_the_pause_and_the_time_of_a_load(monkeypatch):
 
 
 def test_counters_survive_a_restart():
-    """What Prometheus reads never falls, and goes on from where it was: while there is no engine, and with the next."""
+    """What Prometheus reads never falls, and goes on from where it was: while there is no engine,
+    and with the next.
+    """
 
     def counted(metrics, client):
         totals = {"num_restarts": client.num_restarts, "reservations": client.reservations}
         page = metrics.render(client.stats_since_start, ready=client.ready, **totals).decode()
         lines = [line for line in page.splitlines() if line.startswith("cllm:")]
-        values = {line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines}
-        return [values[f"{name}_total"] for name in ("engine_steps", "prefill_tokens_computed", "engine_restarts")]
+        values = {
+            line[len("cllm:") : line.index("{")]: float(line.rpartition(" ")[2]) for line in lines
+        }
+        return [
+            values[f"{name}_total"]
+            for name in ("engine_steps", "prefill_tokens_computed", "engine_restarts")
+        ]
 
     async def test(client):
         metrics, watched, late = Metrics("m"), [], Metrics("m")
@@ -231,7 +244,14 @@ def test_counters_survive_a_restart():
             watched.append(counted(metrics, client))
             while not client.ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert watched == [[4, 50, 0], [4, 50, 0], [8, 100, 1], [8, 100, 1], [12, 150, 2], [12, 150, 2]]
+        assert watched == [
+            [4, 50, 0],
+            [4, 50, 0],
+            [8, 100, 1],
+            [8, 100, 1],
+            [12, 150, 2],
+            [12, 150, 2],
+        ]
         assert client.stats.num_steps == 0
         assert counted(late, client) == [12, 150, 3], "however seldom the page is read"
 
@@ -239,7 +259,9 @@ def test_counters_survive_a_restart():
 
 
 def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(monkeypatch, caplog):
-    """A request that kills every engine meets longer and longer pauses, although each engine computes a few steps."""
+    """A request that kills every engine meets longer and longer pauses, although each engine
+    computes a few steps.
+    """
     monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 0.1)
     now = [1000.0]
 
@@ -254,7 +276,9 @@ def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(m
             client.close_stream(stream)
             while not client.ready:  # noqa: ASYNC110  # it tells nobody
                 await asyncio.sleep(0.02)
-        pauses = [record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")]
+        pauses = [
+            record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")
+        ]
         assert pauses == [0.1, 0.2, 0.4, 0.1]
 
     run(test, clock=lambda: now[0])
@@ -283,7 +307,9 @@ def test_death_during_the_load_names_the_file():
 
     async def main():
         client = EngineClient(EngineParams(path="m.gguf"), launched=launched)
-        with pytest.raises(StartupError, match=r"died \(SIGSEGV\) while it loaded m\.gguf: the file may be damaged"):
+        with pytest.raises(
+            StartupError, match=r"died \(SIGSEGV\) while it loaded m\.gguf: the file may be damaged"
+        ):
             await client.start()
         await client.close()
 

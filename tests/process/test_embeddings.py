@@ -67,7 +67,11 @@ def test_who_leaves_early_is_told_to_the_engine_once() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "bound"),
-    [(QueueLimits(requests=2), "requests"), (QueueLimits(tokens=250), "tokens"), (QueueLimits(seconds=0.0), "seconds")],
+    [
+        (QueueLimits(requests=2), "requests"),
+        (QueueLimits(tokens=250), "tokens"),
+        (QueueLimits(seconds=0.0), "seconds"),
+    ],
 )
 def test_limits(limits, bound) -> None:
     """The first is let in whatever its size; and who is refused leaves nothing behind."""
@@ -75,10 +79,12 @@ def test_limits(limits, bound) -> None:
     async def work() -> None:
         embeddings = Embeddings(limits)
         first = embeddings.begin(request("first", 100, 10))
-        embeddings.put(Embedded("first", [b""] * 9))  # 100 tokens are left, and what one costs is known
+        # 100 tokens are left, and what one costs is known
+        embeddings.put(Embedded("first", [b""] * 9))
         admitted = [first]
         admitted += [
-            embeddings.begin(request(str(i), 100)) for i in range({"requests": 2, "tokens": 1, "seconds": 0}[bound])
+            embeddings.begin(request(str(i), 100))
+            for i in range({"requests": 2, "tokens": 1, "seconds": 0}[bound])
         ]
         with pytest.raises(QueueFull) as refused:
             embeddings.begin(request("too many", 100))

@@ -76,7 +76,9 @@ def test_the_same_prompt_twice_in_one_request():
     stream = air.ask("a-0", "a-1", n=2)
     air.say("a-0", 5, index=1, finish="length")
     air.say("a-0", 6, index=0, finish="length")
-    assert sorted(read(stream)) == [(f"a-{i}", j, 6 - j, "length") for i in range(2) for j in range(2)]
+    assert sorted(read(stream)) == [
+        (f"a-{i}", j, 6 - j, "length") for i in range(2) for j in range(2)
+    ]
     assert (air.computed, air.is_empty()) == (["a-0"], True)
 
 
@@ -117,7 +119,9 @@ def test_what_nobody_reads_any_longer_cannot_be_joined():
     ],
 )
 def test_what_is_not_the_same_is_computed(other):
-    """Chance, other parameters, an own time, or a higher class, which must not wait with a lower one."""
+    """Chance, other parameters, an own time, or a higher class, which must not wait with a lower
+    one.
+    """
     air = Air()
     air.ask("a")
     air.ask("b", **other)
@@ -133,13 +137,17 @@ def test_the_account_and_a_lower_class_make_no_difference():
 
 
 def test_nobody_shares_what_would_come_later():
-    """Who sends little is not taken to the end of the queue of who sends much; once that has begun, all share."""
+    """Who sends little is not taken to the end of the queue of who sends much; once that has begun,
+    all share.
+    """
     air = Air(capacity=1)
     for i in range(20):
         air.ask(f"many{i}", prompt=(i,), terms=("many",))
     alone = air.ask("few", prompt=(19,), terms=("few",))
     assert (alone.num_shared, alone.place.position) == (0, 2)
-    assert air.ask("many", prompt=(19,), terms=("many",)).place.position == 2, "now that it is the sooner one"
+    assert air.ask("many", prompt=(19,), terms=("many",)).place.position == 2, (
+        "now that it is the sooner one"
+    )
     air.say("many10", 7)
     assert air.ask("other", prompt=(10,), terms=("other",)).num_shared == 1
 
@@ -167,7 +175,9 @@ def test_the_place_of_who_shares():
 
 
 def test_a_stopped_sequence_is_told_once_and_still_counts():
-    """A stop string ends it for all; when its readers go, it ends by itself and its result is kept."""
+    """A stop string ends it for all; when its readers go, it ends by itself and its result is
+    kept.
+    """
     air = Air(results=8)
     first, second = air.ask("a", stop=("x",)), air.ask("b", stop=("x",))
     air.say("a", 10)
@@ -182,7 +192,9 @@ def test_a_stopped_sequence_is_told_once_and_still_counts():
 
 
 def test_a_result_is_given_again():
-    """All of it at once, to whoever asks the same, even in a hurry; nothing waits for the engine."""
+    """All of it at once, to whoever asks the same, even in a hurry; nothing waits for the
+    engine.
+    """
     air = Air(results=8, capacity=1, requests=0)
     air.ask("a", n=2)
     air.say("a", 10, 11, finish="stop")
@@ -190,7 +202,12 @@ def test_a_result_is_given_again():
     air.ask("other", prompt=(9,))
     again = air.ask("b", n=2, terms=("", Priority.INTERACTIVE, 1.0))
     assert read(again) == [("b", 0, 10, ""), ("b", 0, 11, "stop"), ("b", 1, 20, "length")]
-    assert (again.num_recalled, again.num_shared, again.num_reused_tokens, again.place) == (1, 0, 3, Place())
+    assert (again.num_recalled, again.num_shared, again.num_reused_tokens, again.place) == (
+        1,
+        0,
+        3,
+        Place(),
+    )
     assert air.in_flight.leave(again) == []
     assert air.computed == ["a", "other"]
 

@@ -33,7 +33,9 @@ SECRETS = [
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_engine_process_gets_no_secrets(monkeypatch):
-    """A real one: what it needs is there, with a word to glibc; tokens and whatever else we were given are not."""
+    """A real one: what it needs is there, with a word to glibc; tokens and whatever else we were
+    given are not.
+    """
     for name, value in NEEDED.items():
         monkeypatch.setenv(name, value)
     for name in SECRETS:

@@ -1,4 +1,6 @@
-"""Places in the queue that are reserved for rejected clients: for which clients, when, and for how long."""
+"""Places in the queue that are reserved for rejected clients: for which clients, when, and for how
+long.
+"""
 
 import pytest
 
@@ -86,7 +88,10 @@ def test_request_without_ticket_is_new_where_clients_send_tickets():
 
 
 def test_reservation_expires_if_nobody_claims_it():
-    """Two seconds and a tenth of Retry-After after the retry was due. The ticket is worth nothing then."""
+    """Two seconds and a tenth of Retry-After after the retry was due.
+
+    The ticket is worth nothing then.
+    """
     desk = Desk()
     ticket = desk.reject()
     desk.now += 12.9
@@ -98,13 +103,18 @@ def test_reservation_expires_if_nobody_claims_it():
 
 
 def test_client_that_comes_too_early_keeps_its_time():
-    """Retry-After is the rest of it, however often the client asks; it is longer if there is no room then."""
+    """Retry-After is the rest of it, however often the client asks; it is longer if there is no
+    room then.
+    """
     desk = Desk()
     ticket = desk.reject()
     reservation = desk.reservations.find(ask(), Claim(ticket))
     for _ in range(3):
         desk.now += 2.5
-        assert desk.reservations.postpone(reservation, 0.0) == (ticket, 10 - (desk.now - 100.0) // 1)
+        assert desk.reservations.postpone(reservation, 0.0) == (
+            ticket,
+            10 - (desk.now - 100.0) // 1,
+        )
     desk.now += 2.5
     assert desk.reservations.is_due(reservation)
     assert desk.reservations.postpone(reservation, 4.2) == (ticket, 5)
@@ -114,7 +124,10 @@ def test_client_that_comes_too_early_keeps_its_time():
 
 @pytest.mark.parametrize("account", ["a", ""])
 def test_early_retries_without_ticket_make_no_reservations(account):
-    """They are told the rest of the time. A request that comes at the same time is of another client."""
+    """They are told the rest of the time.
+
+    A request that comes at the same time is of another client.
+    """
     desk = Desk()
     ticket = desk.reject(account, body=1, seconds=105.0)
     assert desk.find(account, body=1) is None
@@ -175,7 +188,9 @@ def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
     for account in ("1", "5", "5"):
         desk.reservations.redeem(next(iter(desk.reservations._groups[NORMAL, account, None])))
     counts = {"2": 2, "3": 3, "4": 4, "5": 3}
-    served = sum(min(count, num_turns * weights.get(account, 1.0)) for account, count in counts.items())
+    served = sum(
+        min(count, num_turns * weights.get(account, 1.0)) for account, count in counts.items()
+    )
     share = desk.reservations.share_in_turns(NORMAL, num_turns, weights)
     assert share == pytest.approx(served / 12)
 

@@ -13,7 +13,10 @@ def ask(prompt=(1, 2), name="r", key="", **params):
 
 
 def outputs(count, name="r"):
-    return [TokenOutput(name, i % 2, 40 + i, "length" if i >= count - 2 else "", i != 3, 7) for i in range(count)]
+    return [
+        TokenOutput(name, i % 2, 40 + i, "length" if i >= count - 2 else "", i != 3, 7)
+        for i in range(count)
+    ]
 
 
 def test_chance_has_no_digest():
@@ -24,7 +27,12 @@ def test_chance_has_no_digest():
 
 def test_what_decides_nothing_is_not_in_the_digest():
     """The best token is the same whatever else is asked for."""
-    best = [ask(temperature=0), ask(top_k=1), ask(temperature=0, seed=3), ask(temperature=0, top_p=0.5, min_p=0.1)]
+    best = [
+        ask(temperature=0),
+        ask(top_k=1),
+        ask(temperature=0, seed=3),
+        ask(temperature=0, top_p=0.5, min_p=0.1),
+    ]
     assert len(set(map(digest, best))) == 1
     assert digest(ask(temperature=0, presence_penalty=1.0)) != digest(ask(temperature=0))
 
@@ -33,17 +41,31 @@ def test_a_digest_is_of_the_prompt_and_all_parameters():
     """And of nothing else."""
     same = Request("other", [1, 2], SamplingParams(seed=1), "user-x", Priority.BATCH, 5.0)
     assert digest(same) == digest(ask(seed=1))
-    different = [ask(seed=1), ask((1, 3), seed=1), ask((12,), seed=1), ask(seed=2), ask(seed=1, n=2)]
-    different += [ask(seed=1, stop=("a",)), ask(seed=1, stop=("b",)), ask(seed=1, logit_bias={1: 2.0})]
+    different = [
+        ask(seed=1),
+        ask((1, 3), seed=1),
+        ask((12,), seed=1),
+        ask(seed=2),
+        ask(seed=1, n=2),
+    ]
+    different += [
+        ask(seed=1, stop=("a",)),
+        ask(seed=1, stop=("b",)),
+        ask(seed=1, logit_bias={1: 2.0}),
+    ]
     assert len(set(map(digest, different))) == len(different)
-    assert digest(ask(seed=1, logit_bias={1: 2.0, 3: 4.0})) == digest(ask(seed=1, logit_bias={3: 4.0, 1: 2.0}))
+    assert digest(ask(seed=1, logit_bias={1: 2.0, 3: 4.0})) == digest(
+        ask(seed=1, logit_bias={3: 4.0, 1: 2.0})
+    )
 
 
 def test_a_result_comes_back_under_another_name():
     """Every token of every choice; what was cached then is not what is cached now."""
     cache = ResultCache(4, 10_000)
     cache.keep(b"x", outputs(6))
-    expected = [TokenOutput("s", one.index, one.token, one.finish, one.is_text) for one in outputs(6)]
+    expected = [
+        TokenOutput("s", one.index, one.token, one.finish, one.is_text) for one in outputs(6)
+    ]
     assert cache.recall(b"x", "s") == expected
     with pytest.raises(KeyError):
         cache.recall(b"y", "s")
@@ -60,7 +82,9 @@ def test_the_least_recently_used_leaves_first():
 
 
 def test_memory_is_bounded_and_counted_right():
-    """A result that is larger than all there is leaves nothing behind, and one that is kept twice counts once."""
+    """A result that is larger than all there is leaves nothing behind, and one that is kept twice
+    counts once.
+    """
     cache = ResultCache(1000, 5000)
     for i in range(100):
         cache.keep(b"%d" % (i % 30), outputs(i))

@@ -1,7 +1,8 @@
-"""Ten times as many clients as the server has room for: rejected clients are served when they retry as told.
+"""Ten times as many clients as the server has room for: rejected clients are served when they retry
+as told.
 
-The engine, its scheduler, the queue and the sharing of results are the product's own. The model (whose steps take what
-its cost model says), the clients and the clock are simulated.
+The engine, its scheduler, the queue and the sharing of results are the product's own. The model
+(whose steps take what its cost model says), the clients and the clock are simulated.
 """
 
 import functools
@@ -31,7 +32,10 @@ COSTS = Costs(step=0.12, row=0.0075, token=0.003)  # a request takes about three
 
 @dataclass
 class Client:
-    """Sends a request, and retries once as told, if it ``returns``. ended: the time of its complete answer."""
+    """Sends a request, and retries once as told, if it ``returns``.
+
+    ended: the time of its complete answer.
+    """
 
     number: int
     account: str
@@ -46,12 +50,21 @@ class World:
     """A server and its clients."""
 
     def __init__(
-        self, seed: int, max_waiting: int | None = MAX_WAITING, *, sends_ticket: bool = True, one_body: bool = False
+        self,
+        seed: int,
+        max_waiting: int | None = MAX_WAITING,
+        *,
+        sends_ticket: bool = True,
+        one_body: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.now = self._engine_now = 0.0  # while the engine computes a step, clients come
-        backend = Timekeeper(context_length=512, max_num_seqs=CAPACITY, length=NEVER, costs=COSTS, sleep=self._sleep)
-        self.engine = build_engine(backend, EngineParams(speculation="off"), lambda: self._engine_now)
+        backend = Timekeeper(
+            context_length=512, max_num_seqs=CAPACITY, length=NEVER, costs=COSTS, sleep=self._sleep
+        )
+        self.engine = build_engine(
+            backend, EngineParams(speculation="off"), lambda: self._engine_now
+        )
         self.backlog = Backlog(QueueLimits(requests=max_waiting), Fair({}), {}, lambda: self.now)
         self.backlog.observe(self.engine.scheduler.stats())
         self.in_flight = InFlightRequests(self.backlog, ResultCache())
@@ -65,12 +78,16 @@ class World:
         self._engine_now += seconds
 
     def add(self, at: float, account: str = "", *, returns: float = 1.0, ticket: str = "") -> None:
-        """A client will send its first request at the time ``at``; it comes back with the probability ``returns``."""
+        """A client will send its first request at the time ``at``; it comes back with the
+        probability ``returns``.
+        """
         number = len(self.clients)
         returns_too = self.random.random() < returns
         claim = Claim(ticket, 0 if self.one_body else number)
         account = account or f"account {number}"
-        self.clients.append(Client(number, account, self.random.randint(10, 30), returns_too, claim))
+        self.clients.append(
+            Client(number, account, self.random.randint(10, 30), returns_too, claim)
+        )
         heapq.heappush(self._arrivals, (at, number))
 
     def run(self) -> None:
@@ -101,7 +118,9 @@ class World:
         params = SamplingParams(max_tokens=client.num_tokens, ignore_eos=True)
         name = str(client.number)
         try:
-            stream, new = self.in_flight.submit([Request(name, [*name.encode()], params, client.account)], client.claim)
+            stream, new = self.in_flight.submit(
+                [Request(name, [*name.encode()], params, client.account)], client.claim
+            )
         except QueueFull as error:
             if client.num_tries == 1 and client.returns:
                 client.claim = Claim(error.ticket if self.sends_ticket else "", client.claim.body)
@@ -114,7 +133,9 @@ class World:
 
     def tokens(self, begin: float, end: float) -> int:
         """Of the answers that were complete in this time."""
-        return sum(c.num_tokens for c in self.clients if c.ended is not None and begin <= c.ended <= end)
+        return sum(
+            c.num_tokens for c in self.clients if c.ended is not None and begin <= c.ended <= end
+        )
 
 
 @functools.cache
@@ -128,11 +149,21 @@ def ideal(seed: int) -> tuple[float, float]:
     return seconds, world.tokens(0.0, seconds) / seconds
 
 
-def measure(seed: int, fresh: float = 0.0, *, account: str = "", returns: float = 1.0, ticket: str = "", **options):
-    """A crowd at once, and then ``fresh`` times as many clients as the server can serve while it serves the crowd.
+def measure(
+    seed: int,
+    fresh: float = 0.0,
+    *,
+    account: str = "",
+    returns: float = 1.0,
+    ticket: str = "",
+    **options,
+):
+    """A crowd at once, and then ``fresh`` times as many clients as the server can serve while it
+    serves the crowd.
 
-    Returns the world; the share of retries that were served; and goodput: the tokens/s of complete answers, until the
-    last client has gone or while fresh clients come, divided by those of a server that is never idle.
+    Returns the world; the share of retries that were served; and goodput: the tokens/s of complete
+    answers, until the last client has gone or while fresh clients come, divided by those of a
+    server that is never idle.
     """
     seconds, rate = ideal(seed)
     world = World(seed, **options)
@@ -148,7 +179,9 @@ def measure(seed: int, fresh: float = 0.0, *, account: str = "", returns: float 
         at += world.random.expovariate(fresh * CROWD / seconds)
         world.add(at, account, returns=returns, ticket=ticket)
     world.run()
-    end = begin + seconds if fresh else max(client.ended for client in world.clients if client.ended)
+    end = (
+        begin + seconds if fresh else max(client.ended for client in world.clients if client.ended)
+    )
     came_back = [client for client in world.clients if client.num_tries > 1]
     served = sum(client.ended is not None for client in came_back) / max(1, len(came_back))
     return world, served, world.tokens(begin, end) / (end - begin) / rate
@@ -207,5 +240,8 @@ def test_no_capacity_is_lost_to_clients_that_never_return(returns):
 
 def test_forged_tickets_gain_nothing():
     """The same newcomers are served as if they had none."""
-    ends = [[client.ended for client in measure(0, fresh=2.0, ticket=t)[0].clients] for t in ("", "forged")]
+    ends = [
+        [client.ended for client in measure(0, fresh=2.0, ticket=t)[0].clients]
+        for t in ("", "forged")
+    ]
     assert ends[0] == ends[1]

@@ -35,7 +35,9 @@ def reference(tokens: list[int], params: SamplingParams) -> dict[int, float]:
         for end in range(length, len(tokens)):
             follower = tokens[end]
             if tokens[end - length : end] == suffix and length >= params.dry_allowed_length:
-                penalty = params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
+                penalty = params.dry_multiplier * params.dry_base ** (
+                    length - params.dry_allowed_length
+                )
                 if follower not in params.dry_breakers:
                     penalties[follower] = penalty  # the longest one comes last
     return penalties
@@ -76,10 +78,16 @@ def test_a_repetition_is_counted_up_to_its_limit(tokens):
 
 
 def test_it_breaks_a_loop():
-    """A model that wants to say 1 2 3 for ever says something else, and one whose loops are broken by 3 does not."""
-    logits = np.eye(SIZE, dtype=np.float32)[[1, 2, 3, 1]] * 5  # after 0 comes 1, after 1 comes 2 ...
+    """A model that wants to say 1 2 3 for ever says something else, and one whose loops are broken
+    by 3 does not.
+    """
+    # after 0 comes 1, after 1 comes 2 ...
+    logits = np.eye(SIZE, dtype=np.float32)[[1, 2, 3, 1]] * 5
     for breakers, loops in (((), False), ((3,), True)):
-        seq, sampler = sequence([1, 2, 3], dry_multiplier=2.0, dry_base=2.0, dry_breakers=breakers), Sampler()
+        seq, sampler = (
+            sequence([1, 2, 3], dry_multiplier=2.0, dry_base=2.0, dry_breakers=breakers),
+            Sampler(),
+        )
         for _ in range(30):
             batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1)], [])
             seq.append(sampler.sample(batch, logits[[min(seq.tokens[-1], 3)]].copy())[0])

@@ -1,4 +1,6 @@
-"""Typical, top-n-sigma, XTC and mirostat against slow references in plain Python, by their definitions."""
+"""Typical, top-n-sigma, XTC and mirostat against slow references in plain Python, by their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def sequence(seed: int = 0, prompt: tuple[int, ...] = (1,), **params) -> Sequenc
     return Sequence(Request("A", list(prompt), SamplingParams(**params)), 0, seed, 10**6)
 
 
-def sample(seqs: list[Sequence], logits: list[np.ndarray], sampler: Sampler | None = None) -> list[int]:
+def sample(
+    seqs: list[Sequence], logits: list[np.ndarray], sampler: Sampler | None = None
+) -> list[int]:
     batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
     return (sampler or Sampler()).sample(batch, np.array(logits, np.float32))
 
@@ -76,7 +80,9 @@ def left_by(params: SamplingParams, logits: np.ndarray, chance: float) -> dict[i
         best = max(left.values())
         for value in list(left.values())[1:]:
             clear(math.exp(value - best), params.min_p)
-        left = {token: value for token, value in left.items() if math.exp(value - best) >= params.min_p}
+        left = {
+            token: value for token, value in left.items() if math.exp(value - best) >= params.min_p
+        }
     if chance < params.xtc_probability:
         found = shares(left)
         for share in found.values():
@@ -89,7 +95,10 @@ def left_by(params: SamplingParams, logits: np.ndarray, chance: float) -> dict[i
 def typical_of(left: dict[int, float], mass: float) -> dict[int, float]:
     found = shares(left)
     entropy = -sum(share * math.log(share) for share in found.values() if share > 0)
-    distance = {token: abs(-math.log(share) - entropy) if share > 0 else math.inf for token, share in found.items()}
+    distance = {
+        token: abs(-math.log(share) - entropy) if share > 0 else math.inf
+        for token, share in found.items()
+    }
     order = sorted(left, key=lambda token: distance[token])
     for one, other in pairwise(order):
         clear(distance[one], distance[other], 1)
@@ -129,9 +138,13 @@ rows = st.tuples(some_params.filter(lambda params: params.extended), st.integers
 
 
 @settings(max_examples=200)
-@given(st.lists(rows, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([30, 257, 600]))
+@given(
+    st.lists(rows, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([30, 257, 600])
+)
 def test_like_the_reference(rows, seed, size):
-    """Each row gets the token of the reference for the same uniform numbers, alone and in company."""
+    """Each row gets the token of the reference for the same uniform numbers, alone and in
+    company.
+    """
     seqs = [Sequence(Request("A", [1], params), 0, own_seed, 10**6) for params, own_seed in rows]
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), size)).astype(np.float32)
     tokens = sample(seqs, logits)
@@ -151,13 +164,18 @@ def test_like_the_reference(rows, seed, size):
 def test_equal_logits_and_both_zeros_keep_their_order():
     """The first of equal ones comes first, also where one of them is minus nought."""
     logits = np.array([-1, 0.0, -0.0, 3, 3, -np.inf, -1], np.float32)
-    counts = {sample([sequence(seed, typical_p=0.999, temperature=5.0)], [logits])[0] for seed in range(400)}
+    counts = {
+        sample([sequence(seed, typical_p=0.999, temperature=5.0)], [logits])[0]
+        for seed in range(400)
+    }
     assert counts == {0, 1, 2, 3, 4, 6}
     assert sample([sequence(7, top_n_sigma=0.001)], [np.array([1, 5, 5], np.float32)])[0] in (1, 2)
 
 
 def test_xtc_takes_the_best_away():
-    """Of the tokens that reach the threshold only the least probable one is left; with one of them nothing happens."""
+    """Of the tokens that reach the threshold only the least probable one is left; with one of them
+    nothing happens.
+    """
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.07, 0.03], np.float32))
     always = {"xtc_probability": 1.0, "xtc_threshold": 0.15}
     assert {sample([sequence(seed, **always)], [logits])[0] for seed in range(200)} == {2, 3, 4}
@@ -175,7 +193,9 @@ class MirostatReference:
         self.mu, self.tau, self.eta = 2 * tau, tau, eta
 
     def draw(self, logits: np.ndarray, temperature: float, number: float) -> int:
-        values = dict(sorted(((t, float(v)) for t, v in enumerate(logits)), key=lambda item: -item[1]))
+        values = dict(
+            sorted(((t, float(v)) for t, v in enumerate(logits)), key=lambda item: -item[1])
+        )
         found = shares(values, temperature)
         for share in found.values():
             clear(-math.log2(share), self.mu)
@@ -188,7 +208,13 @@ class MirostatReference:
 
 
 @settings(max_examples=60)
-@given(st.floats(0.5, 8), st.floats(0, 1), st.floats(0.3, 3), st.integers(0, 2**32), st.integers(2, 300))
+@given(
+    st.floats(0.5, 8),
+    st.floats(0, 1),
+    st.floats(0.3, 3),
+    st.integers(0, 2**32),
+    st.integers(2, 300),
+)
 def test_mirostat_follows_its_paper(tau, eta, temperature, seed, size):
     """Thirty tokens, each with the mu that those before have left."""
     seq = sequence(seed, mirostat=2, mirostat_tau=tau, mirostat_eta=eta, temperature=temperature)
@@ -208,7 +234,9 @@ def test_mirostat_follows_its_paper(tau, eta, temperature, seed, size):
 
 
 def test_mirostat_is_the_same_with_guesses_and_after_a_failed_step():
-    """Positions that are sampled again, because a guess was wrong or a step failed, find the mu that was before."""
+    """Positions that are sampled again, because a guess was wrong or a step failed, find the mu
+    that was before.
+    """
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (40, 200)).astype(np.float32)
     plain, sampler = sequence(5, **params), Sampler()
@@ -229,17 +257,23 @@ def test_mirostat_is_the_same_with_guesses_and_after_a_failed_step():
     assert guessing.tokens[:31] == plain.tokens
 
 
-@pytest.mark.parametrize("params", [{"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}])
+@pytest.mark.parametrize(
+    "params", [{"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}]
+)
 def test_what_is_not_a_number_gives_no_token(params):
     """A broken model is an error of that sequence here too."""
     assert sample([sequence(**params)], [np.full(600, np.nan, np.float32)]) == [FAILED]
 
 
-@pytest.mark.parametrize("params", [{"typical_p": 0.3}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}])
+@pytest.mark.parametrize(
+    "params", [{"typical_p": 0.3}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}]
+)
 def test_greedy_stays_greedy(params):
     """Temperature 0 takes the best token whatever else is asked for."""
     logits = np.array([1, 4, 3.9], np.float32)
-    assert {sample([sequence(seed, temperature=0, **params)], [logits])[0] for seed in range(20)} == {1}
+    assert {
+        sample([sequence(seed, temperature=0, **params)], [logits])[0] for seed in range(20)
+    } == {1}
 
 
 def test_min_tokens_keep_the_end_away():
@@ -252,7 +286,9 @@ def test_min_tokens_keep_the_end_away():
 
 
 def test_mirostat_with_tokens_that_were_not_drawn():
-    """A token that is written by force leaves mu as it was, also after guesses that went further."""
+    """A token that is written by force leaves mu as it was, also after guesses that went
+    further.
+    """
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (8, 200)).astype(np.float32)
     one, other = Sampler(), Sampler()

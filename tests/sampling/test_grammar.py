@@ -1,4 +1,6 @@
-"""Masks, compared with a row in which forbidden tokens are minus infinity; and matchers over a vocabulary of bytes."""
+"""Masks, compared with a row in which forbidden tokens are minus infinity; and matchers over a
+vocabulary of bytes.
+"""
 
 from __future__ import annotations
 
@@ -75,14 +77,17 @@ sampling = st.fixed_dictionaries(
         "top_k": st.sampled_from([1, 5, 40, 900]),
         "top_p": st.sampled_from([0.3, 0.95]),
         "min_p": st.sampled_from([0.05, 0.5]),
-        "logit_bias": st.dictionaries(st.integers(0, 999), st.sampled_from([-100.0, 5.0]), max_size=3),
+        "logit_bias": st.dictionaries(
+            st.integers(0, 999), st.sampled_from([-100.0, 5.0]), max_size=3
+        ),
     },
 )
 
 
 @given(sampling, st.sets(st.integers(0, 999), min_size=1), st.integers(0, 1000))
 def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, seed):
-    """Tokens that are listed and a row that is written to: an exact mask before selection, greedy or drawn.
+    """Tokens that are listed and a row that is written to: an exact mask before selection, greedy
+    or drawn.
 
     Equally spaced numbers in place of random ones give every token its share.
     """
@@ -112,17 +117,29 @@ def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, see
 
 
 def test_the_only_legal_token_wins_against_any_bias():
-    seq = Sequence(Request("A", [1], SamplingParams(logit_bias={ord("x"): -100}, grammar="some")), 0, 0, 100)
+    seq = Sequence(
+        Request("A", [1], SamplingParams(logit_bias={ord("x"): -100}, grammar="some")), 0, 0, 100
+    )
     seq.matcher = follow('start: "x"')
-    assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [ord("x")]
+    assert Sampler().sample(
+        Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)
+    ) == [ord("x")]
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"mirostat": 2}, {"temperature": 0}])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"mirostat": 2}, {"temperature": 0}]
+)
 @pytest.mark.parametrize("many", [False, True])
-def test_min_tokens_and_a_loose_grammar_that_exclude_each_other_give_a_token(monkeypatch, params, many):
-    """Whatever the grammar allows here is kept away by min_tokens, which is no error of the step."""
+def test_min_tokens_and_a_loose_grammar_that_exclude_each_other_give_a_token(
+    monkeypatch, params, many
+):
+    """Whatever the grammar allows here is kept away by min_tokens, which is no error of the
+    step.
+    """
     monkeypatch.setattr(module, "FEW", 0 if many else 512)
-    bound = SamplingParams(**params, min_tokens=9, stop_token_ids=(97, 98), grammar="some", grammar_is_loose=True)
+    bound = SamplingParams(
+        **params, min_tokens=9, stop_token_ids=(97, 98), grammar="some", grammar_is_loose=True
+    )
     seq = Sequence(Request("A", [1], bound), 0, 0, 100)
     seq.matcher = follow("start: /[ab]+/")
     row = np.eye(1, VOCABULARY_SIZE, 120, dtype=np.float32) * 50
@@ -167,7 +184,9 @@ def test_no_way_on(text):
     assert not matcher.stopped
     seq = Sequence(Request("A", [1], SamplingParams(grammar=text)), 0, 0, 100)
     seq.matcher = matcher
-    assert Sampler().sample(Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)) == [NO_TOKEN]
+    assert Sampler().sample(
+        Batch([Row(seq, 0, 1, 1)], []), np.zeros((1, VOCABULARY_SIZE), np.float32)
+    ) == [NO_TOKEN]
 
 
 @pytest.mark.parametrize("text", ["", "start: b", "start: /(/", "start: %json {"])
@@ -197,4 +216,6 @@ def test_a_grammar_that_takes_too_long_ends(monkeypatch):
     cost = module.SLOW / 2
     assert all(matcher.allowed() is not None for _ in range(1000))
     cost = 2 * module.SLOW
-    assert [matcher.allowed() is None for _ in range(2000)].index(True) < 1 + (1000 + 2 * module.PATIENCE / module.SLOW)
+    assert [matcher.allowed() is None for _ in range(2000)].index(True) < 1 + (
+        1000 + 2 * module.PATIENCE / module.SLOW
+    )

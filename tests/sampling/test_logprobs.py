@@ -28,10 +28,14 @@ def expected(logits: np.ndarray) -> list[float]:
 
 @given(st.integers(0, 20), st.integers(0, 2**32), st.sampled_from([20, 300, 2000]))
 def test_of_the_logits_as_they_come(num_top, seed, size):
-    """The chosen token's and the best ones', though penalties, a bias and a temperature have changed the choice."""
+    """The chosen token's and the best ones', though penalties, a bias and a temperature have
+    changed the choice.
+    """
     logits = np.random.default_rng(seed).normal(0, 4, (2, size)).astype(np.float32)
     plain = sequence(temperature=0)
-    asking = sequence((1, 5), logprobs=num_top, repetition_penalty=1.7, logit_bias={3: 9.0}, temperature=2.0)
+    asking = sequence(
+        (1, 5), logprobs=num_top, repetition_penalty=1.7, logit_bias={3: 9.0}, temperature=2.0
+    )
     sampler = Sampler()
     tokens = sampler.sample(Batch([Row(plain, 0, 1, 1), Row(asking, 1, 1, 1)], []), logits.copy())
     assert list(sampler.logprobs) == [1]
@@ -39,12 +43,14 @@ def test_of_the_logits_as_they_come(num_top, seed, size):
     assert told.logprob == pytest.approx(right[tokens[1]], abs=1e-4)
     best = sorted(range(size), key=lambda token: -right[token])[:num_top]
     assert [token for token, _ in told.top] == best
-    assert [value for _, value in told.top] == pytest.approx([right[token] for token in best], abs=1e-4)
+    assert [value for _, value in told.top] == pytest.approx(
+        [right[token] for token in best], abs=1e-4
+    )
 
 
 def test_of_the_prompt():
-    """Rows that only say how probable the next token of the prompt is, before one that is sampled; and they are gone
-    with the next call.
+    """Rows that only say how probable the next token of the prompt is, before one that is sampled;
+    and they are gone with the next call.
     """
     logits = np.random.default_rng(0).normal(0, 4, (3, 50)).astype(np.float32)
     seq, sampler = sequence((7, 8, 9), temperature=0, prompt_logprobs=1), Sampler()

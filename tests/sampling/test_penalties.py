@@ -26,15 +26,21 @@ def penalized(logits: list[float], prompt: list[int], output: list[int], **param
         ({"repetition_penalty": 2.0}, [1.0, 1.0, -4.0, 2.0]),
         ({"presence_penalty": 0.5}, [2.0, 1.5, -2.5, 2.0]),
         ({"frequency_penalty": 0.5}, [2.0, 1.5, -3.0, 2.0]),
-        ({"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}, [1.0, 0.25, -5.0, 2.0]),
+        (
+            {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+            [1.0, 0.25, -5.0, 2.0],
+        ),
         ({"presence_penalty": -2.0}, [2.0, 4.0, 0.0, 2.0]),
         ({"repetition_penalty": 0.5}, [4.0, 4.0, -1.0, 2.0]),
     ],
 )
 def test_penalties(params, expected):
-    """Repetition counts prompt and output, presence and frequency the output alone; 0 is only in the prompt,
-    1 once in the output, 2 in the prompt and twice in the output, 3 nowhere."""
-    assert penalized([2.0, 2.0, -2.0, 2.0], [0, 0, 2], [1, 2, 2], **params) == pytest.approx(expected)
+    """Repetition counts prompt and output, presence and frequency the output alone; 0 is only in
+    the prompt, 1 once in the output, 2 in the prompt and twice in the output, 3 nowhere.
+    """
+    assert penalized([2.0, 2.0, -2.0, 2.0], [0, 0, 2], [1, 2, 2], **params) == pytest.approx(
+        expected
+    )
 
 
 def test_nothing_asked_nothing_counted():

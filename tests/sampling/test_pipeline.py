@@ -1,4 +1,6 @@
-"""From logits to tokens, compared with a slow reference that follows the documented order step by step."""
+"""From logits to tokens, compared with a slow reference that follows the documented order step by
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from cllm.sampling.random import uniform
 TOLERANCE = 1e-5  # relative; float32 logits leave the reference undecided below it
 
 
-def sequence(params: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = ()):
+def sequence(
+    params: SamplingParams,
+    seed: int = 0,
+    prompt: tuple[int, ...] = (1,),
+    output: tuple[int, ...] = (),
+):
     seq = Sequence(Request("A", list(prompt), params), 0, seed, 10**6)
     for token in output:
         seq.append(token)
@@ -118,10 +125,19 @@ rows = st.tuples(
 
 
 @settings(max_examples=150)
-@given(st.lists(rows, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([40, 41, 257, 1000]))
+@given(
+    st.lists(rows, min_size=1, max_size=5),
+    st.integers(0, 2**32),
+    st.sampled_from([40, 41, 257, 1000]),
+)
 def test_like_the_reference(rows, seed, size):
-    """Rows with params of their own get the reference's tokens for the same uniform numbers, alone and together."""
-    seqs = [sequence(params, own_seed, tuple(prompt), tuple(output)) for params, own_seed, prompt, output in rows]
+    """Rows with params of their own get the reference's tokens for the same uniform numbers, alone
+    and together.
+    """
+    seqs = [
+        sequence(params, own_seed, tuple(prompt), tuple(output))
+        for params, own_seed, prompt, output in rows
+    ]
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), size)).astype(np.float32)
     tokens = sample(seqs, logits)
     assert tokens == [sample([seq], [row])[0] for seq, row in zip(seqs, logits, strict=True)]
@@ -154,8 +170,8 @@ def test_like_the_reference(rows, seed, size):
     ],
 )
 def test_what_is_left(monkeypatch, params, size):
-    """Exactly the reference's tokens can be drawn: a number in the middle of each share draws that token, and even
-    the largest number draws none behind the last.
+    """Exactly the reference's tokens can be drawn: a number in the middle of each share draws that
+    token, and even the largest number draws none behind the last.
     """
     generator = np.random.default_rng(size)
     logits = generator.normal(0, 1 if size > 100 else 2, size).astype(np.float32)
@@ -190,9 +206,13 @@ def test_greedy(params):
 def test_a_greedy_row_hears_penalties_and_bias():
     """They come before the choice."""
     logits = np.array([5, 4, 3.5, 0], np.float32)
-    assert sample([sequence(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=(0,))], [logits]) == [1]
+    assert sample(
+        [sequence(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=(0,))], [logits]
+    ) == [1]
     assert sample([sequence(SamplingParams(temperature=0, logit_bias={3: 6.0}))], [logits]) == [3]
-    assert sample([sequence(SamplingParams(temperature=0, presence_penalty=2.0), output=(0, 1))], [logits]) == [2]
+    assert sample(
+        [sequence(SamplingParams(temperature=0, presence_penalty=2.0), output=(0, 1))], [logits]
+    ) == [2]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +228,11 @@ def test_hardly_any_temperature(temperature):
     """However small the temperature, the best token wins, without a warning of overflow."""
     logits = np.array([1, 30, 29.9, -30], np.float32)
     assert (
-        sample([sequence(SamplingParams(temperature=temperature), seed) for seed in range(9)], [logits] * 9) == [1] * 9
+        sample(
+            [sequence(SamplingParams(temperature=temperature), seed) for seed in range(9)],
+            [logits] * 9,
+        )
+        == [1] * 9
     )
 
 
@@ -224,10 +248,15 @@ def test_forbidden_tokens():
 @given(st.integers(0, 2**64 - 1), st.lists(rows, max_size=4), st.integers(0, 4))
 def test_a_seed_gives_the_same_token_in_any_company(seed, others, place):
     """Who else is in the batch, and at which place a row stands, does not change its token."""
-    logits = np.random.default_rng(seed % 1000).normal(0, 2, (len(others) + 1, 300)).astype(np.float32)
+    logits = (
+        np.random.default_rng(seed % 1000).normal(0, 2, (len(others) + 1, 300)).astype(np.float32)
+    )
     seq = sequence(SamplingParams(top_p=0.9), seed)
     alone = sample([seq], [logits[-1]])
-    seqs = [sequence(params, own, tuple(prompt), tuple(output)) for params, own, prompt, output in others]
+    seqs = [
+        sequence(params, own, tuple(prompt), tuple(output))
+        for params, own, prompt, output in others
+    ]
     place = min(place, len(seqs))
     seqs.insert(place, seq)
     together = np.insert(logits[:-1], place, logits[-1], axis=0)
@@ -238,8 +267,8 @@ def test_a_seed_gives_the_same_token_in_any_company(seed, others, place):
 def test_tokens_are_drawn_as_often_as_they_are_probable(params):
     """20,000 draws of six tokens follow their probabilities.
 
-    Chi-square with at most 5 degrees of freedom exceeds 50 with probability 1.4e-9; the seeds are fixed, so that this
-    either holds for ever or not at all.
+    Chi-square with at most 5 degrees of freedom exceeds 50 with probability 1.4e-9; the seeds are
+    fixed, so that this either holds for ever or not at all.
     """
     logits = np.array([2, 1.5, 1, 0, 0.5, -1], np.float32)
     num_draws = 20_000
@@ -261,12 +290,16 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(params):
 def test_only_sampling_rows_are_sampled():
     """A row in the middle of its prompt has no logits and gets no token."""
     seqs = [sequence(SamplingParams(temperature=0)) for _ in range(3)]
-    batch = Batch([Row(seqs[0], 0, 1, True), Row(seqs[1], 0, 1, False), Row(seqs[2], 0, 1, True)], [])
+    batch = Batch(
+        [Row(seqs[0], 0, 1, True), Row(seqs[1], 0, 1, False), Row(seqs[2], 0, 1, True)], []
+    )
     assert Sampler().sample(batch, np.array([[0, 1], [1, 0]], np.float32)) == [1, 0]
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}])
 def test_what_is_not_a_number_gives_no_token(params):
-    """A broken model or build is an error of that sequence alone, never an id that no vocabulary has."""
+    """A broken model or build is an error of that sequence alone, never an id that no vocabulary
+    has.
+    """
     seqs = [sequence(SamplingParams(**params)), sequence(SamplingParams(temperature=0))]
     assert sample(seqs, [np.full(600, np.nan, np.float32), np.eye(600)[7]]) == [FAILED, 7]

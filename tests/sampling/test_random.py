@@ -12,7 +12,9 @@ words = st.integers(0, 2**64 - 1)
 
 
 def numbers(seeds, positions) -> np.ndarray:
-    return np.array([uniform(*each) for each in zip(map(int, seeds), map(int, positions), strict=True)])
+    return np.array(
+        [uniform(*each) for each in zip(map(int, seeds), map(int, positions), strict=True)]
+    )
 
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=20))
@@ -34,10 +36,11 @@ def test_the_numbers_do_not_change():
 
 
 def test_distinct_over_positions_and_seeds():
-    """50,000 positions of a seed, 50,000 seeds of a position and a request's 128 sequences never share a number.
+    """50,000 positions of a seed, 50,000 seeds of a position and a request's 128 sequences never
+    share a number.
 
-    The numbers have 53 bits; a fair source would show two equal ones among 50,000 with probability 1.4e-7. It is the
-    same draw in each run, so this does not fail by chance.
+    The numbers have 53 bits; a fair source would show two equal ones among 50,000 with probability
+    1.4e-7. It is the same draw in each run, so this does not fail by chance.
     """
     many = np.arange(50_000)
     for draws in (
@@ -49,7 +52,8 @@ def test_distinct_over_positions_and_seeds():
 
 
 def test_spread_evenly():
-    """In each of 100 bins lie as many of 100,000 numbers as chance allows, over positions and over seeds.
+    """In each of 100 bins lie as many of 100,000 numbers as chance allows, over positions and over
+    seeds.
 
     Chi-square with 99 degrees of freedom exceeds 200 with probability 1e-8.
     """
@@ -62,8 +66,8 @@ def test_spread_evenly():
 def test_neighbours_are_independent():
     """Consecutive positions, and the same position of consecutive seeds, are not correlated.
 
-    The correlation of 100,000 independent pairs is normal with deviation 0.0032; 0.02 is more than six of them,
-    a chance of 2e-10.
+    The correlation of 100,000 independent pairs is normal with deviation 0.0032; 0.02 is more than
+    six of them, a chance of 2e-10.
     """
     many = np.arange(100_001)
     for draws in (numbers(np.full(100_001, 3), many), numbers(many, np.full(100_001, 3))):
@@ -72,7 +76,9 @@ def test_neighbours_are_independent():
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 127))
 def test_derived_seeds(seed, index):
-    """A derived seed has 64 bits; the first sequence keeps the request's own, and the others differ."""
+    """A derived seed has 64 bits; the first sequence keeps the request's own, and the others
+    differ.
+    """
     derived = derive_seed(seed, index)
     assert 0 <= derived < 2**64
     assert (derived == seed % 2**64) == (index == 0)

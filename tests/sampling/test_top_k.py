@@ -12,15 +12,26 @@ from cllm.sampling.top_k import NUM_BLOCKS, top_k
 
 def check(row: np.ndarray, k: int) -> None:
     ids, values = top_k(row, k)
-    assert ids.tolist() == np.argsort(-row, kind="stable")[:k].tolist(), "the same ids as a full sort, in falling order"
+    assert ids.tolist() == np.argsort(-row, kind="stable")[:k].tolist(), (
+        "the same ids as a full sort, in falling order"
+    )
     assert row[ids].tolist() == values.tolist(), "each id with its own value"
 
 
-@given(st.integers(0, 2**32), st.integers(1, 700), st.integers(1, 750), st.sampled_from([0, 2, 9, 10**6]))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 700),
+    st.integers(1, 750),
+    st.sampled_from([0, 2, 9, 10**6]),
+)
 def test_like_a_full_sort(seed, size, k, num_values):
     """Any size, any k, also more than there are; with many ties, few, or none (num_values 0)."""
     generator = np.random.default_rng(seed)
-    row = generator.standard_normal(size) if num_values == 0 else generator.integers(0, num_values, size)
+    row = (
+        generator.standard_normal(size)
+        if num_values == 0
+        else generator.integers(0, num_values, size)
+    )
     check(row.astype(np.float32), k)
 
 
@@ -32,7 +43,9 @@ def test_a_real_vocabulary(k):
     check(np.round(row, 2), k)
 
 
-@pytest.mark.parametrize("size", [NUM_BLOCKS * 40 - 1, NUM_BLOCKS * 40, NUM_BLOCKS * 40 + 1, NUM_BLOCKS * 41 - 1])
+@pytest.mark.parametrize(
+    "size", [NUM_BLOCKS * 40 - 1, NUM_BLOCKS * 40, NUM_BLOCKS * 40 + 1, NUM_BLOCKS * 41 - 1]
+)
 def test_what_the_blocks_do_not_cover(size):
     """The largest value is found wherever it stands, also in the rest behind the last block."""
     for at in (0, 39, 40, size // 2, size - 2, size - 1):

@@ -1,4 +1,6 @@
-"""The option that rewrites the scenarios: ``pytest tests/scheduler --update-scenarios``, then read the diff."""
+"""The option that rewrites the scenarios: ``pytest tests/scheduler --update-scenarios``, then read
+the diff.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-scenarios", action="store_true", help="rewrite the tables in tests/scheduler/scenarios")
+    parser.addoption(
+        "--update-scenarios",
+        action="store_true",
+        help="rewrite the tables in tests/scheduler/scenarios",
+    )
 
 
 @pytest.fixture

@@ -15,14 +15,31 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.core.sequence import Sequence
 from cllm.errors import StartupError
-from cllm.scheduler.policy import MAX_COUNTERS, OUTPUT_WEIGHT, Fair, FirstComeFirstServed, make_policy
+from cllm.scheduler.policy import (
+    MAX_COUNTERS,
+    OUTPUT_WEIGHT,
+    Fair,
+    FirstComeFirstServed,
+    make_policy,
+)
 from cllm.scheduler.waiting import AGED_SHARE, PATIENCE, Waiting
 
 numbers = itertools.count()
 
 
-def sequence(key: str = "", priority: Priority = Priority.NORMAL, arrived: float = 0.0, size: int = 10, **limits):
-    seq = Sequence(Request(str(next(numbers)), [1] * size, SamplingParams(), key, priority, **limits), 0, 0, 100)
+def sequence(
+    key: str = "",
+    priority: Priority = Priority.NORMAL,
+    arrived: float = 0.0,
+    size: int = 10,
+    **limits,
+):
+    seq = Sequence(
+        Request(str(next(numbers)), [1] * size, SamplingParams(), key, priority, **limits),
+        0,
+        0,
+        100,
+    )
     seq.order, seq.arrived, seq.num_uncached_tokens = next(numbers), arrived, size
     return seq
 
@@ -40,7 +57,10 @@ def order(waiting: Waiting, now: float = 0.0) -> list[Sequence]:
 def test_classes_go_before_arrival():
     """Interactive, normal, batch; within a class who came first."""
     waiting = Waiting(Fair({}))
-    seqs = [sequence(priority=p) for p in (Priority.BATCH, Priority.NORMAL, Priority.INTERACTIVE, Priority.NORMAL)]
+    seqs = [
+        sequence(priority=p)
+        for p in (Priority.BATCH, Priority.NORMAL, Priority.INTERACTIVE, Priority.NORMAL)
+    ]
     for seq in seqs:
         waiting.push(seq)
     assert order(waiting) == [seqs[2], seqs[1], seqs[3], seqs[0]]
@@ -153,7 +173,9 @@ def test_counters_are_bounded():
 
 
 def test_forgotten_key_is_charged_from_the_floor(monkeypatch):
-    """A running key whose counter was forgotten goes on where those who come back begin, not at 0."""
+    """A running key whose counter was forgotten goes on where those who come back begin, not at
+    0.
+    """
     monkeypatch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 10)
     policy = Fair({})
     runs = sequence("runs")
@@ -169,11 +191,16 @@ def test_forgotten_key_is_charged_from_the_floor(monkeypatch):
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 30), st.sampled_from(list(Priority)), st.integers(0, 50), st.booleans()), max_size=150
+        st.tuples(
+            st.integers(0, 30), st.sampled_from(list(Priority)), st.integers(0, 50), st.booleans()
+        ),
+        max_size=150,
     )
 )
 def test_rank_of_a_waiting_key_never_falls(events):
-    """Whatever is served, forgotten and comes back meanwhile; also when those served are not the first in order."""
+    """Whatever is served, forgotten and comes back meanwhile; also when those served are not the
+    first in order.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 6)
         policy, ranks = Fair({"3": 5.0}), {}
@@ -224,13 +251,22 @@ def test_the_policy_of_the_docs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["unfair", "no.such.module:Class", f"{__name__}:Nobody", ":"])
 def test_a_policy_that_is_not_there(name):
     """One line that names the setting and the value."""
-    with pytest.raises(StartupError, match=r"scheduler\.policy must be fair, priority, fcfs or package"):
+    with pytest.raises(
+        StartupError, match=r"scheduler\.policy must be fair, priority, fcfs or package"
+    ):
         make_policy(name, {})
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(list(Priority)), st.booleans()), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(list(Priority)), st.booleans()),
+        max_size=40,
+    )
+)
 def test_nobody_is_lost_or_served_twice(events):
-    """Whatever comes, goes and comes back: the queue gives out exactly those who wait, and its length is right."""
+    """Whatever comes, goes and comes back: the queue gives out exactly those who wait, and its
+    length is right.
+    """
     waiting, inside, served = Waiting(Fair({})), set(), []
     for key, priority, take in events:
         if take and inside:
@@ -252,7 +288,9 @@ def test_nobody_is_lost_or_served_twice(events):
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), min_size=30, max_size=60))
 def test_counters_of_backlogged_keys_stay_close(sizes):
-    """While both wait, virtual counters differ by what one admission costs, at most (theorem 4.1 of the paper)."""
+    """While both wait, virtual counters differ by what one admission costs, at most (theorem 4.1 of
+    the paper).
+    """
     policy = Fair({})
     waiting = Waiting(policy)
     for key, size in sizes:

@@ -1,12 +1,15 @@
-"""Replays the scenarios, short stories of who arrives when and what each step computes, and compares every letter.
+"""Replays the scenarios, short stories of who arrives when and what each step computes, and
+compares every letter.
 
-A file has a title, the limits, the events, and the table. There is a column for each seq_id; ``A 0+3 sample`` says
-that three tokens of A from position 0 are computed and that the last one's logits are sampled. ``before`` are the
-operations on the cache: ``1 keep 0`` (seq_id 1 is emptied), ``0 -> 1 20`` (20 tokens of seq_id 0 are copied to 1),
-``1 save s0`` and ``s0 -> 1 20`` (to RAM and back). The last columns count cells after the step; they always
-add up. After ``--update-scenarios`` the table is what happens now, and the diff is for you to judge.
+A file has a title, the limits, the events, and the table. There is a column for each seq_id; ``A
+0+3 sample`` says that three tokens of A from position 0 are computed and that the last one's logits
+are sampled. ``before`` are the operations on the cache: ``1 keep 0`` (seq_id 1 is emptied), ``0 ->
+1 20`` (20 tokens of seq_id 0 are copied to 1), ``1 save s0`` and ``s0 -> 1 20`` (to RAM and back).
+The last columns count cells after the step; they always add up. After ``--update-scenarios`` the
+table is what happens now, and the diff is for you to judge.
 
-Prompts: ``prompt=5`` are five tokens that no other prompt begins with, ``prompt=A+5`` all tokens of A and five more.
+Prompts: ``prompt=5`` are five tokens that no other prompt begins with, ``prompt=A+5`` all tokens of
+A and five more.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Play:
             if verb == "arrives":
                 options = dict(word.split("=") for word in words)
                 prompt = self.prompt(options.pop("prompt"))
-                self.requests[name] = self.stage.add(name, prompt, **numbers(f"{k}={v}" for k, v in options.items()))
+                self.requests[name] = self.stage.add(
+                    name, prompt, **numbers(f"{k}={v}" for k, v in options.items())
+                )
             else:
                 assert verb == "aborts", verb
                 request_id, _, index = name.partition(".")
@@ -54,7 +59,11 @@ class Play:
         own = [(start + i) % 256 for i in range(int(count))]
         if not before:
             return own
-        return [*self.requests[before].prompt, *[t for t in self.stage.tokens(before) if t < 256], *own]
+        return [
+            *self.requests[before].prompt,
+            *[t for t in self.stage.tokens(before) if t < 256],
+            *own,
+        ]
 
     def name(self, request_id: str, index: int) -> str:
         """``A``, or ``A.1`` for one of several."""
@@ -66,11 +75,20 @@ class Play:
         then = self.happen(now)
         running, num_outputs = list(scheduler.running), len(self.stage.outputs)
         assert self.stage.step(), f"nothing to do at t={now}: let something happen earlier"
-        then += [f"{self.name(s.request.request_id, s.index)} parked" for s in running if s in scheduler.waiting]
-        then += [f"{self.name(o.request_id, o.index)} {o.finish}" for o in self.stage.outputs[num_outputs:] if o.finish]
+        then += [
+            f"{self.name(s.request.request_id, s.index)} parked"
+            for s in running
+            if s in scheduler.waiting
+        ]
+        then += [
+            f"{self.name(o.request_id, o.index)} {o.finish}"
+            for o in self.stage.outputs[num_outputs:]
+            if o.finish
+        ]
         batch = backend.batches[-1]
         rows = {
-            seq_id: f"{self.name(row.seq.request.request_id, row.seq.index)} {str(row).partition(' ')[2]}"
+            seq_id: f"{self.name(row.seq.request.request_id, row.seq.index)} "
+            f"{str(row).partition(' ')[2]}"
             for seq_id, row in zip(backend.seq_ids[-1], batch.rows, strict=True)
         }
         before = [str(operation) for operation in batch.operations]
@@ -80,7 +98,9 @@ class Play:
         return [str(now), *columns, ", ".join(before) or "-", ", ".join(then) or "-", cells]
 
     def table(self) -> list[str]:
-        """Play to the end; the laws of every step and the text of every sequence are checked on the way."""
+        """Play to the end; the laws of every step and the text of every sequence are checked on the
+        way.
+        """
         seq_ids = [f"seq_id {i}" for i in range(self.stage.backend.info.max_num_seqs)]
         lines = [["step", *seq_ids, "before", "then", "held idle free"]]
         last = max(int(event[0].removeprefix("t=")) for event in self.events)
@@ -92,10 +112,13 @@ class Play:
             for index in range(request.params.n):
                 tokens = self.stage.tokens(name, index)
                 aborted = self.stage.ends()[f"{name}.{index}"] == "abort"
-                assert tokens == (right[: len(tokens)] if aborted else right), f"{name}.{index} got a wrong text"
+                assert tokens == (right[: len(tokens)] if aborted else right), (
+                    f"{name}.{index} got a wrong text"
+                )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return [
-            "   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+            "   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         ]
 
 

@@ -26,7 +26,9 @@ def make_scheduler(max_num_batched_tokens: int) -> Scheduler:
 
 
 def test_continuous_batching(fake_engine):
-    """A finished row leaves, and a waiting sequence takes its seq_id in the next step; nobody waits for a batch."""
+    """A finished row leaves, and a waiting sequence takes its seq_id in the next step; nobody waits
+    for a batch.
+    """
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
     for name, max_tokens in (("A", 2), ("B", 4), ("C", 2)):
         engine.add(name, [1, 2, 3], max_tokens=max_tokens)
@@ -78,7 +80,9 @@ def test_decoding_goes_before_prompts(fake_engine):
 
 
 def test_prompts_get_what_keeps_the_latency_target(fake_engine):
-    """Beside decoding rows a prompt gets the tokens that fit into the target, by the costs of the steps before."""
+    """Beside decoding rows a prompt gets the tokens that fit into the target, by the costs of the
+    steps before.
+    """
     costs = Costs(step=0.010, row=0.010, token=0.001)
     engine = fake_engine(max_num_batched_tokens=200, costs=costs, engine_target_itl=0.1)
     engine.add("A", [1] * 100, ignore_eos=True, max_tokens=100)
@@ -97,8 +101,12 @@ def test_prompts_get_what_keeps_the_latency_target(fake_engine):
 
 
 def test_prompts_that_come_together_are_not_all_computed_together(fake_engine):
-    """Two of them are enough for an efficient step; more would only have their first token with the last of them."""
-    engine = fake_engine(max_num_batched_tokens=400, costs=Costs(step=0.004, row=0.001, token=0.001))
+    """Two of them are enough for an efficient step; more would only have their first token with the
+    last of them.
+    """
+    engine = fake_engine(
+        max_num_batched_tokens=400, costs=Costs(step=0.004, row=0.001, token=0.001)
+    )
     engine.add("A", [1] * 96, ignore_eos=True, max_tokens=100)
     engine.finish()
     for name in "BCDE":
@@ -108,8 +116,12 @@ def test_prompts_that_come_together_are_not_all_computed_together(fake_engine):
 
 
 def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
-    """If the decoding rows alone take longer than the target, prompts still get a tile of tokens."""
-    engine = fake_engine(max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5)
+    """If the decoding rows alone take longer than the target, prompts still get a tile of
+    tokens.
+    """
+    engine = fake_engine(
+        max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5
+    )
     engine.add("A", [1] * 30, ignore_eos=True, max_tokens=100)
     for _ in range(3):
         engine.step()
@@ -146,7 +158,9 @@ def test_max_tokens(fake_engine):
 
 
 def test_the_end_of_the_context(fake_engine):
-    """Prompt and output together fill the context and no more, also where more tokens were asked for."""
+    """Prompt and output together fill the context and no more, also where more tokens were asked
+    for.
+    """
     engine = fake_engine(context_length=16, length=99)
     for name, size in (("A", 10), ("B", 15)):
         engine.add(name, LONG[:size], max_tokens=50)
@@ -156,7 +170,9 @@ def test_the_end_of_the_context(fake_engine):
 
 
 def test_a_prompt_that_can_never_fit(fake_engine):
-    """It ends in an error before anything is leased, although whoever sent it should have checked."""
+    """It ends in an error before anything is leased, although whoever sent it should have
+    checked.
+    """
     engine = fake_engine(context_length=16)
     request = Request("A", LONG[:16], SamplingParams(n=2))
     assert [output.finish for output in engine.engine.handle(Add(request))] == ["error", "error"]
@@ -195,8 +211,12 @@ def test_stop_tokens(fake_engine):
 
 
 def test_parking_takes_from_the_tail(fake_engine):
-    """When the pool is short, those who came last are parked, one by one; everyone ends with the right text."""
-    engine = fake_engine(context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25)
+    """When the pool is short, those who came last are parked, one by one; everyone ends with the
+    right text.
+    """
+    engine = fake_engine(
+        context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25
+    )
     engine.scheduler.expected.output = 4
     requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
     running = ["ABCD"]
@@ -208,13 +228,19 @@ def test_parking_takes_from_the_tail(fake_engine):
             running.append(names)
     assert running == ["ABCD", "ABC", "AB", "CD", "D"]
     assert engine.scheduler.num_parked == 2
-    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+    assert [engine.tokens(r.request_id) for r in requests] == [
+        engine.right_tokens(r) for r in requests
+    ]
     assert list(engine.ends()) == ["A.0", "B.0", "C.0", "D.0"]
 
 
 def test_a_sequence_that_is_parked_in_a_step_gets_no_row_in_it(fake_engine):
-    """An interactive prompt takes the cells of a batch prompt that was to be served in the same step."""
-    engine = fake_engine(context_length=64, max_num_seqs=8, max_num_batched_tokens=9, num_cells=277, length=60)
+    """An interactive prompt takes the cells of a batch prompt that was to be served in the same
+    step.
+    """
+    engine = fake_engine(
+        context_length=64, max_num_seqs=8, max_num_batched_tokens=9, num_cells=277, length=60
+    )
     engine.scheduler.expected.output = 8.0
     for i in range(6):
         engine.add(f"D{i}", [10 * i] * 2, max_tokens=55, ignore_eos=True)
@@ -227,12 +253,16 @@ def test_a_sequence_that_is_parked_in_a_step_gets_no_row_in_it(fake_engine):
     engine.finish()
     assert engine.scheduler.num_parked > 0
     assert set(engine.ends().values()) == {"length"}
-    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+    assert [engine.tokens(r.request_id) for r in requests] == [
+        engine.right_tokens(r) for r in requests
+    ]
 
 
 def test_a_parked_sequence_keeps_its_turn(fake_engine):
     """It waits at the head of the queue, before those who never ran."""
-    engine = fake_engine(context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30)
+    engine = fake_engine(
+        context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30
+    )
     engine.scheduler.expected.output = 1
     engine.add("A", LONG[:18], max_tokens=20)
     engine.add("B", LONG[18:36], max_tokens=20)
@@ -247,7 +277,9 @@ def test_a_parked_sequence_keeps_its_turn(fake_engine):
 
 def test_admission_leaves_room_for_the_running(fake_engine):
     """A prompt that would fit only by stopping others from decoding waits."""
-    engine = fake_engine(context_length=32, num_cells=32, max_num_seqs=2, max_num_batched_tokens=32, length=4)
+    engine = fake_engine(
+        context_length=32, num_cells=32, max_num_seqs=2, max_num_batched_tokens=32, length=4
+    )
     engine.add("A", LONG[:20])
     engine.add("B", LONG[20:36], max_tokens=1)
     steps = engine.finish()
@@ -261,7 +293,9 @@ def test_abort_while_waiting(fake_engine):
     for name in "ABC":
         engine.add(name, [1], max_tokens=2)
     engine.step()
-    assert [(o.request_id, o.token, str(o.finish)) for o in engine.abort("B")] == [("B", -1, "abort")]
+    assert [(o.request_id, o.token, str(o.finish)) for o in engine.abort("B")] == [
+        ("B", -1, "abort")
+    ]
     engine.finish()
     assert engine.ends() == {"B.0": "abort", "A.0": "length", "C.0": "length"}
 
@@ -344,7 +378,9 @@ def test_a_running_prefix_is_shared(fake_engine):
 
 
 def test_a_prefix_in_flight_is_computed_once(fake_engine):
-    """Those who arrive together with the same prefix wait for the first of them, and then go on from there."""
+    """Those who arrive together with the same prefix wait for the first of them, and then go on
+    from there.
+    """
     engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=24)
     for name, own in zip("ABC", ([1, 2], [3], [4, 5, 6]), strict=True):
         engine.add(name, [*LONG, *own], max_tokens=1)
@@ -424,9 +460,15 @@ def test_several_answers_share_their_prompt(fake_engine):
 
 
 def test_state_that_cannot_be_trimmed_is_shared_through_checkpoints(fake_engine):
-    """Recurrent state: the leader stops where its followers leave it, and its state is saved there."""
+    """Recurrent state: the leader stops where its followers leave it, and its state is saved
+    there.
+    """
     engine = fake_engine(
-        context_length=200, max_num_seqs=4, max_num_batched_tokens=200, can_trim=False, engine_ram_cache_bytes=1000
+        context_length=200,
+        max_num_seqs=4,
+        max_num_batched_tokens=200,
+        can_trim=False,
+        engine_ram_cache_bytes=1000,
     )
     prefix = list(range(20, 100))
     for name, own in zip("ABC", ([1, 2], [3], [4, 5, 6]), strict=True):
@@ -442,8 +484,15 @@ def test_state_that_cannot_be_trimmed_is_shared_through_checkpoints(fake_engine)
 
 
 def test_a_parked_sequence_goes_on_from_ram(fake_engine):
-    """Its cells are saved when they are taken, and loaded when it comes back: nothing is computed twice."""
-    options = {"context_length": 200, "num_cells": 200, "max_num_seqs": 2, "max_num_batched_tokens": 200}
+    """Its cells are saved when they are taken, and loaded when it comes back: nothing is computed
+    twice.
+    """
+    options = {
+        "context_length": 200,
+        "num_cells": 200,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 200,
+    }
     engine = fake_engine(**options, length=150, engine_ram_cache_bytes=10_000)
     engine.scheduler.expected.output = 4
     requests = [engine.add("A", LONG, max_tokens=100), engine.add("B", [7] * 80, max_tokens=100)]
@@ -452,12 +501,18 @@ def test_a_parked_sequence_goes_on_from_ram(fake_engine):
     assert any(isinstance(op, Save) for batch in engine.backend.batches for op in batch.operations)
     assert any(isinstance(op, Load) for batch in engine.backend.batches for op in batch.operations)
     assert sum(batch.num_tokens for batch in engine.backend.batches) == 40 + 80 + 2 * 99
-    assert [engine.tokens(r.request_id) for r in requests] == [engine.right_tokens(r) for r in requests]
+    assert [engine.tokens(r.request_id) for r in requests] == [
+        engine.right_tokens(r) for r in requests
+    ]
 
 
 def test_own_tokens_found_after_parking_are_not_cached_ones(fake_engine):
-    """num_cached_tokens goes to the bill: what a sequence computed itself before it was parked is not part of it."""
-    engine = fake_engine(context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40)
+    """num_cached_tokens goes to the bill: what a sequence computed itself before it was parked is
+    not part of it.
+    """
+    engine = fake_engine(
+        context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40
+    )
     engine.scheduler.expected.output = 4
     engine.add("A", LONG[:20], max_tokens=16)
     engine.add("B", LONG[20:], max_tokens=18)
@@ -473,11 +528,21 @@ def test_stats(fake_engine):
         engine.add(name, [1, 2, 3])
     engine.step()
     stats = engine.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_seq_ids) == (2, 1, 2, 2)
+    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_seq_ids) == (
+        2,
+        1,
+        2,
+        2,
+    )
     assert (stats.num_cells, stats.num_cells_held, stats.num_cells_idle) == (128, 6, 0)
     engine.finish()
     stats = engine.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_steps) == (0, 0, 0, 4)
+    assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_steps) == (
+        0,
+        0,
+        0,
+        4,
+    )
     assert (stats.num_cells_held, stats.num_cells_idle) == (0, 8)
 
 
@@ -496,7 +561,9 @@ def test_nothing_to_do():
         lambda scheduler: setattr(scheduler.waiting.head(0), "seq_id", 0),
         lambda scheduler: setattr(scheduler.waiting.head(0), "status", Status.RUNNING),
         lambda scheduler: scheduler.waiting.remove(scheduler.waiting.head(0)),
-        lambda scheduler: scheduler.deferred.follow(scheduler.running[0], 3, scheduler.waiting.head(0)),
+        lambda scheduler: scheduler.deferred.follow(
+            scheduler.running[0], 3, scheduler.waiting.head(0)
+        ),
         lambda scheduler: scheduler.deferred.reasons.update({scheduler.waiting.head(0): "nothing"}),
         lambda scheduler: scheduler.ledger.hold(0, 1),
     ],
@@ -517,7 +584,9 @@ def test_check_finds_every_crime(crime):
     """Each law is broken by hand once, and noticed."""
     scheduler = make_scheduler(4)
     for name in "ABC":
-        scheduler.add(Sequence(Request(name, [ord(name)] * 5, SamplingParams(max_tokens=2)), 0, 0, 8), 0.0)
+        scheduler.add(
+            Sequence(Request(name, [ord(name)] * 5, SamplingParams(max_tokens=2)), 0, 0, 8), 0.0
+        )
     scheduler.update(scheduler.schedule(0.0), [], 1.0)
     scheduler.check()
     crime(scheduler)
@@ -550,7 +619,9 @@ limits = st.fixed_dictionaries(
 @settings(max_examples=80)
 @given(limits, st.lists(st.one_of(arrivals, arrivals, aborts, steps, steps), max_size=14))
 def test_random_arrivals_and_aborts(fake_engine, limits, events):
-    """Whoever comes and goes: everything is given back, no step is too large, and every text is right."""
+    """Whoever comes and goes: everything is given back, no step is too large, and every text is
+    right.
+    """
     engine = fake_engine(context_length=40, **limits)
     requests, aborted = [], set()
     for event, what, options in events:
@@ -578,12 +649,16 @@ def test_random_arrivals_and_aborts(fake_engine, limits, events):
                 assert tokens == right
                 assert ends[f"{name}.{index}"] == ("stop" if right[-1] == 256 else "length")
     num_ends = sum(bool(output.finish) for output in engine.outputs)
-    assert num_ends == len(ends) == sum(request.params.n for request in requests), "nobody ends twice or never"
+    assert num_ends == len(ends) == sum(request.params.n for request in requests), (
+        "nobody ends twice or never"
+    )
 
 
 @given(limits, st.lists(st.integers(1, 30), min_size=2, max_size=6))
 def test_decoding_is_never_held_up(fake_engine, limits, lengths):
-    """A sequence that decodes gets a token in each step until it ends, unless it is preempted, whatever arrives."""
+    """A sequence that decodes gets a token in each step until it ends, unless it is preempted,
+    whatever arrives.
+    """
     engine = fake_engine(context_length=40, **limits)
     for i, length in enumerate(lengths):
         engine.add(str(i), [1] * length, max_tokens=5)
@@ -600,8 +675,12 @@ def test_decoding_is_never_held_up(fake_engine, limits, lengths):
 
 
 def test_a_request_that_has_begun_does_not_time_out_in_the_queue(fake_engine):
-    """Its second choice waits for the prompt that the first computes, for longer than the first may have waited."""
-    engine = fake_engine(max_num_batched_tokens=20, costs=Costs(step=1.0, row=0.0, token=0.0), max_num_seqs=1)
+    """Its second choice waits for the prompt that the first computes, for longer than the first may
+    have waited.
+    """
+    engine = fake_engine(
+        max_num_batched_tokens=20, costs=Costs(step=1.0, row=0.0, token=0.0), max_num_seqs=1
+    )
     engine.add("A", [5] * 200, n=2, queue_timeout=3.0, max_tokens=3, ignore_eos=True)
     engine.step()
     engine.add("B", [6] * 20, queue_timeout=3.0, max_tokens=3)
@@ -610,9 +689,13 @@ def test_a_request_that_has_begun_does_not_time_out_in_the_queue(fake_engine):
 
 
 def test_what_is_probably_cached_is_no_work_ahead(fake_engine):
-    """Forty that share a long prompt: once that is known, those who wait are not estimated as if nothing were there."""
+    """Forty that share a long prompt: once that is known, those who wait are not estimated as if
+    nothing were there.
+    """
     costs = Costs(step=0.01, row=0.001, token=0.001)
-    engine = fake_engine(context_length=2048, max_num_seqs=4, max_num_batched_tokens=512, costs=costs)
+    engine = fake_engine(
+        context_length=2048, max_num_seqs=4, max_num_batched_tokens=512, costs=costs
+    )
     shared = [(7 * i) % 250 for i in range(1500)]
     for i in range(3):
         engine.add(f"early{i}", [*shared, i], max_tokens=4)
@@ -625,16 +708,27 @@ def test_what_is_probably_cached_is_no_work_ahead(fake_engine):
     engine.finish()
     assert stats.waiting_seconds < 10 < 36 * 1.5, "what is cached costs nothing"
     assert engine.now - begun < 1
-    assert engine.scheduler.stats().prompt_token_seconds < 0.1 * costs.token, "nor is the next who comes"
+    assert engine.scheduler.stats().prompt_token_seconds < 0.1 * costs.token, (
+        "nor is the next who comes"
+    )
 
 
 def test_who_has_waited_too_long_is_not_parked_again(fake_engine):
-    """A batch request among interactive ones that never end: once it has aged it runs to its end."""
-    engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=40, costs=Costs(step=1.0, row=0.0, token=0.0))
+    """A batch request among interactive ones that never end: once it has aged it runs to its
+    end.
+    """
+    engine = fake_engine(
+        max_num_seqs=2, max_num_batched_tokens=40, costs=Costs(step=1.0, row=0.0, token=0.0)
+    )
     engine.add("slow", [9] * 30, priority=Priority.BATCH, max_tokens=5, ignore_eos=True)
     for i in range(300):
         while len(engine.scheduler.waiting) < 3:
-            engine.add(f"i{engine.scheduler._next_order}", [i % 200] * 10, priority=Priority.INTERACTIVE, max_tokens=3)
+            engine.add(
+                f"i{engine.scheduler._next_order}",
+                [i % 200] * 10,
+                priority=Priority.INTERACTIVE,
+                max_tokens=3,
+            )
         engine.step()
         if "slow.0" in engine.ends():
             break
@@ -643,7 +737,9 @@ def test_who_has_waited_too_long_is_not_parked_again(fake_engine):
 
 
 def test_a_leader_is_as_urgent_as_who_follows_it(fake_engine):
-    """An interactive request behind a prefix that a batch one computes does not wait for other interactive prompts."""
+    """An interactive request behind a prefix that a batch one computes does not wait for other
+    interactive prompts.
+    """
     engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=20, context_length=256)
     prefix = [(7 * i) % 250 for i in range(100)]
     engine.add("batch", [*prefix, 1], priority=Priority.BATCH, max_tokens=1)
@@ -657,9 +753,15 @@ def test_a_leader_is_as_urgent_as_who_follows_it(fake_engine):
 
 
 def test_a_snapshot_that_does_not_fit_holds_up_nobody(fake_engine):
-    """The pool has room for the prompt but not for the long prefix that it would be loaded from: it is computed."""
+    """The pool has room for the prompt but not for the long prefix that it would be loaded from: it
+    is computed.
+    """
     engine = fake_engine(
-        context_length=200, num_cells=260, max_num_seqs=2, max_num_batched_tokens=200, engine_ram_cache_bytes=10_000
+        context_length=200,
+        num_cells=260,
+        max_num_seqs=2,
+        max_num_batched_tokens=200,
+        engine_ram_cache_bytes=10_000,
     )
     long = [(7 * i) % 250 for i in range(180)]
     engine.add("first", long, max_tokens=2)

@@ -1,4 +1,6 @@
-"""Whatever arrives in whatever order, every sequence gets the right text or a reason, and the laws always hold."""
+"""Whatever arrives in whatever order, every sequence gets the right text or a reason, and the laws
+always hold.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import pytest
 from conftest import FakeEngine
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import cllm.scheduler
 from cllm.backends.fake import Faults
@@ -26,7 +34,9 @@ PROMPTS = st.sampled_from([1, 2, 7, 17, 30, 38, 50, 63])
 OUTPUTS = st.sampled_from([0, 1, 2, 3, 20, 55, None])
 
 
-BOOKKEEPING = {str(path) for path in Path(cllm.scheduler.__path__[0]).glob("*.py")} | {ledger.__file__}
+BOOKKEEPING = {str(path) for path in Path(cllm.scheduler.__path__[0]).glob("*.py")} | {
+    ledger.__file__
+}
 
 
 class Bug(Exception):
@@ -35,7 +45,9 @@ class Bug(Exception):
 
 @contextmanager
 def bug_in_call(number: int) -> Iterator[None]:
-    """Let the ``number``-th call of a function of the scheduler or the ledger raise Bug instead of doing anything."""
+    """Let the ``number``-th call of a function of the scheduler or the ledger raise Bug instead of
+    doing anything.
+    """
 
     def trace(frame: FrameType, event: str, arg: object) -> None:
         nonlocal number
@@ -54,10 +66,11 @@ def bug_in_call(number: int) -> Iterator[None]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Sends more than the pool holds: sequences of all classes and lengths, that share prefixes, expire, are aborted.
+    """Sends more than the pool holds: sequences of all classes and lengths, that share prefixes,
+    expire, are aborted.
 
-    The engine checks the conservation laws after every step; the fake backend raises an error if a row or an operation
-    does not fit what its cells hold.
+    The engine checks the conservation laws after every step; the fake backend raises an error if a
+    row or an operation does not fit what its cells hold.
     """
 
     options: ClassVar[dict] = {}
@@ -68,19 +81,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
 
-    @initialize(num_cells=st.integers(CONTEXT + 1, 300), num_tokens=st.integers(8, 20), num_talkers=st.integers(0, 7))
+    @initialize(
+        num_cells=st.integers(CONTEXT + 1, 300),
+        num_tokens=st.integers(8, 20),
+        num_talkers=st.integers(0, 7),
+    )
     def start(self, num_cells: int, num_tokens: int, num_talkers: int) -> None:
         """A pool and a step of some size, and sequences that decode for a long time."""
-        limits = {"context_length": CONTEXT, "max_num_seqs": 8, "length": CONTEXT, "max_num_batched_tokens": num_tokens}
+        limits = {
+            "context_length": CONTEXT,
+            "max_num_seqs": 8,
+            "length": CONTEXT,
+            "max_num_batched_tokens": num_tokens,
+        }
         pool = {} if "max_num_seqs" in self.options else {"num_cells": num_cells}
         self.engine = FakeEngine(**limits | pool | self.options)
-        self.engine.scheduler.expected.size = lambda seq: seq.num_tokens  # far too little: more is admitted than fits
+        # far too little: more is admitted than fits
+        self.engine.scheduler.expected.size = lambda seq: seq.num_tokens
         for _ in range(num_talkers):
             self.send([7 * len(self.requests)] * 2)
 
     def send(self, prompt: list[int], **params) -> None:
         name = f"R{len(self.requests)}"
-        self.requests[name] = self.engine.add(name, [token % 250 for token in prompt], ignore_eos=True, **params)
+        self.requests[name] = self.engine.add(
+            name, [token % 250 for token in prompt], ignore_eos=True, **params
+        )
 
     @rule(
         size=PROMPTS,
@@ -133,16 +158,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.engine.finish(max_steps=20_000)
         ends = self.engine.ends()
-        assert ends.keys() == {f"{name}.{i}" for name in self.requests for i in range(self.requests[name].params.n)}
-        assert sum(bool(output.finish) for output in self.engine.outputs) == len(ends), "no sequence ends twice"
+        assert ends.keys() == {
+            f"{name}.{i}" for name in self.requests for i in range(self.requests[name].params.n)
+        }
+        assert sum(bool(output.finish) for output in self.engine.outputs) == len(ends), (
+            "no sequence ends twice"
+        )
         for name, request in self.requests.items():
             space = CONTEXT - len(request.prompt)
-            limit = space if request.params.max_tokens is None else min(space, request.params.max_tokens)
+            limit = (
+                space
+                if request.params.max_tokens is None
+                else min(space, request.params.max_tokens)
+            )
             right = [(request.prompt[-1] + 1 + i) % 256 for i in range(limit)]
             for index in range(request.params.n):
                 tokens, end = self.engine.tokens(name, index), ends[f"{name}.{index}"]
                 assert tokens == right[: len(tokens)], f"{name}.{index} has a wrong text"
-                assert end != "length" or len(tokens) == len(right), f"{name}.{index} ended too early"
+                assert end != "length" or len(tokens) == len(right), (
+                    f"{name}.{index} ended too early"
+                )
                 assert end in ("length", "abort", "timeout", *self.other_ends), end
                 assert end != "abort" or name in self.aborted
                 assert end != "timeout" or request.queue_timeout is not None
@@ -150,14 +185,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class FaultyMachine(SchedulerMachine):
-    """The same, while the backend fails and functions of the scheduler raise exceptions that no code expects."""
+    """The same, while the backend fails and functions of the scheduler raise exceptions that no
+    code expects.
+    """
 
     options: ClassVar[dict] = {"engine_check": False, "engine_ram_cache_bytes": 500}
     other_ends = ("error",)
 
     @rule(times=st.integers(1, 3))
     def let_the_backend_fail(self, times: int) -> None:
-        self.engine.backend._faults = Faults(raise_at_step=self.engine.backend.num_steps + 1, raise_times=times)
+        self.engine.backend._faults = Faults(
+            raise_at_step=self.engine.backend.num_steps + 1, raise_times=times
+        )
 
     @rule(number=st.integers(1, 60))
     def step_with_a_bug(self, number: int) -> None:
@@ -184,11 +223,14 @@ def test_an_overcommitted_pool_keeps_every_law(layout: str) -> None:
 
 
 def test_an_exception_ends_the_sequences_involved_and_the_engine_goes_on() -> None:
-    run_state_machine_as_test(FaultyMachine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(
+        FaultyMachine, settings=settings(max_examples=40, stateful_step_count=30)
+    )
 
 
 def test_a_pool_that_runs_out_while_prompts_of_two_classes_are_computed() -> None:
-    """Sequences that decode take the last cells in a step that was to serve an interactive and a batch prompt.
+    """Sequences that decode take the last cells in a step that was to serve an interactive and a
+    batch prompt.
 
     It takes many tries to hit such a step, so the numbers come from seeds.
     """
@@ -197,16 +239,25 @@ def test_a_pool_that_runs_out_while_prompts_of_two_classes_are_computed() -> Non
         num_talkers, sizes = random.randint(1, 6), [random.randint(8, 60), random.randint(8, 60)]
         num_tokens = max(8, num_talkers + random.randint(1, 12))
         before, num_steps = random.randint(0, 15), sum(sizes) // (num_tokens - num_talkers)
-        num_cells = num_talkers * (2 + before) + sum(sizes) + random.randint(0, num_talkers * num_steps)
+        num_cells = (
+            num_talkers * (2 + before) + sum(sizes) + random.randint(0, num_talkers * num_steps)
+        )
         limits = {"context_length": CONTEXT, "max_num_seqs": 8, "length": CONTEXT}
-        engine = FakeEngine(**limits, max_num_batched_tokens=num_tokens, num_cells=max(CONTEXT + 1, num_cells))
-        engine.scheduler.expected.size = lambda seq: seq.num_tokens  # far too little: more is admitted than fits
+        engine = FakeEngine(
+            **limits, max_num_batched_tokens=num_tokens, num_cells=max(CONTEXT + 1, num_cells)
+        )
+        # far too little: more is admitted than fits
+        engine.scheduler.expected.size = lambda seq: seq.num_tokens
         requests = [engine.add(f"T{i}", [7 * i] * 2, ignore_eos=True) for i in range(num_talkers)]
         for _ in range(before):
             engine.step()
         requests.append(engine.add("B", [100] * sizes[0], priority=Priority.BATCH, max_tokens=3))
         for _ in range(random.randint(0, sizes[0] // (num_tokens - num_talkers))):
             engine.step()
-        requests.append(engine.add("A", [200] * sizes[1], priority=Priority.INTERACTIVE, max_tokens=3))
+        requests.append(
+            engine.add("A", [200] * sizes[1], priority=Priority.INTERACTIVE, max_tokens=3)
+        )
         engine.finish()
-        assert all(engine.tokens(r.request_id) == engine.right_tokens(r) for r in requests), f"seed {seed}"
+        assert all(engine.tokens(r.request_id) == engine.right_tokens(r) for r in requests), (
+            f"seed {seed}"
+        )

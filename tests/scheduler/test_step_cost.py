@@ -65,7 +65,9 @@ def test_it_follows_the_machine():
 
 
 def test_a_hiccup_is_not_believed():
-    """One step that took a hundred times as long changes little, also where the number of rows is new."""
+    """One step that took a hundred times as long changes little, also where the number of rows is
+    new.
+    """
     cost = StepCost(16)
     for _ in range(20):
         cost.observe(2, 0, 0.01)

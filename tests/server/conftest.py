@@ -1,4 +1,6 @@
-"""Servers as users start them: ``cllm serve`` in a process of its own, on a free port of the loopback."""
+"""Servers as users start them: ``cllm serve`` in a process of its own, on a free port of the
+loopback.
+"""
 
 import contextlib
 import os
@@ -19,17 +21,34 @@ from conftest import PATIENCE
 
 from cllm.observe.cpu_time import cpu_seconds
 
-# A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of minutes.
-NARROW = ["--backend.name", "fake", "--max-num-seqs", "4", "--scheduler.max-queue-requests", "8", "--context", "32768"]
+# A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of
+# minutes.
+NARROW = [
+    "--backend.name",
+    "fake",
+    "--max-num-seqs",
+    "4",
+    "--scheduler.max-queue-requests",
+    "8",
+    "--context",
+    "32768",
+]
 
 
 class Server:
     """A running ``cllm serve``; ``log`` is what it has said so far."""
 
     def __init__(
-        self, *arguments: str, max_files: int | None = None, program: Iterable[str] = ("-m", "cllm"), **environment: str
+        self,
+        *arguments: str,
+        max_files: int | None = None,
+        program: Iterable[str] = ("-m", "cllm"),
+        **environment: str,
     ) -> None:
-        """``max_files``: that it may have open at once. ``program``: what Python runs, with ``serve`` and so on."""
+        """``max_files``: that it may have open at once.
+
+        ``program``: what Python runs, with ``serve`` and so on.
+        """
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
         command = [sys.executable, *program, "serve", "--port", "0", *arguments]
@@ -37,7 +56,9 @@ class Server:
             command = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
         own = {"CLLM_STORAGE_FOLDER": str(Path(folder.name) / "state")}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **own, **environment})
+            self.process = subprocess.Popen(
+                command, stderr=log, env={**os.environ, **own, **environment}
+            )
         try:
             self.url = self._wait_for_url()
             self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)
@@ -65,7 +86,9 @@ class Server:
         """The sum over all labels, or over those that have ``label``."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(
-            float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cllm:{name}{{") and label in line
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"cllm:{name}{{") and label in line
         )
 
     def forget(self) -> None:
@@ -110,7 +133,16 @@ class Server:
 @pytest.fixture(scope="session")
 def fake_server() -> Iterator[Server]:
     """A server whose answers count on from the prompt; it never computes anything."""
-    server = Server("--backend.name", "fake", "--max-num-seqs", "4", "--context", "512", "--server.max-body-mb", "1")
+    server = Server(
+        "--backend.name",
+        "fake",
+        "--max-num-seqs",
+        "4",
+        "--context",
+        "512",
+        "--server.max-body-mb",
+        "1",
+    )
     yield server
     assert server.stop() == 0, server.log
     server.forget()
@@ -137,7 +169,9 @@ def builtin_server(builtin_path: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def client(builtin_server: Server) -> Iterator[openai.OpenAI]:
     """OpenAI's, of that server; tests of other dialects have their own."""
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 

@@ -1,21 +1,43 @@
-"""Content blocks in an Anthropic conversation: the text of every type is read, the rest is left out and counted."""
+"""Content blocks in an Anthropic conversation: the text of every type is read, the rest is left out
+and counted.
+"""
 
 import pytest
 
 USER = {"role": "user", "content": "Where is Paris?"}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {"what": "Paris"}}
-SEARCH = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "Paris"}}
-PAGE = {"type": "web_search_result", "title": "Paris", "url": "http://a.example", "encrypted_content": "Eo8B" * 50}
+SEARCH = {
+    "type": "server_tool_use",
+    "id": "srvtoolu_1",
+    "name": "web_search",
+    "input": {"query": "Paris"},
+}
+PAGE = {
+    "type": "web_search_result",
+    "title": "Paris",
+    "url": "http://a.example",
+    "encrypted_content": "Eo8B" * 50,
+}
 FETCHED = {
     "type": "web_fetch_result",
     "url": "http://a.example",
-    "content": {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "In France."}},
+    "content": {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "In France."},
+    },
 }
-PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+PDF = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
+}
 
 
 def told(*blocks):
-    return [USER, {"role": "assistant", "content": [*blocks, {"type": "text", "text": "In France."}]}, USER]
+    return [
+        USER,
+        {"role": "assistant", "content": [*blocks, {"type": "text", "text": "In France."}]},
+        USER,
+    ]
 
 
 def asked(*blocks):
@@ -38,7 +60,9 @@ def result_of(kind, content):
 @pytest.fixture
 def count(fake_server):
     def count(messages):
-        answer = fake_server.client.post("/v1/messages/count_tokens", json={"model": "fake", "messages": messages})
+        answer = fake_server.client.post(
+            "/v1/messages/count_tokens", json={"model": "fake", "messages": messages}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()["input_tokens"]
 
@@ -50,20 +74,43 @@ def count(fake_server):
     [
         (told, SEARCH, []),
         (told, result_of("web_search", [PAGE]), ["Paris", "http://a.example"]),
-        (told, result_of("web_search", {"type": "web_search_tool_result_error", "error_code": "unavailable"}), []),
+        (
+            told,
+            result_of(
+                "web_search", {"type": "web_search_tool_result_error", "error_code": "unavailable"}
+            ),
+            [],
+        ),
         (told, result_of("web_fetch", FETCHED), ["http://a.example", "In France."]),
-        (told, result_of("bash_code_execution", {"stdout": "4", "stderr": "", "return_code": 0}), ["4"]),
+        (
+            told,
+            result_of("bash_code_execution", {"stdout": "4", "stderr": "", "return_code": 0}),
+            ["4"],
+        ),
         (told, result_of("tool_search", {"tool_references": [{"tool_name": "find"}]}), ["find"]),
-        (told, {"type": "mcp_tool_result", "tool_use_id": "m", "content": [text("In France.")]}, ["In France."]),
+        (
+            told,
+            {"type": "mcp_tool_result", "tool_use_id": "m", "content": [text("In France.")]},
+            ["In France."],
+        ),
         (told, {"type": "compaction", "content": "They spoke of Rome."}, ["They spoke of Rome."]),
         (told, {"type": "alien", "title": 5, "content": {"deep": [1, None]}, "text": False}, []),
         (asked, {"type": "container_upload", "file_id": "f"}, []),
         (
             asked,
-            {"type": "search_result", "title": "Paris", "source": "a", "content": [text("In France.")]},
+            {
+                "type": "search_result",
+                "title": "Paris",
+                "source": "a",
+                "content": [text("In France.")],
+            },
             ["Paris", "a", "In France."],
         ),
-        (asked, {**FETCHED["content"], "title": "Cities", "citations": {"enabled": True}}, ["Cities", "In France."]),
+        (
+            asked,
+            {**FETCHED["content"], "title": "Cities", "citations": {"enabled": True}},
+            ["Cities", "In France."],
+        ),
         (
             asked,
             {"type": "document", "source": {"type": "content", "content": [text("In France.")]}},
@@ -78,36 +125,56 @@ def test_text_of_any_block_is_read_and_the_rest_is_left_out(count, place, block,
 
 
 def test_skipped_blocks_are_counted_and_named(fake_server):
-    before = [fake_server.metric("skipped_parts_total", f'type="{name}"') for name in ("server_tool_use", "other")]
+    before = [
+        fake_server.metric("skipped_parts_total", f'type="{name}"')
+        for name in ("server_tool_use", "other")
+    ]
     messages = [
         *told(SEARCH, result_of("web_search", [PAGE])),
         *found({"type": "alien"}, {"type": "tool_reference", "tool_name": "find"}),
     ]
-    body = {"model": "fake", "max_tokens": 4, "system": [{"type": "alien"}, text("Be brief.")], "messages": messages}
+    body = {
+        "model": "fake",
+        "max_tokens": 4,
+        "system": [{"type": "alien"}, text("Be brief.")],
+        "messages": messages,
+    }
     answer = fake_server.client.post("/v1/messages", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-cllm-skipped"] == "other, server_tool_use"
-    after = [fake_server.metric("skipped_parts_total", f'type="{name}"') for name in ("server_tool_use", "other")]
+    after = [
+        fake_server.metric("skipped_parts_total", f'type="{name}"')
+        for name in ("server_tool_use", "other")
+    ]
     assert [after[0] - before[0], after[1] - before[1]] == [1, 2]
 
 
-@pytest.mark.parametrize("block", [PDF, {"type": "image", "source": {"type": "url", "url": "http://a.example"}}])
+@pytest.mark.parametrize(
+    "block", [PDF, {"type": "image", "source": {"type": "url", "url": "http://a.example"}}]
+)
 @pytest.mark.parametrize("place", [told, asked, found])
 def test_images_and_scanned_documents_are_refused(fake_server, place, block):
     """The model would answer without what it was asked about."""
-    answer = fake_server.client.post("/v1/messages", json={"model": "fake", "max_tokens": 4, "messages": place(block)})
+    answer = fake_server.client.post(
+        "/v1/messages", json={"model": "fake", "max_tokens": 4, "messages": place(block)}
+    )
     assert answer.status_code == 400
     assert f"'{block['type']}'" in answer.json()["error"]["message"]
 
 
 def test_billing_header_of_a_system_prompt_is_not_read(fake_server):
-    """It differs in every session, and stands first: nothing of the prompt behind it could be reused."""
+    """It differs in every session, and stands first: nothing of the prompt behind it could be
+    reused.
+    """
     body = {"model": "fake", "messages": [USER]}
     count = [
         fake_server.client.post("/v1/messages/count_tokens", json={**body, "system": system}).json()
         for system in (
             [text("Be brief.")],
-            [text("x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli;"), text("Be brief.")],
+            [
+                text("x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli;"),
+                text("Be brief."),
+            ],
         )
     ]
     assert count[0] == count[1]

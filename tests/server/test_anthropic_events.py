@@ -1,4 +1,6 @@
-"""Any deltas become messages that the real client reads, whole or streamed, the same; without a server."""
+"""Any deltas become messages that the real client reads, whole or streamed, the same; without a
+server.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,8 @@ from cllm.text.chat import Channel
 TEXTS = st.text(max_size=20)
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)
 BLOCKS = st.lists(
-    st.tuples(st.sampled_from([Channel.TEXT, Channel.REASONING]), TEXTS) | st.tuples(st.just(Channel.CALL), ARGUMENTS),
+    st.tuples(st.sampled_from([Channel.TEXT, Channel.REASONING]), TEXTS)
+    | st.tuples(st.just(Channel.CALL), ARGUMENTS),
     max_size=5,
 )
 
@@ -64,12 +67,18 @@ def replaying(data):
     answer = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=data)
     transport = httpx2.MockTransport(lambda _: answer)
     return anthropic.Anthropic(
-        base_url="http://x", api_key="x", max_retries=0, http_client=httpx2.Client(transport=transport)
+        base_url="http://x",
+        api_key="x",
+        max_retries=0,
+        http_client=httpx2.Client(transport=transport),
     )
 
 
 def streamed(data):
-    with replaying(data) as client, client.messages.stream(model="m", max_tokens=9, messages=[]) as stream:
+    with (
+        replaying(data) as client,
+        client.messages.stream(model="m", max_tokens=9, messages=[]) as stream,
+    ):
         return stream.get_final_message()
 
 
@@ -96,7 +105,9 @@ def test_streamed_and_whole_messages_are_what_the_deltas_say(answer):
     )
     assert blocks_of(message) == blocks_of(whole) == expected
     assert message.stop_reason == whole.stop_reason
-    assert message.stop_reason == ("tool_use" if any(kind == "tool_use" for kind, _ in expected) else "end_turn")
+    assert message.stop_reason == (
+        "tool_use" if any(kind == "tool_use" for kind, _ in expected) else "end_turn"
+    )
     assert message.usage.input_tokens == whole.usage.input_tokens == 1
     assert message.usage.cache_read_input_tokens == 2
     assert message.usage.output_tokens == 7
@@ -126,7 +137,9 @@ def test_a_call_that_was_cut_off_keeps_what_is_there():
 
 def test_a_fault_in_a_stream_is_an_error_of_the_client():
     events = MessageEvents(generation(), "m", "req_1")
-    data = events.begin() + events.deltas([Delta(0, "a", 1)]) + events.fault(EngineError("it broke"))
+    data = (
+        events.begin() + events.deltas([Delta(0, "a", 1)]) + events.fault(EngineError("it broke"))
+    )
     try:
         streamed(data)
     except anthropic.APIStatusError as error:

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from cllm.errors import BadRequest
-from cllm.server.openai.batch_record import MAX_LINES, BatchFiles, BatchRecord, check_lines, load_records
+from cllm.server.openai.batch_record import (
+    MAX_LINES,
+    BatchFiles,
+    BatchRecord,
+    check_lines,
+    load_records,
+)
 from cllm.server.openai.file_store import FileStore, StateFolder, new_file
 
 
@@ -28,7 +34,9 @@ def test_a_line_that_a_crash_has_cut_off_is_taken_away(tmp_path):
         assert BatchFiles(tmp_path, "batch_1").answered() == ({"a"}, {"c"}, {})
         assert files.output.read_bytes() == line("a")
     files.add(line("b"), succeeded=True)
-    assert files.answered() == ({"a", "b"}, {"c"}, {}), "what was added is brought to the disk first"
+    assert files.answered() == ({"a", "b"}, {"c"}, {}), (
+        "what was added is brought to the disk first"
+    )
     assert files.output.read_bytes() == whole
 
 
@@ -69,8 +77,12 @@ def test_an_upload_that_a_full_disk_did_not_take_leaves_nothing(folder):
 
 
 def test_records_are_whole_or_not_there(tmp_path):
-    """One that is half written is not the record's name, and one that is damaged is no reason not to start."""
-    record = BatchRecord("batch_1", "", "m", "/v1/completions", "file-1", "24h", 1, 2, status="in_progress")
+    """One that is half written is not the record's name, and one that is damaged is no reason not
+    to start.
+    """
+    record = BatchRecord(
+        "batch_1", "", "m", "/v1/completions", "file-1", "24h", 1, 2, status="in_progress"
+    )
     BatchFiles(tmp_path, record.id).save(record)
     (tmp_path / "batch_2.new").write_bytes(b'{"id":')
     (tmp_path / "batch_3.json").write_bytes(b'{"id":')
@@ -80,7 +92,9 @@ def test_records_are_whole_or_not_there(tmp_path):
 def test_a_batch_has_a_limit_of_lines(tmp_path):
     path = tmp_path / "input"
     body = {"method": "POST", "url": "/v1/completions", "body": {}}
-    path.write_text("".join(json.dumps({"custom_id": str(i), **body}) + "\n" for i in range(MAX_LINES + 5)))
+    path.write_text(
+        "".join(json.dumps({"custom_id": str(i), **body}) + "\n" for i in range(MAX_LINES + 5))
+    )
     assert check_lines(path, "/v1/completions", 1000)[1][0]["code"] == "too_many_requests"
     path.write_text(json.dumps({"custom_id": "a", **body}) + "\n" + "x" * 2000)
     _, (error,) = check_lines(path, "/v1/completions", 1000)
@@ -111,7 +125,9 @@ def test_files_are_found_again_and_what_is_not_whole_goes(folder):
     (folder / "file-4.data").mkdir()
     (folder / "file-1.part").write_bytes(b"cut off")
     (folder / "file-2.data").write_bytes(b"has no record")
-    (folder / "file-3.json").write_bytes((folder / f"{file.id}.json").read_bytes().replace(file.id.encode(), b"file-3"))
+    (folder / "file-3.json").write_bytes(
+        (folder / f"{file.id}.json").read_bytes().replace(file.id.encode(), b"file-3")
+    )
     again = FileStore(folder, 10, 1000)
     again.load()
     assert again.owned_by("o") == [file]

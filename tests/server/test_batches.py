@@ -1,4 +1,6 @@
-"""Files and batches, by OpenAI's own client: what is computed, what is kept, and what a crash leaves."""
+"""Files and batches, by OpenAI's own client: what is computed, what is kept, and what a crash
+leaves.
+"""
 
 import io
 import json
@@ -27,7 +29,13 @@ COMPLETIONS = "/v1/completions"
 @pytest.fixture(scope="module")
 def server(start_server_once):
     return start_server_once(
-        *FAKE, "--server.max-body-mb", "1", "--storage.max-file-mb", "1", "--storage.max-files", "50"
+        *FAKE,
+        "--server.max-body-mb",
+        "1",
+        "--storage.max-file-mb",
+        "1",
+        "--storage.max-files",
+        "50",
     )
 
 
@@ -42,17 +50,26 @@ def client_of(server, key="none"):
 
 
 def line(custom_id, url=COMPLETIONS, **body):
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "ab", "temperature": 0, **body}}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": url,
+        "body": {"prompt": "ab", "temperature": 0, **body},
+    }
 
 
 def upload(client, lines, **more):
-    data = "\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in lines).encode()
+    data = "\n".join(
+        entry if isinstance(entry, str) else json.dumps(entry) for entry in lines
+    ).encode()
     return client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch", **more)
 
 
 def begin(client, lines, endpoint=COMPLETIONS, **more):
     file = upload(client, lines)
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more
+    )
 
 
 def wait(client, batch, statuses=("completed", "failed", "expired", "cancelled"), timeout=PATIENCE):
@@ -95,7 +112,9 @@ def test_files_are_listed_in_pages(client):
     first = client.files.list(limit=2, order="asc")
     assert first.has_more
     assert len(first.data) == 2
-    assert {file.id for file in first} >= {file.id for file in files}, "the client asks for the other pages itself"
+    assert {file.id for file in first} >= {file.id for file in files}, (
+        "the client asks for the other pages itself"
+    )
     for file in files:
         client.files.delete(file.id)
 
@@ -109,7 +128,11 @@ def test_files_are_listed_in_pages(client):
         ({"data": {"purpose": "batch"}, "files": {"file": ("a", b"x" * 1_100_000)}}, 413, "file"),
         (
             {
-                "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+                "data": {
+                    "purpose": "batch",
+                    "expires_after[anchor]": "created_at",
+                    "expires_after[seconds]": "1",
+                },
                 "files": {"file": ("a", b"x")},
             },
             400,
@@ -117,7 +140,14 @@ def test_files_are_listed_in_pages(client):
         ),
         ({"data": {"purpose": "batch", "file[a]": "1"}, "files": {"file": ("a", b"x")}}, 200, None),
         ({"json": {"purpose": "batch"}}, 415, None),
-        ({"content": b"--x\r\nbroken", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "file"),
+        (
+            {
+                "content": b"--x\r\nbroken",
+                "headers": {"content-type": "multipart/form-data; boundary=x"},
+            },
+            400,
+            "file",
+        ),
         ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, 400, None),
     ],
 )
@@ -133,7 +163,9 @@ def test_an_upload_without_a_length_is_bounded_too(server):
     """It is refused while it comes."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     parts = (part for part in [head, *[b"y" * 100_000] * 50])
-    answer = server.client.post("/v1/files", content=parts, headers={"content-type": "multipart/form-data; boundary=x"})
+    answer = server.client.post(
+        "/v1/files", content=parts, headers={"content-type": "multipart/form-data; boundary=x"}
+    )
     assert answer.status_code == 413
 
 
@@ -147,7 +179,13 @@ def test_a_batch_is_computed(client):
     counts = batch.request_counts
     assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 21, 20, 1)
     assert batch.metadata == {"a": "b"}
-    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
+    assert (
+        batch.created_at
+        <= batch.in_progress_at
+        <= batch.finalizing_at
+        <= batch.completed_at
+        < batch.expires_at
+    )
     found = answers(client, batch.output_file_id)
     assert set(found) == {f"r{i}" for i in range(20)}
     for i in range(20):
@@ -216,8 +254,15 @@ def test_a_file_with_faults_is_not_begun(client, lines, code, number):
 )
 def test_what_is_no_batch_is_refused(client, server, body, param):
     file = upload(client, [line("a")])
-    content = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h", **body}
-    answer = server.client.post("/v1/batches", json=content, headers={"authorization": "Bearer none"})
+    content = {
+        "input_file_id": file.id,
+        "endpoint": COMPLETIONS,
+        "completion_window": "24h",
+        **body,
+    }
+    answer = server.client.post(
+        "/v1/batches", json=content, headers={"authorization": "Bearer none"}
+    )
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
 
@@ -234,7 +279,9 @@ def test_files_and_batches_are_their_owners(client, server):
             lambda: other.files.delete(file.id),
             lambda: other.batches.retrieve(batch.id),
             lambda: other.batches.cancel(batch.id),
-            lambda: other.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"),
+            lambda: other.batches.create(
+                input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+            ),
         ):
             with pytest.raises(openai.NotFoundError):
                 call()
@@ -266,7 +313,9 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(client):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_batch_outlives_its_server(start_server, tmp_path, how):
-    """Killed or ended in the middle, twice: every line has one answer in the end, and the answers are right."""
+    """Killed or ended in the middle, twice: every line has one answer in the end, and the answers
+    are right.
+    """
     environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state")}
     lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(160)]
     server = start_server(*FAKE, **environment)
@@ -284,12 +333,18 @@ def test_a_batch_outlives_its_server(start_server, tmp_path, how):
         server = start_server(*FAKE, **environment)
     with client_of(server) as client:
         batch = wait(client, batch)
-        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 160, 0)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == (
+            "completed",
+            160,
+            0,
+        )
         found = answers(client, batch.output_file_id)
         assert set(found) == {entry["custom_id"] for entry in lines}
         for entry in lines[::40]:
             body = dict(entry["body"])
-            direct = client.completions.create(model=None, extra_body={"ignore_eos": body.pop("ignore_eos")}, **body)
+            direct = client.completions.create(
+                model=None, extra_body={"ignore_eos": body.pop("ignore_eos")}, **body
+            )
             answer = found[entry["custom_id"]]["response"]["body"]
             assert answer["choices"][0]["text"] == direct.choices[0].text
         assert client.files.retrieve(batch.input_file_id).bytes
@@ -311,7 +366,9 @@ def test_a_batch_outlives_its_engine(start_server):
 
 
 def state(folder, record, **contents):
-    """What a server leaves that has ended: the record of a batch, the file of its requests, and other files."""
+    """What a server leaves that has ended: the record of a batch, the file of its requests, and
+    other files.
+    """
     record = BatchRecord(
         id="batch_1",
         owner="",
@@ -346,7 +403,9 @@ def answer(custom_id):
 
 
 def test_a_crash_while_the_answers_become_files(start_server, tmp_path):
-    """After the first of two has become one: nothing is counted anew, and no line gets a second answer."""
+    """After the first of two has become one: nothing is counted anew, and no line gets a second
+    answer.
+    """
     known = {"completed": 3, "failed": 1, "output_file_id": "file-2", "error_file_id": "file-3"}
     record = {"status": "cancelling", "ending": "cancelled", **known}
     state(tmp_path, record, **{"file-2": "".join(map(answer, ("r0", "r1", "r2")))})
@@ -385,23 +444,37 @@ def test_a_full_disk_stops_a_batch_only_as_long_as_it_is_full(start_server):
         with pytest.raises(openai.APIStatusError, match="disk") as caught:
             upload(client, lines)
         assert caught.value.status_code == 507
-        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        )
         end = time.monotonic() + PATIENCE
         while "waits for room" not in server.log:
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert client.completions.create(model=None, prompt="a", max_tokens=2).usage.completion_tokens == 2
+        assert (
+            client.completions.create(model=None, prompt="a", max_tokens=2).usage.completion_tokens
+            == 2
+        )
         assert client.batches.retrieve(batch.id).status == "in_progress"
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(
+            server.process.pid,
+            resource.RLIMIT_FSIZE,
+            (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+        )
         batch = wait(client, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 60)
         assert len(answers(client, batch.output_file_id)) == 60
 
 
 def test_a_batch_yields_to_everybody_else(start_server):
-    """Its lines are of the class batch, whatever they say: a request that comes later is computed before them."""
+    """Its lines are of the class batch, whatever they say: a request that comes later is computed
+    before them.
+    """
     server = start_server("--backend.name", "fake", "--max-num-seqs", "1")
-    lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive") for i in range(30)]
+    lines = [
+        line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive")
+        for i in range(30)
+    ]
     with client_of(server) as client:
         batch = wait(client, begin(client, lines), ["in_progress"])
         client.completions.create(model=None, prompt="a", max_tokens=4)

@@ -1,4 +1,6 @@
-"""How much a body may hold: messages and parts, objects, values; and how a large one is read off the event loop."""
+"""How much a body may hold: messages and parts, objects, values; and how a large one is read off
+the event loop.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +14,14 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest
 from cllm.server import off_loop
-from cllm.server.body_limits import MAX_PARTS, MAX_STRUCTURE, MAX_VALUES, check_parts, check_structure, num_parts
+from cllm.server.body_limits import (
+    MAX_PARTS,
+    MAX_STRUCTURE,
+    MAX_VALUES,
+    check_parts,
+    check_structure,
+    num_parts,
+)
 from cllm.server.sse import ClientGone
 
 USER = {"role": "user", "content": "a"}
@@ -27,21 +36,47 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT] * MAX_PAR
     [
         ("/v1/chat/completions", {"messages": [USER] * (MAX_PARTS + 1)}, "messages"),
         ("/v1/chat/completions", {"messages": [USER] * 80_000}, "body"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * MAX_PARTS}]}, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_PARTS}]}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [TEXT] * MAX_PARTS}]},
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_PARTS}]},
+            "messages",
+        ),
         ("/v1/responses", {"input": [USER] * (MAX_PARTS + 1)}, "input"),
         ("/v1/responses", {"input": [{"role": "user", "content": [TEXT] * MAX_PARTS}]}, "input"),
         ("/v1/responses/input_tokens", {"input": [USER] * (MAX_PARTS + 1)}, "input"),
-        ("/v1/messages", {"model": "", "max_tokens": 1, "messages": [USER] * (MAX_PARTS + 1)}, "messages"),
-        ("/v1/messages", {"model": "", "max_tokens": 1, "messages": [USER], "system": [TEXT] * 10_001}, "system"),
-        ("/v1/messages/count_tokens", {"model": "", "messages": [{"role": "user", "content": [RESULT]}]}, "messages"),
-        ("/v1/messages", {"model": "", "messages": [{"role": "assistant", "content": [USE] * MAX_PARTS}]}, "messages"),
+        (
+            "/v1/messages",
+            {"model": "", "max_tokens": 1, "messages": [USER] * (MAX_PARTS + 1)},
+            "messages",
+        ),
+        (
+            "/v1/messages",
+            {"model": "", "max_tokens": 1, "messages": [USER], "system": [TEXT] * 10_001},
+            "system",
+        ),
+        (
+            "/v1/messages/count_tokens",
+            {"model": "", "messages": [{"role": "user", "content": [RESULT]}]},
+            "messages",
+        ),
+        (
+            "/v1/messages",
+            {"model": "", "messages": [{"role": "assistant", "content": [USE] * MAX_PARTS}]},
+            "messages",
+        ),
         ("/api/chat", {"model": "fake", "messages": [USER] * (MAX_PARTS + 1)}, "messages"),
         ("/apply-template", {"messages": [USER] * (MAX_PARTS + 1)}, "messages"),
         ("/tokenize", {"messages": [USER] * (MAX_PARTS + 1)}, "messages"),
     ],
 )
-def test_more_than_10_000_messages_and_parts_are_400_that_names_the_limit(narrow_server, path, body, param):
+def test_more_than_10_000_messages_and_parts_are_400_that_names_the_limit(
+    narrow_server, path, body, param
+):
     headers = {"anthropic-version": "2023-06-01"} if path.startswith("/v1/messages") else {}
     answer = narrow_server.client.post(path, json=body, headers=headers)
     assert answer.status_code == 400
@@ -52,8 +87,19 @@ def test_more_than_10_000_messages_and_parts_are_400_that_names_the_limit(narrow
 
 
 def test_10_000_messages_and_parts_are_accepted():
-    check_parts({"messages": [{"role": "user", "content": [TEXT] * (MAX_PARTS - 1)}], "input": [1] * 20_000})
-    assert num_parts([USER, {"content": [TEXT, {"content": [TEXT]}], "tool_calls": [CALL], "other": [TEXT]}, "a"]) == 6
+    check_parts(
+        {"messages": [{"role": "user", "content": [TEXT] * (MAX_PARTS - 1)}], "input": [1] * 20_000}
+    )
+    assert (
+        num_parts(
+            [
+                USER,
+                {"content": [TEXT, {"content": [TEXT]}], "tool_calls": [CALL], "other": [TEXT]},
+                "a",
+            ]
+        )
+        == 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +113,10 @@ def test_10_000_messages_and_parts_are_accepted():
     ],
 )
 def test_too_many_values_are_refused_before_they_are_parsed(data):
-    with pytest.raises(BadRequest, match=f"{MAX_STRUCTURE} objects, lists and members of objects, {MAX_VALUES} values"):
+    with pytest.raises(
+        BadRequest,
+        match=f"{MAX_STRUCTURE} objects, lists and members of objects, {MAX_VALUES} values",
+    ):
         check_structure(data)
 
 
@@ -76,7 +125,7 @@ def test_what_a_text_contains_does_not_count(text):
     check_structure(b'{"messages": [{"role": "user", "content": "' + text * MAX_VALUES + b'"}]}')
 
 
-# --- large requests that wait to be read ------------------------------------------------------------------------------
+# --- large requests that wait to be read --------------------------------------------------------
 
 
 class Client:

@@ -37,16 +37,24 @@ def ask(client: openai.OpenAI, messages=ASK, **options):
 
 def test_sixty_calls_of_sixty_name_the_declared_function(client):
     """The model may also answer in words; without the grammar it calls what it knows."""
-    choices = [choice for seed in range(4) for choice in ask(client, n=15, seed=seed, temperature=1.0).choices]
+    choices = [
+        choice
+        for seed in range(4)
+        for choice in ask(client, n=15, seed=seed, temperature=1.0).choices
+    ]
     calls = [call.function for choice in choices for call in choice.message.tool_calls or ()]
     assert len(choices) == 60
     assert len(calls) > 50
     assert all(is_right(call.name, call.arguments) for call in calls)
-    assert {choice.finish_reason for choice in choices if choice.message.tool_calls} == {"tool_calls"}
+    assert {choice.finish_reason for choice in choices if choice.message.tool_calls} == {
+        "tool_calls"
+    }
 
 
 def test_streamed_calls_name_the_declared_function(client):
-    chunks = [chunk.choices[0].delta for chunk in ask(client, temperature=0, stream=True) if chunk.choices]
+    chunks = [
+        chunk.choices[0].delta for chunk in ask(client, temperature=0, stream=True) if chunk.choices
+    ]
     calls = [call.function for chunk in chunks for call in chunk.tool_calls or ()]
     assert [call.name for call in calls if call.name] == ["frobnicate"]
     assert is_right("frobnicate", "".join(call.arguments for call in calls))
@@ -75,14 +83,19 @@ def test_every_call_of_a_message_is_constrained(client):
     """What follows a call may be a further one."""
     options = {"temperature": 1.0, "n": 15, "max_tokens": 120, "seed": 5}
     for choice in ask(client, parallel_tool_calls=True, **options).choices:
-        assert all(is_right(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ())
+        assert all(
+            is_right(call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls or ()
+        )
     for choice in ask(client, parallel_tool_calls=False, **options).choices:
         assert len(choice.message.tool_calls or ()) <= 1
 
 
 def test_responses_name_the_declared_function(client):
     tool = {"type": "function", "strict": False, **STRANGER}
-    output = client.responses.create(model=MODEL, input=ASK, tools=[tool], temperature=0, max_output_tokens=80).output
+    output = client.responses.create(
+        model=MODEL, input=ASK, tools=[tool], temperature=0, max_output_tokens=80
+    ).output
     (call,) = [item for item in output if item.type == "function_call"]
     assert is_right(call.name, call.arguments)
 
@@ -91,13 +104,21 @@ def test_anthropic_messages_name_the_declared_function(builtin_server):
     tool = {"name": "frobnicate", "description": STRANGER["description"], "input_schema": NUMBER}
     with anthropic.Anthropic(base_url=builtin_server.url, api_key="none", max_retries=0) as client:
         greedy = {"temperature": 0}
-        message = client.messages.create(model=MODEL, messages=ASK, tools=[tool], max_tokens=80, extra_body=greedy)
+        message = client.messages.create(
+            model=MODEL, messages=ASK, tools=[tool], max_tokens=80, extra_body=greedy
+        )
     (call,) = [block for block in message.content if block.type == "tool_use"]
     assert is_right(call.name, call.input)
 
 
 def test_ollama_chats_name_the_declared_function(builtin_server):
-    body = {"model": MODEL, "messages": ASK, "tools": [TOOL], "stream": False, "options": {"temperature": 0}}
+    body = {
+        "model": MODEL,
+        "messages": ASK,
+        "tools": [TOOL],
+        "stream": False,
+        "options": {"temperature": 0},
+    }
     (call,) = builtin_server.client.post("/api/chat", json=body).json()["message"]["tool_calls"]
     assert is_right(call["function"]["name"], call["function"]["arguments"])
 

@@ -1,4 +1,6 @@
-"""OpenAI's completions with all that evaluation harnesses and editors ask for, through the real client."""
+"""OpenAI's completions with all that evaluation harnesses and editors ask for, through the real
+client.
+"""
 
 import math
 
@@ -16,7 +18,10 @@ def ask(client):
 
     def ask(prompt=TEXT, *, extra=None, **params):
         return client.completions.create(
-            model=model, prompt=prompt, **{"temperature": 0, "max_tokens": 8, **params}, extra_body=extra
+            model=model,
+            prompt=prompt,
+            **{"temperature": 0, "max_tokens": 8, **params},
+            extra_body=extra,
         )
 
     return ask
@@ -40,7 +45,9 @@ def test_logprobs_of_what_is_written(ask):
     logprobs = choice.logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) > 2
     check_aligned(choice.text, logprobs)
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    for token, logprob, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
         assert len(top) == 3
         assert top[token] == max(top.values()) == logprob <= 0
         assert sum(map(math.exp, top.values())) <= 1.0001
@@ -48,9 +55,15 @@ def test_logprobs_of_what_is_written(ask):
 
 def test_the_token_that_came_is_told_even_if_it_is_not_among_the_best(ask):
     """At a high temperature most are not; none but itself with logprobs 0."""
-    logprobs = ask(logprobs=2, temperature=50, seed=1, extra={"top_k": 0, "min_p": 0}, top_p=1).choices[0].logprobs
+    logprobs = (
+        ask(logprobs=2, temperature=50, seed=1, extra={"top_k": 0, "min_p": 0}, top_p=1)
+        .choices[0]
+        .logprobs
+    )
     assert {2, 3} >= {len(top) for top in logprobs.top_logprobs}
-    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+    assert all(
+        token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+    )
     assert all(len(top) == 1 for top in ask(logprobs=0).choices[0].logprobs.top_logprobs)
 
 
@@ -75,7 +88,9 @@ def test_a_stream_tells_the_same(ask):
 
 
 def test_an_echoed_prompt_is_scored(ask, encode):
-    """max_tokens 0 gives the prompt alone; a continuation is as probable there as when it was written."""
+    """max_tokens 0 gives the prompt alone; a continuation is as probable there as when it was
+    written.
+    """
     written = ask(logprobs=0).choices[0]
     whole = TEXT + written.text
     scored = ask(encode(whole), echo=True, logprobs=1, max_tokens=0)
@@ -87,8 +102,12 @@ def test_an_echoed_prompt_is_scored(ask, encode):
     assert choice.logprobs.token_logprobs[0] is None
     count = len(written.logprobs.tokens)
     assert choice.logprobs.tokens[-count:] == written.logprobs.tokens
-    assert choice.logprobs.token_logprobs[-count:] == pytest.approx(written.logprobs.token_logprobs, abs=0.02)
-    for value, top in zip(choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True):
+    assert choice.logprobs.token_logprobs[-count:] == pytest.approx(
+        written.logprobs.token_logprobs, abs=0.02
+    )
+    for value, top in zip(
+        choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True
+    ):
         assert value in top.values()
 
 
@@ -99,14 +118,20 @@ def test_what_is_cached_is_scored_all_the_same(ask):
     again = ask(prompts, echo=True, logprobs=2, max_tokens=1)
     for one, other in zip(first.choices, again.choices, strict=True):
         assert one.logprobs.tokens == other.logprobs.tokens
-        assert one.logprobs.token_logprobs[1:] == pytest.approx(other.logprobs.token_logprobs[1:], abs=0.02)
+        assert one.logprobs.token_logprobs[1:] == pytest.approx(
+            other.logprobs.token_logprobs[1:], abs=0.02
+        )
 
 
 def test_a_likelier_continuation_has_a_higher_score(ask, encode):
     """What evaluation harnesses do: which of two endings does the model expect?"""
 
     def score(prompt, ending):
-        logprobs = ask(prompt + ending, echo=True, logprobs=1, max_tokens=1).choices[0].logprobs.token_logprobs
+        logprobs = (
+            ask(prompt + ending, echo=True, logprobs=1, max_tokens=1)
+            .choices[0]
+            .logprobs.token_logprobs
+        )
         return sum(logprobs[len(encode(prompt)) : len(encode(prompt + ending))])
 
     for prompt in (TEXT, "Once there was a wise owl"):
@@ -125,11 +150,19 @@ def test_echo_without_logprobs(ask, encode):
 
 def test_best_of(ask):
     """The most probable of several, by the mean of its logprobs; all of them are paid for."""
-    params = {"temperature": 3.0, "seed": 5, "top_p": 1, "max_tokens": 6, "extra": {"top_k": 0, "min_p": 0}}
+    params = {
+        "temperature": 3.0,
+        "seed": 5,
+        "top_p": 1,
+        "max_tokens": 6,
+        "extra": {"top_k": 0, "min_p": 0},
+    }
     every = ask(n=6, logprobs=0, **params)
     means = {c.text: sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in every.choices}
     found = ask(n=2, best_of=6, **params)
-    assert [choice.text for choice in found.choices] == sorted(means, key=means.get, reverse=True)[:2]
+    assert [choice.text for choice in found.choices] == sorted(means, key=means.get, reverse=True)[
+        :2
+    ]
     assert [choice.index for choice in found.choices] == [0, 1]
     assert all(choice.logprobs is None for choice in found.choices)
     assert found.usage.completion_tokens == every.usage.completion_tokens
@@ -149,7 +182,10 @@ def test_best_of(ask):
         ({"extra": {"min_tokens": 9}}, "min_tokens"),
         ({"extra": {"use_beam_search": True}}, "use_beam_search"),
         ({"extra": {"cache_salt": ""}}, "cache_salt"),
-        ({"extra": {"dry_multiplier": 1.0, "dry_sequence_breakers": ["zq\u00e9j9x"]}}, "dry_sequence_breakers"),
+        (
+            {"extra": {"dry_multiplier": 1.0, "dry_sequence_breakers": ["zq\u00e9j9x"]}},
+            "dry_sequence_breakers",
+        ),
         ({"extra": {"dry_sequence_breakers": ["a"] * 17}}, "dry_sequence_breakers"),
     ],
 )
@@ -197,7 +233,9 @@ def test_a_salt_has_a_cache_of_its_own(ask):
     """Another salt, or none, finds nothing of it; the same one does."""
     text = "Repeat: apple bird bread bridge brown cake chair child cloud cow " * 3
     found = [
-        ask(text, extra={"cache_salt": salt} if salt else {}).usage.prompt_tokens_details.cached_tokens
+        ask(
+            text, extra={"cache_salt": salt} if salt else {}
+        ).usage.prompt_tokens_details.cached_tokens
         for salt in ("one", "two", "", "one", "two", "")
     ]
     assert found[:3] == [0, 0, 0]
@@ -205,13 +243,17 @@ def test_a_salt_has_a_cache_of_its_own(ask):
 
 
 def test_what_is_missing_is_filled_in(start_server, tiny_model):
-    """The prompt is the prefix's mark, the prefix, the suffix's, the suffix, the middle's; special texts are plain."""
+    """The prompt is the prefix's mark, the prefix, the suffix's, the suffix, the middle's; special
+    texts are plain.
+    """
     server = start_server(str(tiny_model("gemma3")))
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
 
     def num_tokens(prompt, suffix):
-        usage = client.completions.create(model=model, prompt=prompt, suffix=suffix, max_tokens=1).usage
+        usage = client.completions.create(
+            model=model, prompt=prompt, suffix=suffix, max_tokens=1
+        ).usage
         return usage.prompt_tokens
 
     def encode(text):

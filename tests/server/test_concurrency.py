@@ -1,4 +1,6 @@
-"""Many at a time, with answers that can be checked: batching, reuse and cancelling never change one."""
+"""Many at a time, with answers that can be checked: batching, reuse and cancelling never change
+one.
+"""
 
 import asyncio
 import random
@@ -14,12 +16,16 @@ NUM_ROUNDS = 20
 
 
 def ask_all(server, questions, ask, num_rounds=NUM_ROUNDS):
-    """Run ``ask(client, question, rng)`` for all questions at once, ``num_rounds`` times, in changing order."""
+    """Run ``ask(client, question, rng)`` for all questions at once, ``num_rounds`` times, in
+    changing order.
+    """
     rng = random.Random(5)
 
     async def run():
         limits = {"max_retries": 0, "timeout": 120}
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", **limits) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", **limits
+        ) as client:
             for i in range(num_rounds):
                 if i % 2:
                     rng.shuffle(questions)
@@ -47,7 +53,11 @@ async def read(chunks):
         for call in delta.tool_calls or []:
             name += call.function.name or ""
             arguments += call.function.arguments
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' if name else text
+    return (
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        if name
+        else text
+    )
 
 
 def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questions):
@@ -61,7 +71,9 @@ def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questio
 
 
 def test_cancelled_streams_leave_nothing_behind(builtin_server, known_questions):
-    """A third of the clients goes away at a random moment; the others get right answers and every id is free again."""
+    """A third of the clients goes away at a random moment; the others get right answers and every
+    id is free again.
+    """
 
     async def ask(client, question, rng):
         if rng.random() < 0.67:
@@ -89,7 +101,9 @@ def test_a_client_that_goes_away_frees_its_sequences_at_once(builtin_server, str
 
     async def go_away():
         async with aiohttp.ClientSession() as session:
-            request = asyncio.create_task(session.post(f"{builtin_server.url}/v1/completions", json=body))
+            request = asyncio.create_task(
+                session.post(f"{builtin_server.url}/v1/completions", json=body)
+            )
             while builtin_server.stats()["num_running"] < 4:  # noqa: ASYNC110  # another process's state
                 await asyncio.sleep(0.005)
             request.cancel()
@@ -109,16 +123,26 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
 
     async def babble(client, seed, **more):
         answer = await client.chat.completions.create(
-            model="cllm-builtin", messages=[question], seed=seed, max_tokens=60, temperature=4.0, top_p=1.0, **more
+            model="cllm-builtin",
+            messages=[question],
+            seed=seed,
+            max_tokens=60,
+            temperature=4.0,
+            top_p=1.0,
+            **more,
         )
         return answer.choices[0].message.content
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             wild = {"top_k": 0, "min_p": 0.0}
             alone = await babble(client, 42, extra_body=wild)
             company = [
-                babble(client, i, presence_penalty=i / 10, extra_body={"top_k": 5 * i, "min_p": 0.0})
+                babble(
+                    client, i, presence_penalty=i / 10, extra_body={"top_k": 5 * i, "min_p": 0.0}
+                )
                 for i in range(1, 17)
             ]
             together = await asyncio.gather(babble(client, 42, extra_body=wild), *company)
@@ -129,12 +153,20 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
 
 
 def test_keep_alive_connections_lose_no_request(builtin_server):
-    """A client that reuses its connections, as aiohttp does, has every one of 400 streams answered."""
-    body = {"messages": [{"role": "user", "content": "What is 27 plus 45?"}], "temperature": 0, "stream": True}
+    """A client that reuses its connections, as aiohttp does, has every one of 400 streams
+    answered.
+    """
+    body = {
+        "messages": [{"role": "user", "content": "What is 27 plus 45?"}],
+        "temperature": 0,
+        "stream": True,
+    }
 
     async def worker(session):
         for _ in range(25):
-            async with session.post(f"{builtin_server.url}/v1/chat/completions", json=body) as answer:
+            async with session.post(
+                f"{builtin_server.url}/v1/chat/completions", json=body
+            ) as answer:
                 text = await answer.text()
                 assert answer.status == 200
                 assert text.endswith("data: [DONE]\n\n")

@@ -1,4 +1,6 @@
-"""Connections: slow and early clients, half-closed ones, and more of them than there are file descriptors for."""
+"""Connections: slow and early clients, half-closed ones, and more of them than there are file
+descriptors for.
+"""
 
 import asyncio
 import contextlib
@@ -21,20 +23,27 @@ from cllm.server.connections import Connections
 from cllm.server.http_protocol import Protocol
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+POST = (
+    b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 LONG = b'{"prompt": "a", "max_tokens": %d, "ignore_eos": true, "stream": %s}'
-LIMIT = 20  # seconds in which everything here happens, on a machine that is busy with something else
+# seconds in which everything here happens, on a machine that is busy with something else
+LIMIT = 20
 
 
 @contextlib.asynccontextmanager
 async def serving(app, connections=None, **options):
-    """The address of ``app`` behind our protocol, and the connections; nothing listens afterwards."""
+    """The address of ``app`` behind our protocol, and the connections; nothing listens
+    afterwards.
+    """
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", **options)
     connections = connections or Connections(10)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         accepting = asyncio.create_task(
-            connections.accept(listener, lambda: Protocol(config=config, server_state=connections, app_state={}))
+            connections.accept(
+                listener, lambda: Protocol(config=config, server_state=connections, app_state={})
+            )
         )
         try:
             async with asyncio.timeout(LIMIT):
@@ -54,7 +63,9 @@ def answering(delay=0.0):
         while (await receive()).get("more_body"):
             pass
         await asyncio.sleep(delay)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        )
         await send({"type": "http.response.body", "body": b"ok"})
 
     return app
@@ -81,11 +92,13 @@ def read_all(connection):
     return data
 
 
-# --- slow clients -----------------------------------------------------------------------------------------------------
+# --- slow clients -------------------------------------------------------------------------------
 
 
 def test_slow_head_is_408(monkeypatch):
-    """However steadily it comes; an answer may take as long as it takes, and so may the next request."""
+    """However steadily it comes; an answer may take as long as it takes, and so may the next
+    request.
+    """
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
 
     async def run():
@@ -132,7 +145,9 @@ def test_silent_connection_is_closed():
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected(monkeypatch):
-    """The answer is not kept for it; a client that reads slowly gets all of it, however long that takes."""
+    """The answer is not kept for it; a client that reads slowly gets all of it, however long that
+    takes.
+    """
     monkeypatch.setattr(http_protocol, "READ_TIMEOUT", 1.0)
 
     async def large(scope, receive, send):
@@ -204,7 +219,10 @@ def test_slow_body_is_408(monkeypatch):
 def test_time_between_reads_is_not_the_clients(monkeypatch):
     """A server that is slow to store an upload does not blame the client."""
     monkeypatch.setattr(body, "PACE_WINDOW", 0.2)
-    messages = [{"type": "http.request", "body": b" ", "more_body": more} for more in (False, True, True, True)]
+    messages = [
+        {"type": "http.request", "body": b" ", "more_body": more}
+        for more in (False, True, True, True)
+    ]
 
     async def receive():
         return messages.pop()
@@ -220,10 +238,12 @@ def test_time_between_reads_is_not_the_clients(monkeypatch):
     assert asyncio.run(read()) == 4
 
 
-# --- answers to requests that have not come whole ---------------------------------------------------------------------
+# --- answers to requests that have not come whole -----------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 413), ("/nope", 404), ("/v1/files", 415)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/completions", 413), ("/nope", 404), ("/v1/files", 415)]
+)
 def test_client_that_sends_everything_first_reads_the_early_answer(fake_server, path, status):
     """The connection is not reset while the client still sends."""
     size = 30_000_000
@@ -286,7 +306,7 @@ def test_application_that_fails_before_it_answers_is_500(version):
     asyncio.run(run())
 
 
-# --- half-closed connections ------------------------------------------------------------------------------------------
+# --- half-closed connections --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
@@ -417,7 +437,7 @@ def test_closed_connection_ends_the_request_that_runs_before_another():
     asyncio.run(run())
 
 
-# --- file descriptors -------------------------------------------------------------------------------------------------
+# --- file descriptors ---------------------------------------------------------------------------
 
 
 def test_connection_that_is_idle_for_longest_makes_room():
@@ -484,5 +504,7 @@ def test_limit_of_open_files_is_raised():
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["sh", "-c", f"ulimit -Sn 64; exec {sys.executable} -c '{code}'"]
-    raised, soft, hard = map(int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
+    raised, soft, hard = map(
+        int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
+    )
     assert raised == soft == (min(hard, 65_536) if hard >= 0 else 65_536)

@@ -1,4 +1,6 @@
-"""Errors of Anthropic's and Ollama's routes, in the form of each, as the real clients' own exceptions."""
+"""Errors of Anthropic's and Ollama's routes, in the form of each, as the real clients' own
+exceptions.
+"""
 
 import contextlib
 import http.client
@@ -64,14 +66,24 @@ def check_ollama(answer, status):
         ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}, "messages[0].role"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "The "}]}, "messages"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_use_id"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}]}, ".input"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}
+                ]
+            },
+            ".input",
+        ),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"temperature": -1}, "temperature"),
@@ -122,7 +134,9 @@ def test_what_anthropic_refuses(fake_server, patch, named):
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
 def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_server, path, thread):
     answer = fake_server.client.post(path, json={**ANTHROPIC, "thread": thread})
     assert answer.status_code == 400
@@ -140,10 +154,18 @@ def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_serv
         ("chat", {"messages": [{}]}, "messages[0].role"),
         ("chat", {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            "messages[0].images",
+        ),
         ("chat", {"tools": "x"}, "tools"),
         ("chat", {"tools": [5]}, "tools[0]"),
-        ("chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+        ),
         (
             "chat",
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": "a"}}]},
@@ -219,22 +241,30 @@ def test_what_ollama_refuses(fake_server, path, patch, named):
 def test_a_body_that_is_no_json_object_is_400(fake_server, data):
     headers = {"content-type": "application/json"}
     post = fake_server.client.post
-    check_anthropic(post("/v1/messages", content=data, headers=headers), 400, "invalid_request_error")
+    check_anthropic(
+        post("/v1/messages", content=data, headers=headers), 400, "invalid_request_error"
+    )
     check_ollama(post("/api/chat", content=data, headers=headers), 400)
 
 
 def test_other_faults_of_a_request(fake_server):
-    """Too large, of another type, of another method, of no route, for another model, of a wrong version."""
+    """Too large, of another type, of another method, of no route, for another model, of a wrong
+    version.
+    """
     client = fake_server.client
     large = {**ANTHROPIC, "messages": [{"role": "user", "content": "a" * 1_000_001}]}
     check_anthropic(client.post("/v1/messages", json=large), 413, "request_too_large")
     check_ollama(client.post("/api/chat", json=large), 413)
     check_anthropic(client.post("/v1/messages", content=b"{}"), 415, "invalid_request_error")
-    check_ollama(client.post("/api/chat", content=b"{}", headers={"origin": "http://elsewhere"}), 415)
+    check_ollama(
+        client.post("/api/chat", content=b"{}", headers={"origin": "http://elsewhere"}), 415
+    )
     check_anthropic(client.get("/v1/messages"), 405, "invalid_request_error")
     check_ollama(client.get("/api/chat"), 405)
     check_anthropic(client.post("/v1/messages/batches", json={}), 404, "not_found_error")
-    check_anthropic(client.get("/v1/nope", headers={"anthropic-version": "2023-06-01"}), 404, "not_found_error")
+    check_anthropic(
+        client.get("/v1/nope", headers={"anthropic-version": "2023-06-01"}), 404, "not_found_error"
+    )
     for path in ("create", "push", "copy", "blobs/sha256:x", "me"):
         check_ollama(client.post(f"/api/{path}", json={}), 404)
     check_ollama(client.request("DELETE", "/api/delete", json={"model": "fake"}), 404)
@@ -244,10 +274,14 @@ def test_other_faults_of_a_request(fake_server):
             client.post("/v1/messages", json={**ANTHROPIC, "model": name}), 404, "not_found_error"
         )
         assert len(message) < 400
-        assert len(check_ollama(client.post("/api/chat", json={**OLLAMA, "model": name}), 404)) < 400
+        assert (
+            len(check_ollama(client.post("/api/chat", json={**OLLAMA, "model": name}), 404)) < 400
+        )
         check_ollama(client.post("/api/show", json={"name": name}), 404)
     for version in ("1", "2023-06", "latest", "2023-06-01 "):
-        answer = client.post("/v1/messages", json=ANTHROPIC, headers={"anthropic-version": version + "x"})
+        answer = client.post(
+            "/v1/messages", json=ANTHROPIC, headers={"anthropic-version": version + "x"}
+        )
         assert "anthropic-version" in check_anthropic(answer, 400, "invalid_request_error")
     answer = client.get("/v1/models?limit=0", headers={"anthropic-version": "2023-06-01"})
     assert "limit" in check_anthropic(answer, 400, "invalid_request_error")
@@ -258,22 +292,32 @@ def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
     """Streams too get it before the first byte; to count it is refused where it is far too long."""
     messages = [{"role": "user", "content": "a" * length}]
     for stream in (False, True):
-        answer = fake_server.client.post("/v1/messages", json={**ANTHROPIC, "messages": messages, "stream": stream})
+        answer = fake_server.client.post(
+            "/v1/messages", json={**ANTHROPIC, "messages": messages, "stream": stream}
+        )
         assert "512" in check_anthropic(answer, 400, "invalid_request_error")
-        answer = fake_server.client.post("/api/chat", json={**OLLAMA, "messages": messages, "stream": stream})
+        answer = fake_server.client.post(
+            "/api/chat", json={**OLLAMA, "messages": messages, "stream": stream}
+        )
         assert "512" in check_ollama(answer, 400)
     assert "512" in check_ollama(
-        fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}), 400
+        fake_server.client.post("/api/generate", json={"model": "fake", "prompt": "a" * length}),
+        400,
     )
 
 
 def test_very_many_messages_take_no_long_time(fake_server):
-    """Turns of one role, calls and their results: what is too long is refused, in time that grows with the length."""
+    """Turns of one role, calls and their results: what is too long is refused, in time that grows
+    with the length.
+    """
     calls = [{"function": {"name": "f"}}] * 10_000
     results = [{"role": "tool", "content": ""}] * 10_000
     bodies = {
         "/v1/messages": {**ANTHROPIC, "messages": [{"role": "user", "content": "a"}] * 25_000},
-        "/api/chat": {**OLLAMA, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results]},
+        "/api/chat": {
+            **OLLAMA,
+            "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results],
+        },
     }
     for path, body in bodies.items():
         before = fake_server.cpu_seconds()
@@ -283,14 +327,47 @@ def test_very_many_messages_take_no_long_time(fake_server):
 
 def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):
     """New parameters, and those of a server that loads models for its clients."""
-    body = {**ANTHROPIC, "zzz": 1, "service_tier": "auto", "context_management": {"edits": []}, "speed": "fast"}
-    body |= {"cache_control": {"type": "ephemeral"}, "thinking": {"type": "disabled", "display": "omitted"}}
+    body = {
+        **ANTHROPIC,
+        "zzz": 1,
+        "service_tier": "auto",
+        "context_management": {"edits": []},
+        "speed": "fast",
+    }
+    body |= {
+        "cache_control": {"type": "ephemeral"},
+        "thinking": {"type": "disabled", "display": "omitted"},
+    }
     assert fake_server.client.post("/v1/messages", json=body).status_code == 200
-    options = {"num_ctx": 10**9, "num_gpu": 1, "num_thread": 2, "low_vram": True, "numa": False, "new": 1}
-    body = {**OLLAMA, "options": options, "keep_alive": "5m", "format": "", "think": False, "truncate": True}
+    options = {
+        "num_ctx": 10**9,
+        "num_gpu": 1,
+        "num_thread": 2,
+        "low_vram": True,
+        "numa": False,
+        "new": 1,
+    }
+    body = {
+        **OLLAMA,
+        "options": options,
+        "keep_alive": "5m",
+        "format": "",
+        "think": False,
+        "truncate": True,
+    }
     assert fake_server.client.post("/api/chat", json=body).status_code == 200
-    body = {"model": "fake", "prompt": "a", "template": "", "system": "", "suffix": "", "context": [], "images": []}
-    assert fake_server.client.post("/api/generate", json={**body, "stream": False}).status_code == 200
+    body = {
+        "model": "fake",
+        "prompt": "a",
+        "template": "",
+        "system": "",
+        "suffix": "",
+        "context": [],
+        "images": [],
+    }
+    assert (
+        fake_server.client.post("/api/generate", json={**body, "stream": False}).status_code == 200
+    )
 
 
 def test_pulling_is_off(fake_server):
@@ -313,21 +390,29 @@ def crowd(server, count, key="x"):
     headers = {"authorization": f"Bearer {key}"}
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            answer = stack.enter_context(server.client.stream("POST", "/v1/completions", json=ENDLESS, headers=headers))
+            answer = stack.enter_context(
+                server.client.stream("POST", "/v1/completions", json=ENDLESS, headers=headers)
+            )
             assert answer.status_code == 200
         yield
 
 
 @pytest.mark.slow
 def test_a_full_queue_is_overloaded(new_narrow_server):
-    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account as a token is."""
+    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account
+    as a token is.
+    """
     with anthropic.Anthropic(base_url=new_narrow_server.url, api_key="x", max_retries=0) as client:
-        client.messages.create(**ANTHROPIC)  # what it imports late takes longer than the crowd stays
+        # what it imports late takes longer than the crowd stays
+        client.messages.create(**ANTHROPIC)
         with crowd(new_narrow_server, 12):
             with pytest.raises(anthropic.APIStatusError) as raised:
                 client.messages.create(**ANTHROPIC)
             headers = {"x-api-key": "x"}
-            answers = [new_narrow_server.client.post(path, json=body, headers=headers) for path, body in ROUTES]
+            answers = [
+                new_narrow_server.client.post(path, json=body, headers=headers)
+                for path, body in ROUTES
+            ]
     check_anthropic(answers[0], 529, "overloaded_error")
     assert raised.value.type == "overloaded_error"
     check_ollama(answers[1], 503)
@@ -341,7 +426,9 @@ def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, strea
     """While it waits."""
     with crowd(narrow_server, 4):
         headers = {"content-type": "application/json"}
-        connections = [http.client.HTTPConnection(urlsplit(narrow_server.url).netloc) for _ in range(4)]
+        connections = [
+            http.client.HTTPConnection(urlsplit(narrow_server.url).netloc) for _ in range(4)
+        ]
         for connection in connections:
             connection.request("POST", path, json.dumps({**body, "stream": stream}), headers)
         wait_for(lambda: narrow_server.stats()["num_waiting"] == 4)
@@ -354,8 +441,12 @@ def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, strea
 
 @pytest.mark.slow
 def test_a_stream_that_breaks_says_so(start_server):
-    """The real clients raise their own errors; the stream was open and waiting when the server had to go."""
-    server = start_server("--backend.name", "fake", "--max-num-seqs", "1", "--server.drain-timeout", "0.3")
+    """The real clients raise their own errors; the stream was open and waiting when the server had
+    to go.
+    """
+    server = start_server(
+        "--backend.name", "fake", "--max-num-seqs", "1", "--server.drain-timeout", "0.3"
+    )
     errors = []
 
     def read_message(client):
@@ -369,7 +460,10 @@ def test_a_stream_that_breaks_says_so(start_server):
             list(client.chat("fake", MESSAGES, stream=True))
         errors.append(raised.value)
 
-    clients = [anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0), ollama.Client(server.url)]
+    clients = [
+        anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0),
+        ollama.Client(server.url),
+    ]
     clients[0].messages.create(**ANTHROPIC)
     with contextlib.suppress(httpx2.HTTPError), crowd(server, 1):
         readers = zip((read_message, read_chat), clients, strict=True)
@@ -418,9 +512,13 @@ def test_while_the_engine_is_away_and_in_strict_mode(start_server):
     ],
 )
 def test_every_answer_has_the_id_of_its_request(fake_server, method, path, body):
-    """Under both names that clients look for, ours and never the client's, another one each time."""
+    """Under both names that clients look for, ours and never the client's, another one each
+    time.
+    """
     headers = {"x-request-id": "mine", "request-id": "mine"}
-    answers = [fake_server.client.request(method, path, json=body, headers=headers) for _ in range(2)]
+    answers = [
+        fake_server.client.request(method, path, json=body, headers=headers) for _ in range(2)
+    ]
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert ids == [answer.headers["request-id"] for answer in answers]
     assert ids[0] != ids[1]

@@ -64,7 +64,9 @@ def test_fewer_dimensions(client) -> None:
 
 def test_a_text_longer_than_a_bite(client) -> None:
     text = "0123456789abcdef" * 30
-    assert np.allclose(client.embeddings.create(model="fake", input=text).data[0].embedding, right(text), atol=1e-5)
+    assert np.allclose(
+        client.embeddings.create(model="fake", input=text).data[0].embedding, right(text), atol=1e-5
+    )
 
 
 FAULTS = [
@@ -133,9 +135,13 @@ def test_who_goes_away_is_forgotten(fake_server) -> None:
 
 
 def test_a_full_queue(start_server) -> None:
-    server = start_server("--backend.name", "fake", "--scheduler.max-queue-requests", "1", "--context", "512")
+    server = start_server(
+        "--backend.name", "fake", "--scheduler.max-queue-requests", "1", "--context", "512"
+    )
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: server.client.post("/v1/embeddings", json=slow_body(100)), range(6)))
+        answers = list(
+            pool.map(lambda _: server.client.post("/v1/embeddings", json=slow_body(100)), range(6))
+        )
     codes = sorted(answer.status_code for answer in answers)
     assert set(codes) == {200, 429}
     refused = next(answer for answer in answers if answer.status_code == 429)
@@ -190,7 +196,9 @@ def test_others_run_while_many_vectors_are_written():
 
     async def run():
         running = asyncio.create_task(other())
-        data = await written(np.ones((160, 2), np.float32), lambda i, vector: to_json([i, *vector.tolist()]))
+        data = await written(
+            np.ones((160, 2), np.float32), lambda i, vector: to_json([i, *vector.tolist()])
+        )
         running.cancel()
         return data
 

@@ -1,7 +1,7 @@
 """No request, however large, keeps the event loop from serving others.
 
-watched_serve.py measures what each callback takes while the largest inputs that the limits permit go to every route
-with a body.
+watched_serve.py measures what each callback takes while the largest inputs that the limits permit
+go to every route with a body.
 """
 
 import json
@@ -17,12 +17,15 @@ LIMIT = 0.2  # seconds of CPU time
 # A little less than a body may have: bytes, objects and members, values, messages and parts.
 SIZE, STRUCTURE, VALUES, PARTS = 3_900_000, 95_000, 480_000, 9_900
 NOT_JSON = {"/v1/files"}
-COSTLY = {"/benchmark", "/api/pull"}  # off unless the operator allows them: refused before the body is read
+# off unless the operator allows them: refused before the body is read
+COSTLY = {"/benchmark", "/api/pull"}
 
 
 @pytest.fixture(scope="module")
 def start_watched(start_server_once, tmp_path_factory):
-    """Starts a server whose event loop is watched; ``check()`` fails if a callback has taken too long since."""
+    """Starts a server whose event loop is watched; ``check()`` fails if a callback has taken too
+    long since.
+    """
 
     def start(*arguments):
         report = tmp_path_factory.mktemp("watched") / "report"
@@ -47,7 +50,9 @@ def start_watched(start_server_once, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fake(start_watched):
-    return start_watched("--backend.name", "fake", "--context", "20000", "--sampling.max-tokens", "5")
+    return start_watched(
+        "--backend.name", "fake", "--context", "20000", "--sampling.max-tokens", "5"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +62,14 @@ def builtin(start_watched):
 
 def send(watched, path, body, **headers):
     """The answer, of whatever status that comes from reading it; nothing has kept the loop busy."""
-    content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    answer = watched.client.post(path, content=content, headers={"content-type": "application/json", **headers})
+    content = (
+        body
+        if isinstance(body, bytes)
+        else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    )
+    answer = watched.client.post(
+        path, content=content, headers={"content-type": "application/json", **headers}
+    )
     watched.check()
     assert answer.status_code < 500, answer.text
     assert answer.status_code != 413
@@ -104,9 +115,17 @@ def user(content="a"):
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x" * 300}
-WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(STRUCTURE // 4)}}
+WIDE = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string"} for i in range(STRUCTURE // 4)},
+}
 DEEP = {"type": "object", "anyOf": [{}] * STRUCTURE}
-TEXTS = {"a": "a" * SIZE, "words": "ab c" * (SIZE // 4), "marks": "<|im_end|>" * (SIZE // 10), "blanks": " " * SIZE}
+TEXTS = {
+    "a": "a" * SIZE,
+    "words": "ab c" * (SIZE // 4),
+    "marks": "<|im_end|>" * (SIZE // 10),
+    "blanks": " " * SIZE,
+}
 CHAT, RESPONSES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages/count_tokens"
 
 
@@ -133,21 +152,33 @@ CASES = {
     ),
     "wide tool": (CHAT, {"messages": [user()], "tools": tools(WIDE)}),
     "deep tool": (CHAT, {"messages": [user()], "tools": tools(DEEP)}),
-    "required tool": (CHAT, {"messages": [user()], "tools": tools(WIDE), "tool_choice": "required"}),
+    "required tool": (
+        CHAT,
+        {"messages": [user()], "tools": tools(WIDE), "tool_choice": "required"},
+    ),
     "schema": (
         CHAT,
-        {"messages": [user()], "response_format": {"type": "json_schema", "json_schema": {"schema": WIDE}}},
+        {
+            "messages": [user()],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": WIDE}},
+        },
     ),
     "schema as text": (CHAT, {"messages": [user()], "guided_json": json.dumps(WIDE)}),
     "choice": (CHAT, {"messages": [user()], "guided_choice": ["a"] * VALUES}),
     "stop": (CHAT, {"messages": [user()], "stop": ["a"] * VALUES}),
     "breakers": (CHAT, {"messages": [user()], "dry_sequence_breakers": ["a"] * VALUES}),
-    "Anthropic's messages": (COUNT, {"model": "", "messages": conversation(user(), {**user(), "role": "assistant"})}),
+    "Anthropic's messages": (
+        COUNT,
+        {"model": "", "messages": conversation(user(), {**user(), "role": "assistant"})},
+    ),
     "Anthropic's blocks": (
         COUNT,
         {
             "model": "",
-            "messages": [{"role": "assistant", "content": [USE] * (PARTS // 2)}, user([RESULT] * (PARTS // 2 - 2))],
+            "messages": [
+                {"role": "assistant", "content": [USE] * (PARTS // 2)},
+                user([RESULT] * (PARTS // 2 - 2)),
+            ],
         },
     ),
     "Ollama's calls": (
@@ -155,19 +186,36 @@ CASES = {
         {
             "model": "",
             "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}] * PARTS}
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}] * PARTS,
+                }
             ],
         },
     ),
-    "Responses' items": (RESPONSES, {"input": conversation({"role": "developer", "content": "x" * 300})}),
-    "Responses' first items": (RESPONSES, {"input": conversation({"role": "system", "content": "x" * 300})}),
+    "Responses' items": (
+        RESPONSES,
+        {"input": conversation({"role": "developer", "content": "x" * 300})},
+    ),
+    "Responses' first items": (
+        RESPONSES,
+        {"input": conversation({"role": "system", "content": "x" * 300})},
+    ),
     "Responses' calls": (
         RESPONSES,
-        {"input": conversation({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"})},
+        {
+            "input": conversation(
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            )
+        },
     ),
     "Responses' references": (
         RESPONSES,
-        {"input": conversation({"type": "item_reference", "id": "x"}, {"role": "user", "content": "a" * 300})},
+        {
+            "input": conversation(
+                {"type": "item_reference", "id": "x"}, {"role": "user", "content": "a" * 300}
+            )
+        },
     ),
     "prompts": ("/generate", {"prompts": ["ab " * 10_000] * 120, "max_tokens": 1}),
     "token ids": ("/v1/completions", {"prompt": [1] * VALUES}),
@@ -175,7 +223,10 @@ CASES = {
     "texts to embed": ("/v1/embeddings", {"input": ["a"] * VALUES}),
     "documents": ("/v1/rerank", {"query": "a", "documents": ["a"] * VALUES}),
     "large documents": ("/v1/rerank", {"query": "a", "documents": ["ab " * 600] * 2000}),
-    "pieces": ("/tokenize", {"content": "\u00e9" * 49_000, "with_pieces": True, "return_token_strs": True}),
+    "pieces": (
+        "/tokenize",
+        {"content": "\u00e9" * 49_000, "with_pieces": True, "return_token_strs": True},
+    ),
     "too many pieces": ("/tokenize", {"content": "a" * SIZE, "with_pieces": True}),
     "detokenize": ("/detokenize", {"tokens": [72] * VALUES}),
     "decode": ("/decode", {"tokens": [72] * VALUES}),

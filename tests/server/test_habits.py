@@ -1,4 +1,6 @@
-"""What clients do that were written for other servers: the names, the routes and the bodies they are used to."""
+"""What clients do that were written for other servers: the names, the routes and the bodies they
+are used to.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 LIMIT = {"max_tokens": 4, "temperature": 0}
 
 
@@ -23,10 +28,16 @@ def message(answer) -> str:
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
-@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": ASK}), ("generate", {"prompt": "a"}), ("show", {})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat", {"messages": ASK}), ("generate", {"prompt": "a"}), ("show", {})]
+)
 def test_ollama_looks_at_no_content_type(fake, path, body, headers):
-    """As ``curl -d`` and LiteLLM send it; a page in a browser is known by its Origin and has to announce JSON."""
-    data = json.dumps({"model": "fake", "stream": False, "options": {"num_predict": 3}, **body}).encode()
+    """As ``curl -d`` and LiteLLM send it; a page in a browser is known by its Origin and has to
+    announce JSON.
+    """
+    data = json.dumps(
+        {"model": "fake", "stream": False, "options": {"num_predict": 3}, **body}
+    ).encode()
     assert fake.post(f"/api/{path}", content=data, headers=headers).status_code == 200
     for mark in ({"origin": "http://elsewhere"}, {"sec-fetch-site": "cross-site"}):
         answer = fake.post(f"/api/{path}", content=data, headers={**headers, **mark})
@@ -34,7 +45,9 @@ def test_ollama_looks_at_no_content_type(fake, path, body, headers):
         assert "application/json" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/ready", "/v1/models", "/api/tags", "/api/version"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ping", "/ready", "/v1/models", "/api/tags", "/api/version"]
+)
 def test_a_head_is_a_get_without_a_body(fake, path):
     head, get = fake.head(path), fake.get(path)
     assert (head.status_code, get.status_code, head.content) == (200, 200, b"")
@@ -110,7 +123,13 @@ def test_errors_of_a_rewritten_path_have_the_form_of_its_dialect(fake):
 def test_the_openapi_document_has_each_route_once(fake):
     paths = fake.get("/openapi.json").json()["paths"]
     assert "/v1/chat/completions" in paths
-    assert {"/chat/completions", "/models", "/v1/health", "/rerank", "/reranking"} & paths.keys() == set()
+    assert {
+        "/chat/completions",
+        "/models",
+        "/v1/health",
+        "/rerank",
+        "/reranking",
+    } & paths.keys() == set()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +142,9 @@ def test_the_openapi_document_has_each_route_once(fake):
     ],
 )
 def test_minus_one_is_no_limit_of_tokens(fake, path, asked):
-    """The answer ends where the context does; 0 and -2 are still refused where an answer is wanted."""
+    """The answer ends where the context does; 0 and -2 are still refused where an answer is
+    wanted.
+    """
     answer = fake.post(path, json={**asked, "ignore_eos": True}).json()
     assert answer["usage"]["total_tokens"] == 512
     (limit,) = (name for name in asked if "tokens" in name)
@@ -141,12 +162,19 @@ def test_tools_may_have_long_names_and_no_type(fake):
 
 @pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled", "interleaved"])
 def test_anthropic_may_think_in_other_ways(fake, kind):
-    body = {"model": "fake", "max_tokens": 4, "messages": ASK, "thinking": {"type": kind, "budget_tokens": 2}}
+    body = {
+        "model": "fake",
+        "max_tokens": 4,
+        "messages": ASK,
+        "thinking": {"type": kind, "budget_tokens": 2},
+    }
     assert fake.post("/v1/messages", json=body).status_code == 200
 
 
 def test_responses_truncation_auto_is_accepted_and_shown_as_disabled(fake):
-    answer = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "truncation": "auto"}).json()
+    answer = fake.post(
+        "/v1/responses", json={"input": "a", "max_output_tokens": 2, "truncation": "auto"}
+    ).json()
     assert answer["truncation"] == "disabled"
     answer = fake.post("/v1/responses", json={"input": "a" * 600, "truncation": "auto"})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -155,7 +183,10 @@ def test_responses_truncation_auto_is_accepted_and_shown_as_disabled(fake):
 @pytest.mark.parametrize("nothing", [{}, {"input": ""}, {"input": []}, {"input": None}])
 def test_a_response_goes_on_from_another_without_input(fake, nothing):
     first = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()
-    then = fake.post("/v1/responses", json={**nothing, "previous_response_id": first["id"], "max_output_tokens": 2})
+    then = fake.post(
+        "/v1/responses",
+        json={**nothing, "previous_response_id": first["id"], "max_output_tokens": 2},
+    )
     assert then.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"]
     items = fake.get(f"/v1/responses/{then.json()['id']}/input_items").json()["data"]
     assert [item["role"] for item in items] == ["assistant", "user"]
@@ -172,8 +203,12 @@ def test_a_model_tells_its_length_and_has_a_tag(fake):
     model = fake.get("/v1/models/fake:latest").json()
     assert model["id"] == "fake"
     assert model["max_model_len"] == model["context_length"] == 512
-    assert fake.post(CHAT, json={"model": "fake:latest", "messages": ASK, **LIMIT}).status_code == 200
-    assert fake.post(CHAT, json={"model": "fake:other", "messages": ASK, **LIMIT}).status_code == 404
+    assert (
+        fake.post(CHAT, json={"model": "fake:latest", "messages": ASK, **LIMIT}).status_code == 200
+    )
+    assert (
+        fake.post(CHAT, json={"model": "fake:other", "messages": ASK, **LIMIT}).status_code == 404
+    )
 
 
 NAMED = [
@@ -233,12 +268,17 @@ def test_version(fake):
 
 def test_cohere_asks_at_another_version(fake):
     body = {"query": "a", "documents": ["b", "a"]}
-    assert fake.post("/v2/rerank", json=body).json()["results"] == fake.post("/v1/rerank", json=body).json()["results"]
+    assert (
+        fake.post("/v2/rerank", json=body).json()["results"]
+        == fake.post("/v1/rerank", json=body).json()["results"]
+    )
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_usage_in_every_chunk(fake_server, chat):
-    """continuous_usage_stats: each chunk says what there is so far, the last one what one would get anyway."""
+    """continuous_usage_stats: each chunk says what there is so far, the last one what one would get
+    anyway.
+    """
     options = {"include_usage": True, "continuous_usage_stats": True}
     with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none") as client:
         create = client.chat.completions.create if chat else client.completions.create
@@ -286,11 +326,16 @@ def test_variables_that_a_template_does_not_know_change_nothing(builtin_server, 
     kwargs = {"a_new_variable": value, "enable_thinking": False}
     post = builtin_server.client.post
     prompts = [
-        post("/apply-template", json={"messages": ASK, "chat_template_kwargs": asked}).json()["prompt"]
+        post("/apply-template", json={"messages": ASK, "chat_template_kwargs": asked}).json()[
+            "prompt"
+        ]
         for asked in (kwargs, {"enable_thinking": False})
     ]
     assert prompts[0] == prompts[1]
-    assert post(CHAT, json={"messages": ASK, "chat_template_kwargs": kwargs, **LIMIT}).status_code == 200
+    assert (
+        post(CHAT, json={"messages": ASK, "chat_template_kwargs": kwargs, **LIMIT}).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +353,10 @@ def test_what_asks_for_nothing_is_taken(fake, harmless):
 @pytest.mark.parametrize(
     ("wish", "named"),
     [
-        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "continue_final_message",
+        ),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"prompt_logprobs": 1}, "/v1/completions"),
         ({"top_logprobs": 1}, "top_logprobs"),
@@ -321,7 +369,13 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(fake, wish, named):
 
 
 def test_an_option_that_is_null_is_none_for_ollama(fake):
-    body = {"model": "fake", "stream": False, "options": {"num_predict": 3}, "raw": None, "logprobs": None}
+    body = {
+        "model": "fake",
+        "stream": False,
+        "options": {"num_predict": 3},
+        "raw": None,
+        "logprobs": None,
+    }
     assert fake.post("/api/generate", json={**body, "prompt": "a"}).status_code == 200
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": None}}]}
     turns = [*ASK, called, {"role": "tool", "content": "1", "tool_name": "add"}]
@@ -331,22 +385,33 @@ def test_an_option_that_is_null_is_none_for_ollama(fake):
 def test_anthropics_system_may_speak_again(fake):
     """A turn of the system's after the first one is rendered where it stands."""
     body = {"model": "fake", "max_tokens": 4}
-    turns = [*ASK, {"role": "assistant", "content": "72"}, {"role": "system", "content": "Be brief."}]
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": "72"},
+        {"role": "system", "content": "Be brief."},
+    ]
 
     def count(turns):
-        return fake.post("/v1/messages/count_tokens", json={"model": "fake", "messages": turns}).json()["input_tokens"]
+        return fake.post(
+            "/v1/messages/count_tokens", json={"model": "fake", "messages": turns}
+        ).json()["input_tokens"]
 
     assert fake.post("/v1/messages", json={**body, "messages": [*turns, *ASK]}).status_code == 200
-    assert count([*turns, *ASK]) > count([*turns[:2], *ASK]) + len("Be brief.")  # the fake one has a token a byte
+    # the fake one has a token a byte
+    assert count([*turns, *ASK]) > count([*turns[:2], *ASK]) + len("Be brief.")
     answer = fake.post("/v1/messages", json={**body, "messages": [turns[-1], *ASK]})
     assert answer.status_code == 400
     assert "messages[0].role" in message(answer)
     image = {"role": "system", "content": [{"type": "image", "source": {}}]}
-    assert "messages[1].content[0]" in message(fake.post("/v1/messages", json={**body, "messages": [*ASK, image]}))
+    assert "messages[1].content[0]" in message(
+        fake.post("/v1/messages", json={**body, "messages": [*ASK, image]})
+    )
 
 
 def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
-    """A field may be one of several objects: the one that was sent is what its names are compared with."""
+    """A field may be one of several objects: the one that was sent is what its names are compared
+    with.
+    """
     post = start_server("--backend.name", "fake", "--server.strict").client.post
     name = {"type": "function", "function": {"name": "add"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [name]}}
@@ -366,15 +431,23 @@ def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
         ({"regex": "a{3}"}, "aaa"),
         ({"json_schema": {"const": "x"}}, '"x"'),
         ({"json_schema": '{"const": 7}'}, "7"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}}, "5"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}},
+            "5",
+        ),
         ({"structured_outputs": {"json": {"const": 6}}}, "6"),
     ],
 )
 def test_other_servers_ways_to_say_what_must_come(builtin_server, wish, answer):
     """On all three of OpenAI's routes; none of them is passed over in silence."""
     post = builtin_server.client.post
-    assert post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"] == answer
-    assert post("/v1/completions", json={"prompt": "a", **wish}).json()["choices"][0]["text"] == answer
+    assert (
+        post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"]
+        == answer
+    )
+    assert (
+        post("/v1/completions", json={"prompt": "a", **wish}).json()["choices"][0]["text"] == answer
+    )
     output = post("/v1/responses", json={"input": "a", **wish}).json()["output"]
     assert output[-1]["content"][0]["text"] == answer
     refused = post(CHAT, json={"messages": ASK, "guided_regex": "a", **wish})

@@ -1,4 +1,6 @@
-"""What a client may get wrong, and the answer: a 4xx in OpenAI's form that names the field; no 500, no hang."""
+"""What a client may get wrong, and the answer: a 4xx in OpenAI's form that names the field; no 500,
+no hang.
+"""
 
 import json
 import socket
@@ -47,7 +49,9 @@ def check_form(answer):
 )
 def test_what_is_no_json_object_is_400(fake_server, body):
     """A body that cannot be read is the client's fault."""
-    answer = fake_server.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    answer = fake_server.client.post(
+        CHAT, content=body, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400
     check_form(answer)
 
@@ -65,7 +69,11 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("messages", [{"role": "user"}], "messages[0]"),
         ("messages", [{"role": "user", "content": None}], "messages[0]"),
         ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0]",
+        ),
         ("messages", [{"role": "tool", "content": "x"}], "messages[0]"),
         ("max_tokens", -5, "max_tokens"),
         ("max_tokens", 0, "max_tokens"),
@@ -111,7 +119,11 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("tools", "x", "tools"),
         ("tools", [5], "tools[0]"),
         ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
-        ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], "tools[0].function.parameters"),
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+            "tools[0].function.parameters",
+        ),
         ("logprobs", 3, "logprobs"),
         ("top_logprobs", 3, "top_logprobs"),
         ("cache_salt", "x" * 257, "cache_salt"),
@@ -122,7 +134,15 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("response_format", "json", "response_format"),
         *(
             ("chat_template_kwargs", {name: value}, f"chat_template_kwargs.{name}")
-            for name in ("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "self", "namespace")
+            for name in (
+                "messages",
+                "tools",
+                "bos_token",
+                "eos_token",
+                "add_generation_prompt",
+                "self",
+                "namespace",
+            )
             for value in (None, False, [], "x")
         ),
         ("chat_template_kwargs", {"a": [[1]]}, "chat_template_kwargs.a[0]"),
@@ -149,7 +169,8 @@ def test_a_wrong_value_is_400_and_named(fake_server, field, value, param):
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, [], [[]], {}, [1, "a", [2]], [-1], [260], [2**31], [2**63], [1.5], [True], ["x"] * 129]
+    "prompt",
+    [None, [], [[]], {}, [1, "a", [2]], [-1], [260], [2**31], [2**63], [1.5], [True], ["x"] * 129],
 )
 def test_a_wrong_prompt_is_400(fake_server, prompt):
     """Completions take text, texts, token ids or lists of token ids, and nothing else."""
@@ -175,13 +196,19 @@ WRONG = [5.5] * 1000
         (ResponseBody, "input", [{"role": "user", "content": WRONG}]),
         (EmbeddingsBody, "input", WRONG),
         (MessagesBody, "messages", WRONG),
-        (MessagesBody, "messages", [{"role": "user", "content": [{"type": "text", "content": WRONG}]}]),
+        (
+            MessagesBody,
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "content": WRONG}]}],
+        ),
         (OllamaChatBody, "messages", WRONG),
         (OllamaChatBody, "options", {"stop": WRONG}),
     ],
 )
 def test_very_many_faults_cost_no_more_than_one(model, field, value):
-    """A body has room for millions: they would be gigabytes of objects, and half a minute in which nobody is served."""
+    """A body has room for millions: they would be gigabytes of objects, and half a minute in which
+    nobody is served.
+    """
     (good,) = model.model_config["json_schema_extra"]["examples"]
     with pytest.raises(pydantic.ValidationError) as caught:
         model.model_validate({**good, field: value})
@@ -191,7 +218,13 @@ def test_very_many_faults_cost_no_more_than_one(model, field, value):
 
 def test_an_unknown_parameter_is_ignored(fake_server):
     """New parameters of OpenAI's clients do not break them."""
-    body = {"messages": MESSAGES, "max_tokens": 2, "zzz": {"a": [1]}, "metadata": {}, "store": False}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "zzz": {"a": [1]},
+        "metadata": {},
+        "store": False,
+    }
     assert fake_server.client.post(CHAT, json=body).status_code == 200
 
 
@@ -203,7 +236,9 @@ def test_max_tokens_beyond_the_context_ends_with_length(fake_server):
     assert answer["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(("length", "status"), [(511, 200), (512, 400), (5000, 400), (900_000, 400)])
+@pytest.mark.parametrize(
+    ("length", "status"), [(511, 200), (512, 400), (5000, 400), (900_000, 400)]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_can_never_fit_is_400_with_both_numbers(fake_server, length, status, stream):
     """Before any byte is streamed, and with one token left for the answer it fits."""
@@ -241,7 +276,8 @@ def test_a_giant_announced_length_is_refused_without_reading(fake_server):
 
 
 @pytest.mark.parametrize(
-    "content_type", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1", None]
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1", None],
 )
 def test_another_content_type_is_415(fake_server, content_type):
     """A browser form of another site cannot start a generation."""
@@ -252,7 +288,8 @@ def test_another_content_type_is_415(fake_server, content_type):
 
 
 @pytest.mark.parametrize(
-    "model", ["../../etc/passwd", "/etc/passwd", "http://127.0.0.1/x", "a\0b", "x" * 100_000, "other"]
+    "model",
+    ["../../etc/passwd", "/etc/passwd", "http://127.0.0.1/x", "a\0b", "x" * 100_000, "other"],
 )
 def test_another_model_is_404(fake_server, model):
     """A model's name is looked up, never opened."""
@@ -264,7 +301,8 @@ def test_another_model_is_404(fake_server, model):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("POST", "/health", 405)]
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("GET", CHAT, 405), ("POST", "/health", 405)],
 )
 def test_an_unknown_route_or_method_has_the_same_form(fake_server, method, path, status):
     """Errors of the framework are translated too."""
@@ -273,11 +311,15 @@ def test_an_unknown_route_or_method_has_the_same_form(fake_server, method, path,
     check_form(answer)
 
 
-@pytest.mark.parametrize("header", ["Bearer", "bearer   x", "Basic x", "\xff", "Bearer " + "x" * 5000, ""])
+@pytest.mark.parametrize(
+    "header", ["Bearer", "bearer   x", "Basic x", "\xff", "Bearer " + "x" * 5000, ""]
+)
 def test_any_authorization_is_only_a_name(fake_server, header):
     """Nobody is kept out by it, whatever it is."""
     headers = {"authorization": header.encode("latin1")}
-    answer = fake_server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers)
+    answer = fake_server.client.post(
+        CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers
+    )
     assert answer.status_code == 200
 
 
@@ -290,7 +332,9 @@ def test_a_wrong_number_of_steps_is_400(fake_server, steps):
 
 
 def test_control_tokens_in_a_message_are_plain_text(fake_server):
-    """A user cannot open another role: the control token's text costs as many tokens as it has bytes."""
+    """A user cannot open another role: the control token's text costs as many tokens as it has
+    bytes.
+    """
 
     def prompt_tokens(content):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}

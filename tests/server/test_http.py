@@ -21,7 +21,9 @@ def read_all(connection):
     return data
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/docs", "/api/version", "/api/tags", "/nope"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/models", "/docs", "/api/version", "/api/tags", "/nope"]
+)
 def test_head_is_get_without_a_body(fake_server, path):
     head, get = fake_server.client.head(path), fake_server.client.get(path)
     assert head.status_code == get.status_code
@@ -31,7 +33,11 @@ def test_head_is_get_without_a_body(fake_server, path):
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("GET", "/v1/completions", "POST"), ("PUT", "/v1/files", "GET, POST"), ("OPTIONS", "/v1/files/a", "DELETE, GET")],
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/files", "GET, POST"),
+        ("OPTIONS", "/v1/files/a", "DELETE, GET"),
+    ],
 )
 def test_a_wrong_method_is_told_which_ones_there_are(fake_server, method, path, allowed):
     answer = fake_server.client.request(method, path)
@@ -40,7 +46,9 @@ def test_a_wrong_method_is_told_which_ones_there_are(fake_server, method, path, 
 
 def test_nobody_is_sent_elsewhere(fake_server):
     """A redirect would go where the client's own Host header says."""
-    answer = fake_server.client.post("/v1/completions/", json={"prompt": "a"}, headers={"host": "evil.example"})
+    answer = fake_server.client.post(
+        "/v1/completions/", json={"prompt": "a"}, headers={"host": "evil.example"}
+    )
     assert answer.status_code == 404
     assert "location" not in answer.headers
 
@@ -119,7 +127,11 @@ def test_too_large_a_head_is_431_in_however_few_reads(fake_server, data):
 
 def test_200_header_fields_are_served(fake_server):
     with connect(fake_server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"a: b\r\n" * 198 + b"\r\n")
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            + b"a: b\r\n" * 198
+            + b"\r\n"
+        )
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -142,7 +154,9 @@ def test_endless_head_is_431(fake_server):
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     ],
 )
-def test_garbage_behind_complete_requests_is_refused_after_their_answers(fake_server, stream, garbage, status):
+def test_garbage_behind_complete_requests_is_refused_after_their_answers(
+    fake_server, stream, garbage, status
+):
     body = b'{"prompt": "a", "max_tokens": 100, "ignore_eos": true, "stream": %s}' % stream
     with connect(fake_server) as connection:
         request = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -158,7 +172,9 @@ def test_requests_may_come_in_any_pieces_and_before_they_are_asked_for(fake_serv
     request = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     for size in (1, 7, len(request) + 5, 3 * len(request)):
         with connect(fake_server) as connection:
-            data = request + b"\r\n" + request + request.replace(b"Host", b"Connection: close\r\nHost")
+            data = (
+                request + b"\r\n" + request + request.replace(b"Host", b"Connection: close\r\nHost")
+            )
             for i in range(0, len(data), size):
                 connection.sendall(data[i : i + size])
             assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
@@ -174,10 +190,15 @@ def test_a_body_is_no_head(fake_server):
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
 @pytest.mark.parametrize("size", [10, 10_000])
 def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
-    """Java's client asks for HTTP/2 with each request; also the requests behind it are answered, in any pieces."""
+    """Java's client asks for HTTP/2 with each request; also the requests behind it are answered, in
+    any pieces.
+    """
     log = fake_server.log
     body = b'{"prompt": "a", "max_tokens": 2}'
-    fields = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAA\r\n" % protocol
+    fields = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAA\r\n"
+        % protocol
+    )
     framings = [
         b"Content-Length: %d\r\n\r\n%s" % (len(body), body),
         b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
@@ -196,7 +217,10 @@ def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
 
 def test_limits_hold_for_a_head_with_an_upgrade(fake_server):
     upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
-    for data in (upgrade + b"a: b\r\n" * 200 + b"\r\n", upgrade + b"x-large: " + b"y" * 66_000 + b"\r\n\r\n"):
+    for data in (
+        upgrade + b"a: b\r\n" * 200 + b"\r\n",
+        upgrade + b"x-large: " + b"y" * 66_000 + b"\r\n\r\n",
+    ):
         with connect(fake_server) as connection:
             connection.sendall(data)
             assert read_all(connection).startswith(b"HTTP/1.1 431 ")
@@ -214,7 +238,9 @@ def test_connect_is_501(fake_server, target):
 def test_http_1_0_gets_plain_bytes_until_the_connection_is_closed(fake_server, stream):
     body = b'{"prompt": "a", "max_tokens": 30, "ignore_eos": true, "stream": %s}' % stream
     with connect(fake_server) as connection:
-        connection.sendall(HEAD.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection.sendall(
+            HEAD.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
         answer = read_all(connection)
     head, _, content = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
@@ -261,4 +287,7 @@ def test_any_name_of_utf_8_and_of_no_compression_is_served(fake_server, charset,
 )
 def test_another_charset_or_compression_is_415(fake_server, name, value):
     headers = {"content-type": "application/json", name: value}
-    assert fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers).status_code == 415
+    assert (
+        fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers).status_code
+        == 415
+    )

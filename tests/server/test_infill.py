@@ -15,11 +15,15 @@ PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1, 6)  # bytes that no text her
 def service(context_length=1000, infill=(PREFIX, SUFFIX, MIDDLE), repository=None):
     vocabulary = FakeVocabulary()
     vocabulary.infill_tokens, vocabulary.repository_tokens = infill, repository
-    return SimpleNamespace(vocabulary=vocabulary, info=SimpleNamespace(context_length=context_length), longest_piece=12)
+    return SimpleNamespace(
+        vocabulary=vocabulary, info=SimpleNamespace(context_length=context_length), longest_piece=12
+    )
 
 
 def prompt(service, prefix, suffix, snippets=(), num_new_tokens=10):
-    tokens, is_short = asyncio.run(build_infill_prompt(service, prefix, suffix, snippets, num_new_tokens))
+    tokens, is_short = asyncio.run(
+        build_infill_prompt(service, prefix, suffix, snippets, num_new_tokens)
+    )
     assert len(tokens) + num_new_tokens < service.info.context_length
     return bytes(tokens), is_short
 
@@ -32,7 +36,10 @@ def test_a_prefix_and_a_suffix_stand_behind_their_marks():
 def test_snippets_of_other_files_come_first():
     snippets = [Snippet("b.py", "b = 1"), Snippet("c.py", "c = 2")]
     text, is_short = prompt(service(), "a = ", "\n", snippets)
-    assert (text, is_short) == (b"--- b.py ---\nb = 1\n\n--- c.py ---\nc = 2\n\n\x01a = \x02\n\x03", False)
+    assert (text, is_short) == (
+        b"--- b.py ---\nb = 1\n\n--- c.py ---\nc = 2\n\n\x01a = \x02\n\x03",
+        False,
+    )
     text, is_short = prompt(service(repository=(REPOSITORY, FILE)), "a = ", "\n", snippets)
     assert (text, is_short) == (
         b"\x04project\n\x05b.py\nb = 1\n\x05c.py\nc = 2\n\x05file\n\x01a = \x02\n\x03",
@@ -52,10 +59,15 @@ def test_the_first_snippets_are_left_out_where_there_is_no_room(repository):
 
 
 @pytest.mark.parametrize(
-    ("num_prefix", "num_suffix", "kept"), [(5000, 5000, (740, 246)), (5000, 10, (976, 10)), (10, 5000, (10, 976))]
+    ("num_prefix", "num_suffix", "kept"),
+    [(5000, 5000, (740, 246)), (5000, 10, (976, 10)), (10, 5000, (10, 976))],
 )
-def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(num_prefix, num_suffix, kept):
-    text, is_short = prompt(service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet("a", "b")])
+def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(
+    num_prefix, num_suffix, kept
+):
+    text, is_short = prompt(
+        service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet("a", "b")]
+    )
     before, behind = text.removeprefix(b"\x01").removesuffix(b"\x03").split(b"\x02")
     assert is_short
     assert (before[-1:], behind[:1]) == (b"P", b"S")

@@ -25,7 +25,9 @@ def serve(*arguments):
 
 
 def one_line(result):
-    """The error of a start that could not work: exit code 2, one line, after those of the load if it began."""
+    """The error of a start that could not work: exit code 2, one line, after those of the load if
+    it began.
+    """
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     *loading, line = result.stderr.splitlines()
@@ -75,14 +77,23 @@ def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
 @pytest.mark.llama
 @pytest.mark.slow
 def test_a_file_that_aborts_llama_cpp_is_one_line(builtin_path, tmp_path):
-    """Its vocabulary has a token twice. The engine process dies of it, and the others are spared."""
+    """Its vocabulary has a token twice.
+
+    The engine process dies of it, and the others are spared.
+    """
     path = tmp_path / "model.gguf"
-    path.write_bytes(builtin_path.read_bytes().replace(b"\x01\0\0\0\0\0\0\x005", b"\x01\0\0\0\0\0\0\x006", 1))
+    path.write_bytes(
+        builtin_path.read_bytes().replace(b"\x01\0\0\0\0\0\0\x005", b"\x01\0\0\0\0\0\0\x006", 1)
+    )
     line = one_line(serve(path))
     assert f"{path} is damaged, or llama.cpp does not support it: llama-vocab.cpp" in line
     command = [sys.executable, "-m", "cllm", "generate", "--model", str(path), "a"]
-    in_process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert one_line(in_process) == f"cllm: {path} is damaged: its vocabulary has the token '6' twice"
+    in_process = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (
+        one_line(in_process) == f"cllm: {path} is damaged: its vocabulary has the token '6' twice"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +116,8 @@ def test_a_disk_cache_that_cannot_be_had_is_one_line(builtin_path):
 
 @pytest.mark.llama
 @pytest.mark.parametrize(
-    "arguments", [("--context", "4096", "--kv.max-memory-mb", "2"), ("--kv.max-memory-mb", "900000")]
+    "arguments",
+    [("--context", "4096", "--kv.max-memory-mb", "2"), ("--kv.max-memory-mb", "900000")],
 )
 def test_too_little_memory_is_one_line(builtin_path, arguments):
     """With the sizes, whichever limit is met."""
@@ -121,11 +133,14 @@ def test_the_server_answers_while_the_model_loads_and_says_when_it_is_ready(fake
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["cllm: loading", "at once"])
 def test_ctrl_c_before_it_is_ready(when):
-    """130 like every interrupted command, whenever it comes; a server that has served ends with 0."""
+    """130 like every interrupted command, whenever it comes; a server that has served ends with
+    0.
+    """
     command = [sys.executable, "-m", "cllm", "serve", *FAKE, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         if when == "at once":
-            wait_for(lambda: "_pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())  # it imports
+            # it imports
+            wait_for(lambda: "_pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())
         else:
             assert process.stderr.readline().startswith(when)
         process.send_signal(signal.SIGINT)
@@ -149,7 +164,9 @@ def test_sigterm_lets_running_streams_finish(start_server):
 
 @pytest.mark.slow
 def test_streams_that_do_not_finish_in_time_are_told(start_server):
-    """At the drain timeout they get an error event and [DONE], and the server still ends in order."""
+    """At the drain timeout they get an error event and [DONE], and the server still ends in
+    order.
+    """
     server = start_server(*FAKE, "--server.drain-timeout", "0.3")
     lines = []
     thread = events(server, LONG, lines)
@@ -179,7 +196,9 @@ def test_a_second_signal_ends_at_once(start_server):
 
 @pytest.mark.slow
 def test_a_dead_engine_is_noticed_and_started_again(start_server):
-    """Streams end in an error event at once, others get 503, and then all is well again; whatever killed it."""
+    """Streams end in an error event at once, others get 503, and then all is well again; whatever
+    killed it.
+    """
     server = start_server(*FAKE)
     for how in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
         lines = []
@@ -203,8 +222,12 @@ def test_a_dead_engine_is_noticed_and_started_again(start_server):
 
 @pytest.mark.slow
 def test_requests_to_a_hung_engine_time_out_and_the_server_still_ends(start_server):
-    """504 as an answer and an error event in a stream; shutting down kills the engine, which hears nothing."""
-    server = start_server(*FAKE, "--scheduler.request-timeout", "1", "--server.drain-timeout", "0.1")
+    """504 as an answer and an error event in a stream; shutting down kills the engine, which hears
+    nothing.
+    """
+    server = start_server(
+        *FAKE, "--scheduler.request-timeout", "1", "--server.drain-timeout", "0.1"
+    )
     engine, lines = server.engine_pid(), []
     thread = events(server, LONG, lines)
     wait_for(lambda: len(lines) > 5)
@@ -232,7 +255,9 @@ def test_a_dead_api_process_takes_the_engine_with_it(start_server):
 
 @pytest.mark.slow
 def test_the_process_that_renders_chats(start_server):
-    """Is there before the first one, replaced when it has died or was stopped, and does not outlive the server."""
+    """Is there before the first one, replaced when it has died or was stopped, and does not outlive
+    the server.
+    """
     server = start_server(*FAKE)
 
     def renderers():
@@ -267,4 +292,6 @@ def test_an_idle_server_uses_no_cpu(builtin_server):
         time.sleep(4)
         return builtin_server.cpu_seconds(*pids) - before
 
-    assert any(seconds_used() <= 0.02 for _ in range(3)), "at least the third time nothing is left to be tidied up"
+    assert any(seconds_used() <= 0.02 for _ in range(3)), (
+        "at least the third time nothing is left to be tidied up"
+    )

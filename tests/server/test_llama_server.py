@@ -1,4 +1,6 @@
-"""What clients of llama-server look for: /infill, /props, timings, and the other name of reasoning."""
+"""What clients of llama-server look for: /infill, /props, timings, and the other name of
+reasoning.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]
 LIMIT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 TIMINGS = {
-    f"{part}_{name}" for part in ("prompt", "predicted") for name in ("n", "ms", "per_token_ms", "per_second")
+    f"{part}_{name}"
+    for part in ("prompt", "predicted")
+    for name in ("n", "ms", "per_token_ms", "per_second")
 } | {"cache_n"}
 VIM = {
     "id_slot": 0,
@@ -45,7 +49,11 @@ def filling(start_server_once, tiny_model):
 
 
 def events_of(answer):
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in answer.text.splitlines()
+        if line.startswith("data: {")
+    ]
     return [json.loads(line) for line in lines]
 
 
@@ -53,13 +61,23 @@ def events_of(answer):
 def test_infill_answers_in_llama_servers_words(filling):
     answer = filling.client.post("/infill", json={**VIM, "ignore_eos": True}).json()
     assert answer["stop"] is True
-    assert (answer["stop_type"], answer["tokens_predicted"], answer["truncated"]) == ("limit", 8, False)
-    assert answer["generation_settings"]["n_ctx"] == filling.client.get("/model/info").json()["context_length"]
+    assert (answer["stop_type"], answer["tokens_predicted"], answer["truncated"]) == (
+        "limit",
+        8,
+        False,
+    )
+    assert (
+        answer["generation_settings"]["n_ctx"]
+        == filling.client.get("/model/info").json()["context_length"]
+    )
     assert answer["timings"].keys() == TIMINGS
     assert (answer["timings"]["predicted_n"], answer["timings"]["prompt_n"] > 20) == (8, True)
-    encode = filling.client.post("/encode", json={"text": VIM["input_prefix"] + VIM["prompt"]}).json()["tokens"]
+    encode = filling.client.post(
+        "/encode", json={"text": VIM["input_prefix"] + VIM["prompt"]}
+    ).json()["tokens"]
     bare = filling.client.post(
-        "/infill", json={"input_prefix": VIM["input_prefix"], "prompt": VIM["prompt"], "n_predict": 1}
+        "/infill",
+        json={"input_prefix": VIM["input_prefix"], "prompt": VIM["prompt"], "n_predict": 1},
     )
     assert bare.json()["tokens_evaluated"] == len(encode) + 3
 
@@ -85,9 +103,21 @@ def test_infill_follows_json_schema(filling):
 
 @pytest.mark.llama
 def test_infill_gives_the_fields_that_are_asked_for(filling):
-    fields = ["content", "timings/prompt_n", "timings/predicted_per_second", "truncated", "nothing", "content/a"]
+    fields = [
+        "content",
+        "timings/prompt_n",
+        "timings/predicted_per_second",
+        "truncated",
+        "nothing",
+        "content/a",
+    ]
     answer = filling.client.post("/infill", json={**VIM, "response_fields": fields}).json()
-    assert answer.keys() == {"content", "timings/prompt_n", "timings/predicted_per_second", "truncated"}
+    assert answer.keys() == {
+        "content",
+        "timings/prompt_n",
+        "timings/predicted_per_second",
+        "truncated",
+    }
     answer = filling.client.post("/infill", json={**VIM, "n_predict": 0, "response_fields": [""]})
     assert (answer.status_code, answer.json()) == (200, {}), "as editors warm up the cache"
 
@@ -155,7 +185,9 @@ def test_infill_of_a_model_that_cannot_is_400_in_clear_words(fake_server):
     ],
 )
 def test_what_is_wrong_in_infill_is_named(fake_server, patch, param):
-    assert fake_server.client.post("/infill", json={**VIM, **patch}).json()["error"]["param"] == param
+    assert (
+        fake_server.client.post("/infill", json={**VIM, **patch}).json()["error"]["param"] == param
+    )
 
 
 @pytest.mark.parametrize("path", ["/props", "/v1/props", "/props?model=fake&autoload=false"])
@@ -168,9 +200,13 @@ def test_props_tell_the_context_and_the_template(fake_server, path):
     assert fake_server.client.get("/props?model=another").status_code == 404
 
 
-@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "abc"})])
+@pytest.mark.parametrize(
+    ("path", "asked"), [(CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "abc"})]
+)
 def test_answers_tell_their_timings(fake_server, path, asked):
-    """In a stream the last chunk does: that of the usage, or else the one that ends the last choice."""
+    """In a stream the last chunk does: that of the usage, or else the one that ends the last
+    choice.
+    """
     post = fake_server.client.post
     body = {**asked, **LIMIT, "n": 2}
     timings = post(path, json=body).json()["timings"]
@@ -203,7 +239,12 @@ def test_n_predict_is_max_tokens(fake_server):
         assert post(CHAT, json=body).json()["usage"]["completion_tokens"] == number
         body = {"prompt": "a", "n_predict": number, "ignore_eos": True}
         assert post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == number
-    assert post(CHAT, json={**body, "messages": ASK, "max_tokens": 5}).json()["usage"]["completion_tokens"] == 5
+    assert (
+        post(CHAT, json={**body, "messages": ASK, "max_tokens": 5}).json()["usage"][
+            "completion_tokens"
+        ]
+        == 5
+    )
 
 
 def test_a_model_tells_its_root(fake_server):

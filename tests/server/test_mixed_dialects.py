@@ -1,4 +1,6 @@
-"""Clients of all dialects at once, streaming and not, with tools and forms of answers: everyone gets his own answer."""
+"""Clients of all dialects at once, streaming and not, with tools and forms of answers: everyone
+gets his own answer.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,11 @@ pytestmark = [pytest.mark.llama, pytest.mark.slow]
 MODEL = "cllm-builtin"
 MULTIPLY = TOOLS["multiply"].declare("multiply")
 FUNCTION = MULTIPLY["function"]
-CUSTOM = {"name": "multiply", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
+CUSTOM = {
+    "name": "multiply",
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
 
 
 def asked(text):
@@ -24,7 +30,12 @@ def asked(text):
 
 def schema(answer):
     properties = {"sum": {"const": answer}}
-    return {"type": "object", "properties": properties, "required": ["sum"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
 
 
 class Asker:
@@ -41,16 +52,27 @@ class Asker:
     async def by_openai(self, messages, streamed, tool=None, form=None):
         more = {"tools": [MULTIPLY]} if tool else {}
         if form:
-            more["response_format"] = {"type": "json_schema", "json_schema": {"name": "sum", "schema": form}}
+            more["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "sum", "schema": form},
+            }
         create = self.openai.chat.completions.create
         if not streamed:
-            message = (await create(model=MODEL, messages=messages, temperature=0, **more)).choices[0].message
+            message = (
+                (await create(model=MODEL, messages=messages, temperature=0, **more))
+                .choices[0]
+                .message
+            )
             return json.loads(message.tool_calls[0].function.arguments) if tool else message.content
         text = arguments = ""
-        async for chunk in await create(model=MODEL, messages=messages, temperature=0, stream=True, **more):
+        async for chunk in await create(
+            model=MODEL, messages=messages, temperature=0, stream=True, **more
+        ):
             for choice in chunk.choices:
                 text += choice.delta.content or ""
-                arguments += "".join(call.function.arguments or "" for call in choice.delta.tool_calls or [])
+                arguments += "".join(
+                    call.function.arguments or "" for call in choice.delta.tool_calls or []
+                )
         return json.loads(arguments) if tool else text
 
     async def by_anthropic(self, messages, streamed, tool=None, form=None):
@@ -71,7 +93,10 @@ class Asker:
         if not streamed:
             message = (await self.ollama.chat(MODEL, messages, **more)).message
             return message.tool_calls[0].function.arguments if tool else message.content
-        lines = [line.message async for line in await self.ollama.chat(MODEL, messages, stream=True, **more)]
+        lines = [
+            line.message
+            async for line in await self.ollama.chat(MODEL, messages, stream=True, **more)
+        ]
         if tool:
             return next(line.tool_calls[0].function.arguments for line in lines if line.tool_calls)
         return "".join(line.content for line in lines)

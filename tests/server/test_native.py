@@ -1,4 +1,6 @@
-"""The routes that cLLM has had from its beginning, on the fake backend, which counts on from the prompt's last byte."""
+"""The routes that cLLM has had from its beginning, on the fake backend, which counts on from the
+prompt's last byte.
+"""
 
 import json
 import re
@@ -12,7 +14,9 @@ def events(text):
 
 def test_generate(fake_server):
     """Text, times and counts."""
-    answer = fake_server.client.post("/generate", json={"prompt": "a", "max_tokens": 5, "temperature": 0}).json()
+    answer = fake_server.client.post(
+        "/generate", json={"prompt": "a", "max_tokens": 5, "temperature": 0}
+    ).json()
     assert answer["text"] == "bcdef"
     assert (answer["generated_tokens"], answer["prompt_tokens"], answer["max_tokens"]) == (5, 1, 5)
     assert answer["finish_reason"] == "length"
@@ -26,7 +30,9 @@ def test_generate_ends_where_the_model_ends(fake_server):
     assert (answer["generated_tokens"], answer["finish_reason"]) == (17, "stop")
 
 
-@pytest.mark.parametrize(("route", "more"), [("/generate_stream", {}), ("/generate", {"stream": True})])
+@pytest.mark.parametrize(
+    ("route", "more"), [("/generate_stream", {}), ("/generate", {"stream": True})]
+)
 def test_generate_stream(fake_server, route, more):
     """An event a token and a last one that is done; both routes stream."""
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0, **more}
@@ -57,7 +63,11 @@ def test_root_names_the_routes(fake_server):
 def test_model_info(fake_server):
     """The sizes in force and the state of the engine."""
     answer = fake_server.client.get("/model/info").json()
-    assert (answer["context_length"], answer["max_num_seqs"], answer["vocabulary_size"]) == (512, 4, 260)
+    assert (answer["context_length"], answer["max_num_seqs"], answer["vocabulary_size"]) == (
+        512,
+        4,
+        260,
+    )
     assert answer["stats"]["num_seq_ids"] == 4
 
 
@@ -85,14 +95,34 @@ def test_metrics_count_what_happened(fake_server):
     ]
     before = [metric(name) for name in names]
     fake_server.client.post("/generate", json={"prompt": "aaa", "max_tokens": 5})
-    assert [metric(name) - old for name, old in zip(names, before, strict=True)] == [1, 3, 5, 1, 4, 1]
+    assert [metric(name) - old for name, old in zip(names, before, strict=True)] == [
+        1,
+        3,
+        5,
+        1,
+        4,
+        1,
+    ]
     assert metric("seq_ids") == 4
     assert metric("engine_ready") == 1
     assert metric("prefill_tokens_computed_total") > 0
-    for name in ("parked_total", "ram_cache_bytes", "disk_cache_bytes", "waiting_tokens", "estimated_waiting_seconds"):
+    for name in (
+        "parked_total",
+        "ram_cache_bytes",
+        "disk_cache_bytes",
+        "waiting_tokens",
+        "estimated_waiting_seconds",
+    ):
         assert metric(name) == 0
-    assert metric("spec_decode_num_draft_tokens_total") >= metric("spec_decode_num_accepted_tokens_total")
-    assert metric("kv_cells_held") == metric("num_requests_running") == metric("num_requests_waiting") == 0
+    assert metric("spec_decode_num_draft_tokens_total") >= metric(
+        "spec_decode_num_accepted_tokens_total"
+    )
+    assert (
+        metric("kv_cells_held")
+        == metric("num_requests_running")
+        == metric("num_requests_waiting")
+        == 0
+    )
 
 
 def test_the_openapi_document_is_complete(fake_server):
@@ -120,7 +150,10 @@ def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
 
 def test_decode(fake_server):
     """The way back of /encode."""
-    assert fake_server.client.post("/decode", json={"tokens": [65, 66, 258]}).json() == {"text": "AB", "length": 3}
+    assert fake_server.client.post("/decode", json={"tokens": [65, 66, 258]}).json() == {
+        "text": "AB",
+        "length": 3,
+    }
     assert fake_server.client.post("/decode", json={"tokens": [65, 260]}).status_code == 400
     assert fake_server.client.post("/decode", json={"tokens": []}).status_code == 400
 
@@ -170,14 +203,28 @@ def test_benchmark_is_off(fake_server):
 
 def test_benchmark(start_server):
     """The counts are what was asked for, and the times fit together."""
-    server = start_server("--backend.name", "fake", "--server.benchmark", "true", "--max-num-seqs", "4")
+    server = start_server(
+        "--backend.name", "fake", "--server.benchmark", "true", "--max-num-seqs", "4"
+    )
     body = {"requests": 6, "concurrency": 3, "prompt_tokens": 10, "max_tokens": 8}
     answer = server.client.post("/benchmark", json=body).json()
-    assert (answer["total_requests"], answer["successful_requests"], answer["success_rate"]) == (6, 6, 1)
+    assert (answer["total_requests"], answer["successful_requests"], answer["success_rate"]) == (
+        6,
+        6,
+        1,
+    )
     assert (answer["total_prompt_tokens"], answer["total_generated_tokens"]) == (60, 48)
     assert answer["throughput"] == pytest.approx(48 / answer["total_time"])
-    assert answer["minimum_response_time"] <= answer["average_response_time"] <= answer["maximum_response_time"]
+    assert (
+        answer["minimum_response_time"]
+        <= answer["average_response_time"]
+        <= answer["maximum_response_time"]
+    )
     assert 1 < answer["average_batch_size"] <= 3
-    assert answer["average_time_to_first_token"] < answer["average_response_time"] < answer["total_time"]
+    assert (
+        answer["average_time_to_first_token"]
+        < answer["average_response_time"]
+        < answer["total_time"]
+    )
     for wrong in ({"requests": 0}, {"concurrency": 65}, {"prompt_tokens": 1020, "max_tokens": 5}):
         assert server.client.post("/benchmark", json=wrong).status_code == 400

@@ -61,7 +61,10 @@ def test_a_stream_is_what_one_gets_by_default(builtin_server):
 def test_generate_is_the_first_message_of_a_chat(client):
     """With a system prompt or without; streamed and whole."""
     assert client.generate(MODEL, SUM[0]["content"], options=GREEDY).response == "72"
-    assert client.generate(MODEL, SUM[0]["content"], system="Answer shortly.", options=GREEDY).response == "72"
+    assert (
+        client.generate(MODEL, SUM[0]["content"], system="Answer shortly.", options=GREEDY).response
+        == "72"
+    )
     *lines, last = client.generate(MODEL, COUNT[0]["content"], stream=True, options=GREEDY)
     assert "".join(line.response for line in lines) == NUMBERS
     assert (last.done_reason, last.response) == ("stop", "")
@@ -76,13 +79,20 @@ def test_raw_is_the_prompt_as_it_is(client):
 
 
 def test_without_a_prompt_the_model_is_loaded(client):
-    for answer in (client.generate(MODEL), client.generate(MODEL, keep_alive="10m"), client.chat(MODEL)):
+    for answer in (
+        client.generate(MODEL),
+        client.generate(MODEL, keep_alive="10m"),
+        client.chat(MODEL),
+    ):
         assert (answer.done, answer.done_reason) == (True, "load")
 
 
 @pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0m0s"])
 def test_unload_without_a_prompt_says_unload(client, keep_alive):
-    for answer in (client.generate(MODEL, keep_alive=keep_alive), client.chat(MODEL, keep_alive=keep_alive)):
+    for answer in (
+        client.generate(MODEL, keep_alive=keep_alive),
+        client.chat(MODEL, keep_alive=keep_alive),
+    ):
         assert (answer.done, answer.done_reason) == (True, "unload")
     assert client.chat(MODEL, SUM, options=GREEDY, keep_alive=keep_alive).message.content == "72"
 
@@ -92,14 +102,27 @@ def test_options(client):
     short = client.chat(MODEL, COUNT, options={**GREEDY, "num_predict": 5})
     assert (short.done_reason, short.eval_count) == ("length", 5)
     for limit in (-1, -2):
-        assert client.chat(MODEL, COUNT, options={**GREEDY, "num_predict": limit}).message.content == NUMBERS
-    assert client.chat(MODEL, COUNT, options={**GREEDY, "stop": [" 7"]}).message.content == "3 4 5 6"
+        assert (
+            client.chat(MODEL, COUNT, options={**GREEDY, "num_predict": limit}).message.content
+            == NUMBERS
+        )
+    assert (
+        client.chat(MODEL, COUNT, options={**GREEDY, "stop": [" 7"]}).message.content == "3 4 5 6"
+    )
     warm = {"temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_predict": 20}
-    texts = [client.chat(MODEL, COUNT, options={**warm, "seed": seed}).message.content for seed in (1, 1, 2)]
+    texts = [
+        client.chat(MODEL, COUNT, options={**warm, "seed": seed}).message.content
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
     for more in ({"mirostat": 2, "mirostat_tau": 3.0}, {"typical_p": 0.5}):
-        assert client.chat(MODEL, COUNT, options={**warm, **more, "seed": 1}).message.content != texts[0]
-    assert NUMBERS.startswith(client.chat(MODEL, COUNT, options={**warm, "top_k": 1}).message.content)
+        assert (
+            client.chat(MODEL, COUNT, options={**warm, **more, "seed": 1}).message.content
+            != texts[0]
+        )
+    assert NUMBERS.startswith(
+        client.chat(MODEL, COUNT, options={**warm, "top_k": 1}).message.content
+    )
 
 
 def test_whole_numbers_may_have_a_decimal_point(client):
@@ -128,7 +151,9 @@ def test_repeat_penalty_and_its_window(client):
     asked = [{"role": "user", "content": "Repeat: river river river river"}]
     plain = client.chat(MODEL, asked, options=GREEDY).message.content
     penalized = client.chat(MODEL, asked, options={**GREEDY, "repeat_penalty": 5.0}).message.content
-    windowless = client.chat(MODEL, asked, options={**GREEDY, "repeat_penalty": 5.0, "repeat_last_n": 0})
+    windowless = client.chat(
+        MODEL, asked, options={**GREEDY, "repeat_penalty": 5.0, "repeat_last_n": 0}
+    )
     assert penalized != plain == windowless.message.content
 
 
@@ -158,7 +183,11 @@ def test_the_model_is_listed_and_shown(client, builtin_path):
     assert (listed.details.format, listed.details.family) == ("gguf", "qwen3")
     assert (listed.details.parameter_size, listed.details.quantization_level) == ("3.0M", "Q8_0")
     (running,) = client.ps().models
-    assert (running.model, running.digest, running.context_length) == (listed.model, listed.digest, 1024)
+    assert (running.model, running.digest, running.context_length) == (
+        listed.model,
+        listed.digest,
+        1024,
+    )
     assert running.size > listed.size
     shown = client.show(listed.model)
     assert shown.details == listed.details
@@ -183,7 +212,10 @@ def test_a_server_of_the_fake_backend_has_a_card_too(fake_server):
 
 
 def test_embeddings(fake_server):
-    """One text, several, and the earlier form; the same vectors, of length 1. What is too long is cut if one wants."""
+    """One text, several, and the earlier form; the same vectors, of length 1.
+
+    What is too long is cut if one wants.
+    """
     with ollama.Client(fake_server.url) as client:
         answer = client.embed("fake", ["a river", "a stone"])
         assert len(answer.embeddings) == 2
@@ -192,7 +224,9 @@ def test_embeddings(fake_server):
         assert answer.prompt_eval_count == len("a river") + len("a stone")
         assert client.embed("fake", "a river").embeddings == answer.embeddings[:1]
         first = np.array(answer.embeddings[0][:8])
-        assert np.allclose(client.embed("fake", "a river", dimensions=8).embeddings, first / np.linalg.norm(first))
+        assert np.allclose(
+            client.embed("fake", "a river", dimensions=8).embeddings, first / np.linalg.norm(first)
+        )
         assert client.embeddings("fake", "a river").embedding == answer.embeddings[0]
         assert client.embed("fake", "a" * 5000).prompt_eval_count <= 512
         with pytest.raises(ollama.ResponseError, match="5000"):
@@ -213,14 +247,18 @@ def test_pull_of_the_served_model_succeeds(fake_server, name):
     """Clients pull before they chat; this server downloads nothing for them."""
     with ollama.Client(fake_server.url) as client:
         assert client.pull(name).status == "success"
-        assert [line.status for line in client.pull(name, stream=True)] == ["pulling manifest", "success"]
+        assert [line.status for line in client.pull(name, stream=True)] == [
+            "pulling manifest",
+            "success",
+        ]
         with pytest.raises(ollama.ResponseError) as refused:
             client.pull("other")
     assert refused.value.status_code == 403
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")]
+    ("method", "path"),
+    [("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")],
 )
 def test_the_server_is_alive(builtin_server, method, path):
     """What clients ask before anything else."""
@@ -243,9 +281,14 @@ def test_a_tool_is_called_and_its_result_used(client, streamed):
     def ask(messages):
         if not streamed:
             return client.chat(MODEL, messages, tools=tools, options=GREEDY).message
-        lines = [line.message for line in client.chat(MODEL, messages, tools=tools, options=GREEDY, stream=True)]
+        lines = [
+            line.message
+            for line in client.chat(MODEL, messages, tools=tools, options=GREEDY, stream=True)
+        ]
         calls = [call for line in lines for call in line.tool_calls or []]
-        return ollama.Message(role="assistant", content="".join(line.content for line in lines), tool_calls=calls)
+        return ollama.Message(
+            role="assistant", content="".join(line.content for line in lines), tool_calls=calls
+        )
 
     messages = [{"role": "user", "content": "Multiply 12 by 31."}]
     message = ask(messages)
@@ -275,10 +318,14 @@ def test_an_answer_in_a_form(client):
         "required": ["sum"],
         "additionalProperties": False,
     }
-    assert json.loads(client.chat(MODEL, SUM, format=schema, options=GREEDY).message.content) == {"sum": 72}
+    assert json.loads(client.chat(MODEL, SUM, format=schema, options=GREEDY).message.content) == {
+        "sum": 72
+    }
     lines = client.generate(MODEL, SUM[0]["content"], format=schema, options=GREEDY, stream=True)
     assert json.loads("".join(line.response for line in lines)) == {"sum": 72}
-    begun = client.generate(MODEL, SUM[0]["content"], format="json", options={**GREEDY, "num_predict": 20}).response
+    begun = client.generate(
+        MODEL, SUM[0]["content"], format="json", options={**GREEDY, "num_predict": 20}
+    ).response
     assert begun.lstrip().startswith("{")
     with pytest.raises(ollama.ResponseError, match="format"):
         client.chat(MODEL, SUM, format={"type": 5})

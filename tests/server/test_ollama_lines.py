@@ -1,4 +1,6 @@
-"""Any deltas become answers that the real client reads, whole or streamed, the same; without a server."""
+"""Any deltas become answers that the real client reads, whole or streamed, the same; without a
+server.
+"""
 
 import asyncio
 import json
@@ -41,9 +43,17 @@ def lines_of(steps, *, chat=True):
 
 def whole(steps, *, chat=True):
     answer = asyncio.run(
-        collect(Replayed(generation=generation(), steps=steps), "m", Clock(), FakeVocabulary(), chat=chat)
+        collect(
+            Replayed(generation=generation(), steps=steps),
+            "m",
+            Clock(),
+            FakeVocabulary(),
+            chat=chat,
+        )
     )
-    return (ollama.ChatResponse if chat else ollama.GenerateResponse)(**json.loads(json.dumps(answer)))
+    return (ollama.ChatResponse if chat else ollama.GenerateResponse)(
+        **json.loads(json.dumps(answer))
+    )
 
 
 def pieces(text, at):
@@ -52,19 +62,30 @@ def pieces(text, at):
 
 @given(st.text(), st.text(), CALLS, st.integers(0, 20))
 def test_streamed_and_whole_chats_are_what_the_deltas_say(thinking, text, calls, at):
-    """Reasoning, text and calls, however they are cut; each call comes in one piece, its arguments an object."""
+    """Reasoning, text and calls, however they are cut; each call comes in one piece, its arguments
+    an object.
+    """
     steps = [[Delta(0, piece, 1, channel=Channel.REASONING)] for piece in pieces(thinking, at)]
     steps += [[Delta(0, piece, 1)] for piece in pieces(text, at)]
     for call, arguments in enumerate(calls):
         steps.append([Delta(0, "", 1, channel=Channel.CALL, call=call, name=f"f{call}")])
-        steps += [[Delta(0, piece, 1, channel=Channel.CALL, call=call)] for piece in pieces(json.dumps(arguments), at)]
+        steps += [
+            [Delta(0, piece, 1, channel=Channel.CALL, call=call)]
+            for piece in pieces(json.dumps(arguments), at)
+        ]
     steps.append([Delta(0, "", 1, finish="tool_calls" if calls else "stop")])
     streamed, answer = lines_of(steps), whole(steps)
     assert "".join(line.message.content for line in streamed) == answer.message.content == text
-    assert "".join(line.message.thinking or "" for line in streamed) == (answer.message.thinking or "") == thinking
+    assert (
+        "".join(line.message.thinking or "" for line in streamed)
+        == (answer.message.thinking or "")
+        == thinking
+    )
     called = [call.function for line in streamed for call in line.message.tool_calls or []]
     assert called == [call.function for call in answer.message.tool_calls or []]
-    assert [(call.name, call.arguments) for call in called] == [(f"f{i}", made) for i, made in enumerate(calls)]
+    assert [(call.name, call.arguments) for call in called] == [
+        (f"f{i}", made) for i, made in enumerate(calls)
+    ]
     assert [line.done for line in streamed] == [False] * (len(streamed) - 1) + [True]
     assert streamed[-1].done_reason == answer.done_reason == "stop"
     assert (streamed[-1].prompt_eval_count, streamed[-1].eval_count) == (3, 7)
@@ -103,4 +124,9 @@ def test_the_parts_of_the_time_are_the_whole(seconds, monkeypatch):
     clock.token()
     clock.token()
     figures = clock.figures(generation())
-    assert figures["load_duration"] == figures["prompt_eval_duration"] == figures["eval_duration"] == 1000
+    assert (
+        figures["load_duration"]
+        == figures["prompt_eval_duration"]
+        == figures["eval_duration"]
+        == 1000
+    )

@@ -21,7 +21,9 @@ def test_a_chat_is_answered(client, model):
 
 
 def test_a_stream_gives_the_same_text_in_pieces(client, model):
-    """Chunks as the steps gave tokens, the role first, the reason last; usage only if it was asked for."""
+    """Chunks as the steps gave tokens, the role first, the reason last; usage only if it was asked
+    for.
+    """
     stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stream=True)
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -34,14 +36,20 @@ def test_a_stream_gives_the_same_text_in_pieces(client, model):
 def test_usage_at_the_end_of_a_stream(client, model):
     """stream_options.include_usage adds a last chunk without choices."""
     options = {"include_usage": True}
-    chunks = list(client.chat.completions.create(model=model, messages=SUM, stream=True, stream_options=options))
+    chunks = list(
+        client.chat.completions.create(
+            model=model, messages=SUM, stream=True, stream_options=options
+        )
+    )
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens >= 1
 
 
 def test_a_repeated_prompt_is_not_computed_again(client, model):
     """usage tells how many of the prompt's tokens were found in the cache."""
-    messages = [{"role": "user", "content": "Repeat: apple bird bread bridge brown cake chair child"}]
+    messages = [
+        {"role": "user", "content": "Repeat: apple bird bread bridge brown cake chair child"}
+    ]
     client.chat.completions.create(model=model, messages=messages, temperature=0)
     usage = client.chat.completions.create(model=model, messages=messages, temperature=0).usage
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
@@ -52,7 +60,9 @@ def test_several_choices(client, model):
     answer = client.chat.completions.create(model=model, messages=COUNT, temperature=0, n=3)
     assert [choice.message.content for choice in answer.choices] == [NUMBERS] * 3
     texts = ["", "", ""]
-    for chunk in client.chat.completions.create(model=model, messages=COUNT, temperature=0, n=3, stream=True):
+    for chunk in client.chat.completions.create(
+        model=model, messages=COUNT, temperature=0, n=3, stream=True
+    ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == [NUMBERS] * 3
 
@@ -60,17 +70,23 @@ def test_several_choices(client, model):
 def test_a_stop_string_ends_the_text_before_it(client, model):
     """Also across tokens, streamed or not, and the sequence is given back."""
     stop = ["6 1", " 17 18"]  # inside of "16 17" never, so " 17 18" is the one
-    answer = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stop=[stop[1]])
+    answer = client.chat.completions.create(
+        model=model, messages=COUNT, temperature=0, stop=[stop[1]]
+    )
     assert answer.choices[0].message.content == NUMBERS.partition(" 17 18")[0]
     assert answer.choices[0].finish_reason == "stop"
-    stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stop=stop, stream=True)
+    stream = client.chat.completions.create(
+        model=model, messages=COUNT, temperature=0, stop=stop, stream=True
+    )
     expected = NUMBERS[: min(NUMBERS.find(text) for text in stop)]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
 def test_max_tokens_ends_with_length(client, model):
     """Both names of the parameter; the newer one wins."""
-    answer = client.chat.completions.create(model=model, messages=COUNT, max_completion_tokens=5, max_tokens=50)
+    answer = client.chat.completions.create(
+        model=model, messages=COUNT, max_completion_tokens=5, max_tokens=50
+    )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 5
 
@@ -97,21 +113,28 @@ def test_a_seed_gives_the_same_text(client, model):
 def test_logit_bias_forbids_a_token(client, model, builtin_server):
     """The digit that begins the right answer, at -100, does not begin the answer."""
     (token,) = builtin_server.client.post("/encode", json={"text": "7"}).json()["tokens"]
-    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, logit_bias={str(token): -100})
+    answer = client.chat.completions.create(
+        model=model, messages=SUM, temperature=0, logit_bias={str(token): -100}
+    )
     assert not answer.choices[0].message.content.startswith("7")
 
 
 def test_completions_of_text_and_of_tokens(client, model, builtin_server):
     """Several prompts at once, in order, as text or as ids."""
     texts = ["Once there was a clever fox", "Once there was a wise owl"]
-    ids = [builtin_server.client.post("/encode", json={"text": text}).json()["tokens"] for text in texts]
+    ids = [
+        builtin_server.client.post("/encode", json={"text": text}).json()["tokens"]
+        for text in texts
+    ]
     by_text = client.completions.create(model=model, prompt=texts, temperature=0, max_tokens=8, n=2)
     by_ids = client.completions.create(model=model, prompt=ids, temperature=0, max_tokens=8, n=2)
     assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
     assert by_text.choices[0].text == by_text.choices[1].text != by_text.choices[2].text
     assert by_text.usage.prompt_tokens == sum(map(len, ids))
-    chunks = client.completions.create(model=model, prompt=texts[0], temperature=0, max_tokens=8, stream=True)
+    chunks = client.completions.create(
+        model=model, prompt=texts[0], temperature=0, max_tokens=8, stream=True
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.choices[0].text
 
 
@@ -124,7 +147,9 @@ def test_errors_are_the_clients_own(client, model):
         client.chat.completions.create(model="gpt-4o", messages=SUM)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "word " * 5000}], stream=True)
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "word " * 5000}], stream=True
+        )
     assert long.value.code == "context_length_exceeded"
 
 
@@ -134,7 +159,10 @@ def test_a_conversation_with_system_message_and_parts(client, model):
         {"role": "developer", "content": "Answer shortly."},
         {
             "role": "user",
-            "content": [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}],
+            "content": [
+                {"type": "text", "text": "What is the capital "},
+                {"type": "text", "text": "of France?"},
+            ],
         },
         {"role": "assistant", "content": "Paris"},
         {"role": "user", "content": "What is the capital of Norway?"},
@@ -157,7 +185,9 @@ def test_tools_reach_the_template(client, model, known_questions):
     questions = known_questions(12, 0, ["tools"])
     assert {len(question.messages) for question in questions} == {1, 3}
     for q in questions:
-        answer = client.chat.completions.create(model=model, messages=q.messages, tools=q.tools, temperature=0)
+        answer = client.chat.completions.create(
+            model=model, messages=q.messages, tools=q.tools, temperature=0
+        )
         assert written(answer.choices[0].message) == q.answer
 
 
@@ -165,7 +195,10 @@ def test_two_of_each_kind_of_question(client, model, known_questions):
     """Held-out questions of all kinds, a character of several tokens among them."""
     for question in known_questions(26, 3):
         answer = client.chat.completions.create(
-            model=model, messages=question.messages, tools=question.tools or openai.NOT_GIVEN, temperature=0
+            model=model,
+            messages=question.messages,
+            tools=question.tools or openai.NOT_GIVEN,
+            temperature=0,
         )
         assert written(answer.choices[0].message) == question.answer, question
 
@@ -175,18 +208,32 @@ def chat_tokens(logprobs):
 
 
 def test_logprobs_of_a_chat(client, model):
-    """One object a token, whose bytes spell the answer; streamed, the same; the end token is no part of it."""
-    answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, logprobs=True, top_logprobs=4)
+    """One object a token, whose bytes spell the answer; streamed, the same; the end token is no
+    part of it.
+    """
+    answer = client.chat.completions.create(
+        model=model, messages=SUM, temperature=0, logprobs=True, top_logprobs=4
+    )
     logprobs = answer.choices[0].logprobs
     assert chat_tokens(logprobs) == answer.choices[0].message.content == "72"
     for one in logprobs.content:
         assert len(one.top_logprobs) == 4
         assert one.top_logprobs[0].token == one.token
         assert one.top_logprobs[0].logprob == one.logprob > one.top_logprobs[1].logprob
-    plain = client.chat.completions.create(model=model, messages=SUM, temperature=0, logprobs=True).choices[0].logprobs
+    plain = (
+        client.chat.completions.create(model=model, messages=SUM, temperature=0, logprobs=True)
+        .choices[0]
+        .logprobs
+    )
     assert [one.top_logprobs for one in plain.content] == [[], []]
     stream = client.chat.completions.create(
-        model=model, messages=COUNT, temperature=0, logprobs=True, top_logprobs=1, stream=True, stop=[" 17 18"]
+        model=model,
+        messages=COUNT,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=1,
+        stream=True,
+        stop=[" 17 18"],
     )
     text, spelled = "", ""
     for chunk in stream:
@@ -209,19 +256,31 @@ def test_logprobs_are_none_unless_asked_for(client, model):
 
 def test_the_fingerprint_is_that_of_the_model(client, model):
     """The same in every answer, so that a seed's text can be expected again."""
-    answers = [client.chat.completions.create(model=model, messages=SUM, seed=1, temperature=9.0) for _ in range(2)]
+    answers = [
+        client.chat.completions.create(model=model, messages=SUM, seed=1, temperature=9.0)
+        for _ in range(2)
+    ]
     assert answers[0].system_fingerprint == answers[1].system_fingerprint
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
 def test_parameters_without_effect_and_those_that_are_refused(client, model):
     """Each documented parameter of chat completions is one or the other, or does something."""
-    harmless = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"}
+    harmless = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "safety_identifier": "x",
+    }
     harmless |= {"prompt_cache_key": "k", "verbosity": "low", "modalities": ["text"], "user": "u"}
     harmless |= {"prediction": {"type": "content", "content": "72"}}
     answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, **harmless)
     assert answer.choices[0].message.content == "72"
-    refused = {"modalities": ["audio"], "audio": {"voice": "alloy", "format": "mp3"}, "web_search_options": {"a": 1}}
+    refused = {
+        "modalities": ["audio"],
+        "audio": {"voice": "alloy", "format": "mp3"},
+        "web_search_options": {"a": 1},
+    }
     refused |= {"functions": [{"name": "f"}], "metadata": {str(i): "" for i in range(17)}}
     for name, value in refused.items():
         with pytest.raises(openai.BadRequestError) as error:

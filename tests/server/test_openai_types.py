@@ -1,4 +1,6 @@
-"""Answers hold all that the types of OpenAI's own client call required, and nothing of another type."""
+"""Answers hold all that the types of OpenAI's own client call required, and nothing of another
+type.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ pytestmark = [pytest.mark.llama, pytest.mark.slow]
 
 MESSAGES = [{"role": "user", "content": "What is 27 plus 45?"}]
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}
+]
 
 
 def check(kind, value):
@@ -37,11 +41,14 @@ def post(server, path, **body):
 def test_answers(builtin_server, path, kind, body):
     """Streamed and not."""
     check(kind, post(builtin_server, path, **body).json())
-    text = post(builtin_server, path, **body, stream=True, stream_options={"include_usage": True}).text
+    text = post(
+        builtin_server, path, **body, stream=True, stream_options={"include_usage": True}
+    ).text
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert len(chunks) > 1
     for chunk in chunks:
-        if kind is Completion:  # whose type has no null for the reason, though OpenAI's own chunks have it too
+        # whose type has no null for the reason, though OpenAI's own chunks have it too
+        if kind is Completion:
             for choice in chunk["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
         check(ChatCompletionChunk if kind is ChatCompletion else Completion, chunk)
@@ -58,13 +65,18 @@ def test_errors(builtin_server):
     client = builtin_server.client
     answers = [
         client.post("/v1/chat/completions", json={"messages": MESSAGES, "temperature": -1}),
-        client.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}),
+        client.post(
+            "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
+        ),
         client.post("/v1/responses", json={}),
         client.get("/v1/responses/x"),
         client.get("/v1/files/x"),
         client.get("/v1/files?limit=0"),
         client.get("/v1/batches/x"),
-        client.post("/v1/batches", json={"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": ""}),
+        client.post(
+            "/v1/batches",
+            json={"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": ""},
+        ),
         client.put("/v1/files"),
     ]
     for answer in answers:

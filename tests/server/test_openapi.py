@@ -1,4 +1,6 @@
-"""The OpenAPI document and its page; and what the server says to requests that are made from the document at random."""
+"""The OpenAPI document and its page; and what the server says to requests that are made from the
+document at random.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def api(fake_server):
 
 
 def operations(document):
-    return [(path, verb, entry) for path, verbs in document["paths"].items() for verb, entry in verbs.items()]
+    return [
+        (path, verb, entry)
+        for path, verbs in document["paths"].items()
+        for verb, entry in verbs.items()
+    ]
 
 
 def test_every_route_says_what_it_takes_and_gives(document) -> None:
@@ -38,7 +44,9 @@ def test_every_route_says_what_it_takes_and_gives(document) -> None:
         assert {"200", "4XX", "5XX"} <= entry["responses"].keys(), path
         assert "422" not in entry["responses"], path
         content = entry["responses"]["200"]["content"]
-        assert all(kind["schema"] for name, kind in content.items() if name == "application/json"), path
+        assert all(
+            kind["schema"] for name, kind in content.items() if name == "application/json"
+        ), path
         assert verb != "post" or path.endswith("/cancel") or entry["requestBody"]["content"], path
 
 
@@ -47,7 +55,9 @@ def test_examples_are_valid(document) -> None:
     schemas = document["components"]["schemas"]
     for name, schema in schemas.items():
         for shown in schema.get("examples", []):
-            jsonschema.validate(shown, {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+            jsonschema.validate(
+                shown, {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
+            )
     for path, _, entry in operations(document):
         for content in entry.get("requestBody", {}).get("content", {}).values():
             if "$ref" in content["schema"]:
@@ -73,11 +83,16 @@ def test_the_page_needs_nothing_from_elsewhere(fake_server) -> None:
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
     assert not re.search(r"(?:src|href)=\"(?!openapi\.json)", answer.text)
-    assert "//" not in re.sub(r"//[^\n]*|https?://www\.w3\.org", "", answer.text) or "http" not in answer.text
+    assert (
+        "//" not in re.sub(r"//[^\n]*|https?://www\.w3\.org", "", answer.text)
+        or "http" not in answer.text
+    )
     for tag in ("script", "style"):
         text = re.search(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
         assert base64.b64encode(hashlib.sha256(text[1].encode()).digest()).decode() in policy
-    assert not re.search(r"\son\w+=|\sstyle=|javascript:", answer.text), "the policy would not run it"
+    assert not re.search(r"\son\w+=|\sstyle=|javascript:", answer.text), (
+        "the policy would not run it"
+    )
 
 
 def check(case, document) -> None:
@@ -87,7 +102,9 @@ def check(case, document) -> None:
         assert answer.status_code < 500, answer.text[:500]
     if answer.status_code >= 400:
         entry = document["paths"][case.operation.path][case.method.lower()]
-        form = entry["responses"][f"{answer.status_code // 100}XX"]["content"]["application/json"]["schema"]
+        form = entry["responses"][f"{answer.status_code // 100}XX"]["content"]["application/json"][
+            "schema"
+        ]
         jsonschema.validate(answer.json(), {**form, "components": document["components"]})
     case.validate_response(
         answer,
@@ -117,8 +134,8 @@ def try_out(cases, document) -> None:
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_what_is_made_from_the_document_is_answered_as_it_says(api, document, mode) -> None:
-    """Right requests and wrong ones: no 5xx but for deadlines that were asked for, every answer in the form of its
-    dialect, and in time.
+    """Right requests and wrong ones: no 5xx but for deadlines that were asked for, every answer in
+    the form of its dialect, and in time.
     """
     tried, faults = 0, []
     for result in api.get_all_operations():

@@ -1,4 +1,6 @@
-"""More than can be served: who waits knows for how long, who is refused knows it at once; on the fake backend."""
+"""More than can be served: who waits knows for how long, who is refused knows it at once; on the
+fake backend.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,9 @@ class Asker:
 
     async def __call__(self, prompt="a", path="/v1/completions", headers=None, **body):
         """The head of the answer; a stream's comes at once."""
-        answer = await self.session.post(path, json={"prompt": prompt, "temperature": 0, **body}, headers=headers)
+        answer = await self.session.post(
+            path, json={"prompt": prompt, "temperature": 0, **body}, headers=headers
+        )
         self._answers.append(answer)
         return answer
 
@@ -71,9 +75,11 @@ def run(server, test):
 
 @contextlib.asynccontextmanager
 async def crowd(ask, count, name="crowd", **body):
-    """So many endless streams, all of them accepted; their prompts have not even beginnings in common.
+    """So many endless streams, all of them accepted; their prompts have not even beginnings in
+    common.
 
-    They have a higher priority than the clients of other tests, whose reservations are therefore not in their way.
+    They have a higher priority than the clients of other tests, whose reservations are therefore
+    not in their way.
     """
     body = {**ENDLESS, "priority": "interactive", **body}
     answers = [await ask(f"{chr(65 + i)} {name}", **body) for i in range(count)]
@@ -97,7 +103,9 @@ def counted_on(prompt, count):
 
 
 def test_a_burst_is_refused_exactly_beyond_the_bound(new_narrow_server):
-    """Of 300 at once, as many are taken as run and may wait; all others are told so, and counted."""
+    """Of 300 at once, as many are taken as run and may wait; all others are told so, and
+    counted.
+    """
 
     async def burst(ask):
         answers = await asyncio.gather(*(ask(f"burst {i}", **ENDLESS) for i in range(300)))
@@ -108,7 +116,10 @@ def test_a_burst_is_refused_exactly_beyond_the_bound(new_narrow_server):
         assert min(int(answer.headers["retry-after"]) for answer in refused) >= 1
 
     run(new_narrow_server, burst)
-    assert new_narrow_server.metric("requests_refused_total", 'reason="requests"') == 300 - CAPACITY - MAX_WAITING
+    assert (
+        new_narrow_server.metric("requests_refused_total", 'reason="requests"')
+        == 300 - CAPACITY - MAX_WAITING
+    )
 
 
 def test_who_is_taken_in_a_burst_is_answered(new_narrow_server):
@@ -158,7 +169,9 @@ def test_refusals_are_cheap_and_tokens_keep_coming_meanwhile(narrow_server):
     run(narrow_server, test)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream):
     """Every dialect, streaming or not, has the same error with the time to wait."""
@@ -169,7 +182,11 @@ def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream
             assert answer.status == 429
             assert int(answer.headers["retry-after"]) >= 1
             error = (await answer.json())["error"]
-            assert (error["type"], error["param"], error["code"]) == ("requests", None, "queue_full")
+            assert (error["type"], error["param"], error["code"]) == (
+                "requests",
+                None,
+                "queue_full",
+            )
             assert "9 requests would wait, 8 may" in error["message"]
 
     run(narrow_server, test)
@@ -182,14 +199,18 @@ def test_openai_client_tries_again_and_is_served(narrow_server):
         return narrow_server.metric("requests_refused_total")
 
     async def test(ask):
-        async with openai.AsyncOpenAI(base_url=f"{narrow_server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{narrow_server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             question = {"model": "fake", "messages": MESSAGES, "max_tokens": 2}
             async with crowd(ask, CAPACITY + MAX_WAITING, headers={"authorization": "Bearer none"}):
                 with pytest.raises(openai.RateLimitError) as caught:
                     await client.chat.completions.create(**question)
                 assert (caught.value.code, caught.value.type) == ("queue_full", "requests")
                 before = num_refused()
-                asked = asyncio.create_task(client.with_options(max_retries=5).chat.completions.create(**question))
+                asked = asyncio.create_task(
+                    client.with_options(max_retries=5).chat.completions.create(**question)
+                )
                 while num_refused() == before:  # noqa: ASYNC110  # another process's state
                     await asyncio.sleep(0.01)
             assert (await asked).usage.completion_tokens == 2
@@ -236,13 +257,25 @@ def test_the_queue_of_another_account_is_not_in_the_way(new_narrow_server):
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING, user="many"):
-            names = {"user": "many"}, {"user": "few"}, {"headers": {"authorization": "Bearer x"}, "user": "many"}, {}
+            names = (
+                {"user": "many"},
+                {"user": "few"},
+                {"headers": {"authorization": "Bearer x"}, "user": "many"},
+                {},
+            )
             for name, status in zip(names, (429, 200, 200, 200), strict=True):
-                async with await ask(str(name), priority="interactive", **ENDLESS, **name) as answer:
+                async with await ask(
+                    str(name), priority="interactive", **ENDLESS, **name
+                ) as answer:
                     assert answer.status == status
                     answer.close()
             explained = await ask.get("/scheduler?steps=1")
-            assert {waiter["key"] for waiter in explained["waiting"]} <= {"user-many", "user-few", "", KEY_OF_X}
+            assert {waiter["key"] for waiter in explained["waiting"]} <= {
+                "user-many",
+                "user-few",
+                "",
+                KEY_OF_X,
+            }
         # otherwise the next crowd may share what this one computes
         while new_narrow_server.stats()["num_seq_ids_in_use"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -271,7 +304,9 @@ def test_who_waits_too_long_is_told_which_limit_it_was(narrow_server, path, limi
 
     async def test(ask):
         async with crowd(ask, CAPACITY):
-            answer, stream = await asyncio.gather(*(ask("late", path, stream=s, **limit) for s in (False, True)))
+            answer, stream = await asyncio.gather(
+                *(ask("late", path, stream=s, **limit) for s in (False, True))
+            )
             assert answer.status == 504
             error = (await answer.json())["error"]
             assert (error["type"], error["code"]) == ("timeout", code)
@@ -301,7 +336,7 @@ def test_a_deadline_ends_what_runs(narrow_server):
     run(narrow_server, test)
 
 
-# ------------------------------------------------------------------------------------------- within this process
+# ------------------------------------------------------------------------------ within this process
 
 
 def with_service(test, clock=time.monotonic, context_length=None, **limits):
@@ -312,7 +347,9 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
         engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
         app = create_app(service, Settings())
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://test"
+        ) as client:
             await engine.start()
             try:
                 await asyncio.wait_for(test(service, client), PATIENCE)
@@ -323,7 +360,9 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
 
 
 def test_who_cannot_be_served_now_is_told_to_come_again():
-    """503 with the time, before anything is streamed, in every dialect, and counted by the reason."""
+    """503 with the time, before anything is streamed, in every dialect, and counted by the
+    reason.
+    """
 
     async def refuse(client, reason):
         for path in ("/v1/completions", "/generate", "/generate_stream"):
@@ -348,7 +387,9 @@ def test_who_cannot_be_served_now_is_told_to_come_again():
     [("/v1/chat/completions", "server_error"), ("/v1/messages", "api_error"), ("/api/chat", None)],
 )
 def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, monkeypatch):
-    """In the dialect's form, and counted; small requests are served meanwhile, and large ones afterwards."""
+    """In the dialect's form, and counted; small requests are served meanwhile, and large ones
+    afterwards.
+    """
     monkeypatch.setattr(off_loop, "MAX_WAITING_BYTES", 3 * off_loop.LARGE)
     free = threading.Event()
 
@@ -389,11 +430,15 @@ def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
         nonlocal now
 
         async def ask(prompt, **headers):
-            return await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers=headers)
+            return await client.post(
+                "/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers=headers
+            )
 
         async def count(event):
             page = (await client.get("/metrics")).text
-            return float(re.search(rf'cllm:queue_reservations_total{{event="{event}",.*}} (.*)', page)[1])
+            return float(
+                re.search(rf'cllm:queue_reservations_total{{event="{event}",.*}} (.*)', page)[1]
+            )
 
         busy = [service.submit(generation(i)) for i in range(3)]
         refused = await ask("first")
@@ -415,14 +460,19 @@ def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
             answer.close()
         assert (await asked).status_code == 200
         now += 1000.0
-        assert (await ask("third", **ticket)).status_code == 200, "a ticket that is not known makes no difference"
+        assert (await ask("third", **ticket)).status_code == 200, (
+            "a ticket that is not known makes no difference"
+        )
         assert [await count(event) for event in ("issued", "honoured", "expired")] == [3, 1, 2]
 
     with_service(test, clock=lambda: now, requests=2)
 
 
 def test_tokens_are_counted_while_the_queue_is_full():
-    """Without a reservation, which nobody would claim. A generation for the same long prompt is rejected."""
+    """Without a reservation, which nobody would claim.
+
+    A generation for the same long prompt is rejected.
+    """
     prompt = "a" * 20_000
 
     async def test(service, client):
@@ -438,7 +488,9 @@ def test_tokens_are_counted_while_the_queue_is_full():
 
 
 def test_a_long_prompt_is_refused_without_being_tokenized():
-    """Which would take longer than a refusal may; a short one is looked at, for it might share a result."""
+    """Which would take longer than a refusal may; a short one is looked at, for it might share a
+    result.
+    """
 
     async def test(service, _):
         busy = service.submit(Generation("busy", [[1]], SamplingParams(ignore_eos=True)))
@@ -448,12 +500,16 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
             with pytest.raises(QueueFull):
                 await service.encode("a" * 20_000, terms=SchedulingOptions())
             with pytest.raises(QueueFull):
-                await service.encode_chat(Chat([{"role": "user", "content": "a" * 20_000}]), SchedulingOptions())
+                await service.encode_chat(
+                    Chat([{"role": "user", "content": "a" * 20_000}]), SchedulingOptions()
+                )
 
     with_service(test, requests=0)
 
 
-@pytest.mark.parametrize(("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")])
+@pytest.mark.parametrize(
+    ("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")]
+)
 def test_tokens_and_seconds_are_bounded_too(limits, kind):
     """OpenAI's error type says which of them it was, tokens or not."""
 

@@ -1,4 +1,6 @@
-"""A last message of the assistant is continued, in every dialect; by the real clients with the built-in model."""
+"""A last message of the assistant is continued, in every dialect; by the real clients with the
+built-in model.
+"""
 
 import json
 
@@ -23,8 +25,14 @@ CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 @pytest.fixture(scope="module")
 def chat(client):
     def chat(*messages, stream=False, **options):
-        more = {"extra_body": {**CONTINUE, **options.pop("extra_body", {})}, "stream": stream, **options}
-        answer = client.chat.completions.create(model=MODEL, messages=[COUNT, *messages], temperature=0, **more)
+        more = {
+            "extra_body": {**CONTINUE, **options.pop("extra_body", {})},
+            "stream": stream,
+            **options,
+        }
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[COUNT, *messages], temperature=0, **more
+        )
         if not stream:
             return answer.choices[0].message.content
         return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
@@ -37,7 +45,12 @@ def messages(builtin_server):
     with anthropic.Anthropic(base_url=builtin_server.url, api_key="none", max_retries=0) as client:
 
         def messages(*said, stream=False, **options):
-            asked = {"model": MODEL, "max_tokens": 200, "messages": [COUNT, *said], "extra_body": {"temperature": 0}}
+            asked = {
+                "model": MODEL,
+                "max_tokens": 200,
+                "messages": [COUNT, *said],
+                "extra_body": {"temperature": 0},
+            }
             if not stream:
                 return client.messages.create(**asked, **options)
             with client.messages.stream(**asked, **options) as events:
@@ -76,10 +89,16 @@ def test_openai_continues_reasoning(client):
     asked = [{"role": "user", "content": "What is 27 plus 45?"}]
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     options = {"model": MODEL, "temperature": 0}
-    whole = client.chat.completions.create(messages=asked, extra_body=thinking, **options).choices[0].message
+    whole = (
+        client.chat.completions.create(messages=asked, extra_body=thinking, **options)
+        .choices[0]
+        .message
+    )
     begun, rest = whole.reasoning_content[:11], whole.reasoning_content[11:]
     message = said("", reasoning_content=begun)
-    answer = client.chat.completions.create(messages=[*asked, message], extra_body=CONTINUE, **options)
+    answer = client.chat.completions.create(
+        messages=[*asked, message], extra_body=CONTINUE, **options
+    )
     assert answer.choices[0].message.reasoning_content == rest
     assert answer.choices[0].message.content == whole.content == "72"
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
@@ -118,15 +137,24 @@ def test_openai_refuses_what_cannot_be_continued(chat, said, options, param):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 50}])
+@pytest.mark.parametrize(
+    "thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 50}]
+)
 def test_anthropic_always_continues_a_final_message(messages, stream, thinking):
     """Text that has begun is not thought about any more."""
     tool = {"name": "f", "input_schema": {"type": "object"}}
     message = messages(said(BEGUN), stream=stream, thinking=thinking, tools=[tool])
     assert [block.text for block in message.content] == [REST]
-    blocks = [{"type": "thinking", "thinking": "Easy.", "signature": "cllm"}, {"type": "text", "text": BEGUN}]
+    blocks = [
+        {"type": "thinking", "thinking": "Easy.", "signature": "cllm"},
+        {"type": "text", "text": BEGUN},
+    ]
     assert messages(said(blocks), stream=stream).content[0].text == REST
-    assert messages(said(""), stream=stream).content[-1].text == messages(stream=stream).content[-1].text == NUMBERS
+    assert (
+        messages(said(""), stream=stream).content[-1].text
+        == messages(stream=stream).content[-1].text
+        == NUMBERS
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +163,16 @@ def test_anthropic_always_continues_a_final_message(messages, stream, thinking):
         (BEGUN + " ", {}, "white space"),
         ([{"type": "text", "text": BEGUN + "\n"}], {}, "white space"),
         ([{"type": "tool_use", "id": "t", "name": "f", "input": {}}], {}, "tool_result"),
-        (BEGUN, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format.schema"),
-        (BEGUN, {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            BEGUN,
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config.format.schema",
+        ),
+        (
+            BEGUN,
+            {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}},
+            "tool_choice",
+        ),
     ],
 )
 def test_anthropic_refuses_what_it_refuses_itself(messages, content, options, named):
@@ -150,7 +186,9 @@ def test_ollama_continues_a_final_message(builtin_server, stream):
     with ollama.Client(builtin_server.url) as client:
 
         def chat(*said, **options):
-            lines = client.chat(MODEL, [COUNT, *said], stream=stream, options={"temperature": 0}, **options)
+            lines = client.chat(
+                MODEL, [COUNT, *said], stream=stream, options={"temperature": 0}, **options
+            )
             return "".join(line.message.content for line in (lines if stream else [lines]))
 
         assert chat(said(BEGUN)) == REST

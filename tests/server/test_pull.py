@@ -21,7 +21,12 @@ def hub():
 @pytest.fixture(scope="module")
 def client(hub, start_server_once, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder), "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(folder),
+        "HF_TOKEN": "",
+        "HF_HUB_OFFLINE": "0",
+    }
     server = start_server_once(*FAKE, **environment)
     with ollama.Client(server.url) as client:
         client.folder = folder
@@ -45,7 +50,9 @@ def test_a_model_is_pulled_in_one_answer(client):
     assert list(client.folder.rglob("snapshots/*/m-Q4_0.gguf"))
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "llama3.2", "../x.gguf", "http://evil.example/o/models", "o/models"])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "llama3.2", "../x.gguf", "http://evil.example/o/models", "o/models"]
+)
 def test_only_the_hub_is_asked(client, name):
     """No file of this machine, no other server."""
     with pytest.raises(ollama.ResponseError, match=r"hf\.co/owner/repo") as raised:

@@ -16,10 +16,14 @@ def cosine(one: str, other: str) -> float:
 
 
 def test_by_cosine(fake_server) -> None:
-    answer = fake_server.client.post("/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()
+    answer = fake_server.client.post(
+        "/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}
+    ).json()
     assert answer["method"] == "cosine_similarity"
     scores = [cosine("hello", document) for document in DOCUMENTS]
-    assert [result["index"] for result in answer["results"]] == sorted(range(4), key=lambda i: -scores[i])
+    assert [result["index"] for result in answer["results"]] == sorted(
+        range(4), key=lambda i: -scores[i]
+    )
     for result in answer["results"]:
         assert result["relevance_score"] == pytest.approx(scores[result["index"]], abs=1e-5)
     assert answer["results"][0]["index"] == 2
@@ -27,7 +31,12 @@ def test_by_cosine(fake_server) -> None:
 
 
 def test_top_n_and_documents(fake_server) -> None:
-    body = {"query": "hello", "documents": [{"text": text} for text in DOCUMENTS], "top_n": 2, "return_documents": True}
+    body = {
+        "query": "hello",
+        "documents": [{"text": text} for text in DOCUMENTS],
+        "top_n": 2,
+        "return_documents": True,
+    }
     for route in ("/v1/rerank", "/rerank"):
         results = fake_server.client.post(route, json=body).json()["results"]
         assert [result["document"]["text"] for result in results] == ["hello", "hello there"]
@@ -35,11 +44,20 @@ def test_top_n_and_documents(fake_server) -> None:
 
 def test_texts_are_ranked_in_the_form_of_tei(fake_server) -> None:
     """A list, the best first, with no more than the fields that its clients read."""
-    body = {"query": "hello", "texts": DOCUMENTS, "raw_scores": False, "truncate": True, "return_text": True}
+    body = {
+        "query": "hello",
+        "texts": DOCUMENTS,
+        "raw_scores": False,
+        "truncate": True,
+        "return_text": True,
+    }
     ranked = fake_server.client.post("/rerank", json=body).json()
-    same = fake_server.client.post("/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()["results"]
+    same = fake_server.client.post(
+        "/rerank", json={"query": "hello", "documents": DOCUMENTS}
+    ).json()["results"]
     assert ranked == [
-        {"index": one["index"], "score": one["relevance_score"], "text": DOCUMENTS[one["index"]]} for one in same
+        {"index": one["index"], "score": one["relevance_score"], "text": DOCUMENTS[one["index"]]}
+        for one in same
     ]
     short = fake_server.client.post("/rerank", json={"query": "hello", "texts": DOCUMENTS}).json()
     assert short[0].keys() == {"index", "score"}
@@ -64,7 +82,9 @@ def test_texts_are_ranked_in_the_form_of_tei(fake_server) -> None:
     ],
 )
 def test_faults(fake_server, change, param) -> None:
-    answer = fake_server.client.post("/v1/rerank", json={"query": "a", "documents": ["a"], **change})
+    answer = fake_server.client.post(
+        "/v1/rerank", json={"query": "a", "documents": ["a"], **change}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
@@ -73,15 +93,21 @@ def test_faults(fake_server, change, param) -> None:
 def test_a_reranker(start_server, tiny_model) -> None:
     """Its own scores; it gives no embeddings and generates nothing, and says so."""
     server = start_server("--model.path", str(tiny_model("reranker")))
-    answer = server.client.post("/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}).json()
+    answer = server.client.post(
+        "/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}
+    ).json()
     assert answer["method"] == "reranker"
     scores = [result["relevance_score"] for result in answer["results"]]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == len(DOCUMENTS)
     for i, document in enumerate(DOCUMENTS):
-        alone = server.client.post("/v1/rerank", json={"query": "hello", "documents": [document]}).json()
+        alone = server.client.post(
+            "/v1/rerank", json={"query": "hello", "documents": [document]}
+        ).json()
         together = next(result for result in answer["results"] if result["index"] == i)
-        assert alone["results"][0]["relevance_score"] == pytest.approx(together["relevance_score"], abs=0.01)
+        assert alone["results"][0]["relevance_score"] == pytest.approx(
+            together["relevance_score"], abs=0.01
+        )
     for query, documents, param in (
         ("x" * 5000, ["a"], "query"),
         ("x " * 200, ["a"] * 2000, "documents"),

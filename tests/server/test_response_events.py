@@ -34,7 +34,9 @@ EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 def events_of(deltas, end="end", on_end=lambda response: None, called=None):
     """The events that ``deltas`` give, one at a time, as dicts; and the response."""
-    events = ResponseEvents(Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end, called or {})
+    events = ResponseEvents(
+        Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end, called or {}
+    )
     data = events.begin() + b"".join(events.deltas([delta]) for delta in deltas)
     data += events.end() if end == "end" else events.fault(EngineError("The engine went away."))
     blocks = data.decode().strip().split("\n\n")
@@ -49,7 +51,10 @@ def short(kind):
     return kind.removeprefix("response.")
 
 
-THOUGHT = [Delta(0, "Let me", 2, channel=Channel.REASONING), Delta(0, " see.", 2, channel=Channel.REASONING)]
+THOUGHT = [
+    Delta(0, "Let me", 2, channel=Channel.REASONING),
+    Delta(0, " see.", 2, channel=Channel.REASONING),
+]
 CALLS = [
     Delta(0, "", 1, channel=Channel.CALL, call=0, name="f"),
     Delta(0, '{"a":', 2, channel=Channel.CALL, call=0),
@@ -89,20 +94,34 @@ def test_reasoning_text_and_calls_are_items():
         "output_item.done",
         "completed",
     ]
-    assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [1] * 6 + [2] * 5 + [
-        3
-    ] * 4
-    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert [event["output_index"] for event in events if "output_index" in event] == [0] * 7 + [
+        1
+    ] * 6 + [2] * 5 + [3] * 4
+    assert [item["type"] for item in response["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
     assert [item.get("arguments") for item in response["output"][2:]] == ['{"a":1}', "{}"]
-    assert response["output"] == [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert pydantic.TypeAdapter(Response).validate_python(response).output[0].content[0].text == "Let me see."
+    assert response["output"] == [
+        event["item"] for event in events if event["type"] == "response.output_item.done"
+    ]
+    assert (
+        pydantic.TypeAdapter(Response).validate_python(response).output[0].content[0].text
+        == "Let me see."
+    )
 
 
 def test_the_items_of_a_response_are_one_message_of_the_next_chat():
     """What was thought, said and called in a row; then what the tools gave."""
     _, response = events_of([*THOUGHT, Delta(0, "Hm.", 1), *CALLS])
     user = MessageItem(role="user", content="Q").resource()
-    gave = {"type": "function_call_output", "call_id": response["output"][2]["call_id"], "output": "3"}
+    gave = {
+        "type": "function_call_output",
+        "call_id": response["output"][2]["call_id"],
+        "output": "3",
+    }
     messages = messages_of([user, *response["output"], gave], "Be kind.")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     assert messages[2]["reasoning_content"] == "Let me see."
@@ -136,7 +155,11 @@ def test_a_fault_ends_the_stream_in_its_own_form_and_is_not_kept():
 
 
 def add(store, name, previous=None, text="x", owner="o"):
-    store.add(owner, {"id": name, "previous_response_id": previous, "output": [{"id": f"msg_{name}"}]}, [{"t": text}])
+    store.add(
+        owner,
+        {"id": name, "previous_response_id": previous, "output": [{"id": f"msg_{name}"}]},
+        [{"t": text}],
+    )
 
 
 def test_the_store_is_bounded_in_bytes_too():
@@ -147,7 +170,9 @@ def test_the_store_is_bounded_in_bytes_too():
         store.get("0", "o")
     kept = [str(i) for i in range(20) if str(i) in store._stored]
     assert kept == [str(i) for i in range(20 - len(kept), 20)]
-    assert 0 < sum(stored.num_bytes for stored in store._stored.values()) == store._num_bytes <= 1000
+    assert (
+        0 < sum(stored.num_bytes for stored in store._stored.values()) == store._num_bytes <= 1000
+    )
     add(store, "huge", text="x" * 2000)
     assert [*store._stored] == kept, "what cannot be kept drives nothing out"
     assert store._response_ids == {f"msg_{name}": name for name in kept}
@@ -157,7 +182,12 @@ def test_a_history_is_whole_or_an_error():
     store = ResponseStore(3, 10_000)
     add(store, "a")
     add(store, "b", "a")
-    assert history_of(store.turns("b", "o")) == [{"t": "x"}, {"id": "msg_a"}, {"t": "x"}, {"id": "msg_b"}]
+    assert history_of(store.turns("b", "o")) == [
+        {"t": "x"},
+        {"id": "msg_a"},
+        {"t": "x"},
+        {"id": "msg_b"},
+    ]
     store.delete("a", "o")
     with pytest.raises(BadRequest, match="'a' is not known"):
         store.turns("b", "o")
@@ -166,16 +196,25 @@ def test_a_history_is_whole_or_an_error():
 
 
 PATCH = '*** Begin Patch\n+a "b"\n*** End Patch'
-CALLED = {"apply_patch": Called("apply_patch", is_custom=True), "mcp__docs__find": Called("find", "mcp__docs__")}
+CALLED = {
+    "apply_patch": Called("apply_patch", is_custom=True),
+    "mcp__docs__find": Called("find", "mcp__docs__"),
+}
 
 
 def call_of(name, *pieces):
-    return [Delta(0, piece, 1, channel=Channel.CALL, name=name if i == 0 else "") for i, piece in enumerate(pieces)]
+    return [
+        Delta(0, piece, 1, channel=Channel.CALL, name=name if i == 0 else "")
+        for i, piece in enumerate(pieces)
+    ]
 
 
 def test_a_call_of_a_custom_tool_has_its_own_items_and_events():
     arguments = json.dumps({"input": PATCH})
-    deltas = [*call_of("apply_patch", "", arguments[:9], arguments[9:]), Delta(0, "", 1, "tool_calls")]
+    deltas = [
+        *call_of("apply_patch", "", arguments[:9], arguments[9:]),
+        Delta(0, "", 1, "tool_calls"),
+    ]
     events, response = events_of(deltas, called=CALLED)
     added, delta, done, ended = events[2:6]
     assert [short(event["type"]) for event in events[2:]] == [
@@ -196,7 +235,9 @@ def test_a_call_of_a_custom_tool_has_its_own_items_and_events():
 
 
 def test_a_call_of_a_tool_in_a_namespace_names_both():
-    events, response = events_of([*call_of("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED)
+    events, response = events_of(
+        [*call_of("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED
+    )
     (item,) = response["output"]
     assert (item["type"], item["name"], item["namespace"], item["arguments"]) == (
         "function_call",
@@ -204,7 +245,9 @@ def test_a_call_of_a_tool_in_a_namespace_names_both():
         "mcp__docs__",
         "{}",
     )
-    assert [event["name"] for event in events if event["type"].endswith("arguments.done")] == ["find"]
+    assert [event["name"] for event in events if event["type"].endswith("arguments.done")] == [
+        "find"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Tools and items of the Responses API that are not functions: served where that is possible, else left out."""
+"""Tools and items of the Responses API that are not functions: served where that is possible, else
+left out.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,18 @@ HOSTED = [
     {"type": "mcp", "server_label": "a", "server_url": "http://127.0.0.1:9"},
     {"type": "file_search", "vector_store_ids": ["vs_1"]},
     {"type": "code_interpreter", "container": {"type": "auto"}},
-    {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "linux"},
-    {"type": "tool_search", "execution": "client", "description": "a", "parameters": {"type": "object"}},
+    {
+        "type": "computer_use_preview",
+        "display_width": 1,
+        "display_height": 1,
+        "environment": "linux",
+    },
+    {
+        "type": "tool_search",
+        "execution": "client",
+        "description": "a",
+        "parameters": {"type": "object"},
+    },
 ]
 
 
@@ -52,7 +64,10 @@ def test_a_tool_that_is_not_a_function_is_left_out(server, tool):
 
 def test_what_is_left_out_is_logged_once_for_each_type(server):
     for _ in range(2):
-        server.client.post(PATH, json={"input": "a", "tools": [{"type": "web_search_2025_08_26"}, {"type": "x\ny"}]})
+        server.client.post(
+            PATH,
+            json={"input": "a", "tools": [{"type": "web_search_2025_08_26"}, {"type": "x\ny"}]},
+        )
     assert server.log.count("requests contain web_search") == 1
     assert server.log.count("requests contain other") == 1
 
@@ -64,7 +79,9 @@ def test_nothing_is_said_where_nothing_is_left_out(server):
 
 
 def test_tools_in_namespaces_and_custom_tools_are_served(server):
-    answer = server.client.post(PATH, json={"input": "a", "tools": [FUNCTION, CUSTOM, NAMESPACE], **LIMIT})
+    answer = server.client.post(
+        PATH, json={"input": "a", "tools": [FUNCTION, CUSTOM, NAMESPACE], **LIMIT}
+    )
     assert answer.headers["x-cllm-skipped"] == "web_search"
     assert answer.json()["tools"] == [
         {"strict": None, **FUNCTION},
@@ -73,8 +90,12 @@ def test_tools_in_namespaces_and_custom_tools_are_served(server):
     ]
     assert "Warning" not in server.log, "it would quote what the client has sent"
     alone = prompt_length(server, tools=[FUNCTION])
-    assert prompt_length(server, tools=[FUNCTION, CUSTOM]) > alone + len("apply_patch") + len(GRAMMAR["definition"])
-    assert prompt_length(server, tools=[FUNCTION, NAMESPACE]) > alone + len("mcp__docs__find") + len("mcp__docs__write")
+    assert prompt_length(server, tools=[FUNCTION, CUSTOM]) > alone + len("apply_patch") + len(
+        GRAMMAR["definition"]
+    )
+    assert prompt_length(server, tools=[FUNCTION, NAMESPACE]) > alone + len(
+        "mcp__docs__find"
+    ) + len("mcp__docs__write")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +103,10 @@ def test_tools_in_namespaces_and_custom_tools_are_served(server):
     [
         ({"type": "web_search"}, "tool_choice"),
         ({"type": "custom", "name": "nobody"}, "tool_choice"),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
+            "tool_choice",
+        ),
     ],
 )
 def test_a_tool_that_is_left_out_cannot_be_forced(server, choice, param):
@@ -92,37 +116,68 @@ def test_a_tool_that_is_left_out_cannot_be_forced(server, choice, param):
 
 
 def test_a_tool_that_is_left_out_may_be_allowed(server):
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, {"type": "mcp"}]}
-    body = {"input": "a", "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": choice, **LIMIT}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "web_search"}, {"type": "mcp"}],
+    }
+    body = {
+        "input": "a",
+        "tools": [FUNCTION, {"type": "web_search"}],
+        "tool_choice": choice,
+        **LIMIT,
+    }
     assert server.client.post(PATH, json=body).status_code == 200
 
 
 CALL = {"call_id": "c1", "id": "x_1", "status": "completed"}
 RENDERED = [
     [
-        {**CALL, "type": "function_call", "namespace": "mcp__docs__", "name": "find", "arguments": '{"a":1}'},
+        {
+            **CALL,
+            "type": "function_call",
+            "namespace": "mcp__docs__",
+            "name": "find",
+            "arguments": '{"a":1}',
+        },
         {"type": "function_call_output", "call_id": "c1", "output": "found"},
     ],
     [
         {**CALL, "type": "custom_tool_call", "name": "apply_patch", "input": "a\n"},
-        {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "found"}]},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c1",
+            "output": [{"type": "input_text", "text": "found"}],
+        },
     ],
     [
-        {**CALL, "type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {
+            **CALL,
+            "type": "local_shell_call",
+            "action": {"type": "exec", "command": ["ls"], "env": {}},
+        },
         {"type": "local_shell_call_output", "id": "c1", "output": "found"},
     ],
     [
-        {**CALL, "type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {
+            **CALL,
+            "type": "local_shell_call",
+            "action": {"type": "exec", "command": ["ls"], "env": {}},
+        },
         {"type": "function_call_output", "call_id": "c1", "output": "found"},
     ],
 ]
 USER = {"role": "user", "content": "a"}
 
 
-@pytest.mark.parametrize("items", RENDERED, ids=lambda items: f"{items[0]['type']}, {items[1]['type']}")
+@pytest.mark.parametrize(
+    "items", RENDERED, ids=lambda items: f"{items[0]['type']}, {items[1]['type']}"
+)
 def test_calls_of_all_kinds_and_their_results_are_read_by_the_model(server, items):
     plain = prompt_length(server, input=[USER, USER], tools=[FUNCTION])
-    answer = server.client.post(PATH, json={"input": [USER, *items, USER], "tools": [FUNCTION], **LIMIT})
+    answer = server.client.post(
+        PATH, json={"input": [USER, *items, USER], "tools": [FUNCTION], **LIMIT}
+    )
     assert "x-cllm-skipped" not in answer.headers
     assert answer.json()["usage"]["input_tokens"] > plain + len("found")
     listed = server.client.get(f"{PATH}/{answer.json()['id']}/input_items?order=asc").json()["data"]
@@ -132,7 +187,12 @@ def test_calls_of_all_kinds_and_their_results_are_read_by_the_model(server, item
 
 
 LEFT_OUT = [
-    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "a"}},
+    {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "a"},
+    },
     {"type": "item_reference", "id": "msg_unknown"},
     {"id": "msg_unknown"},
     {"type": "compaction", "encrypted_content": "abc"},
@@ -152,8 +212,16 @@ def test_items_that_no_template_knows_are_left_out(server, item):
 
 
 def test_reasoning_that_is_encrypted_is_left_out(server):
-    item = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "abc"}
-    assert prompt_length(server, input=[USER, item, USER]) == prompt_length(server, input=[USER, USER])
+    item = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": None,
+        "encrypted_content": "abc",
+    }
+    assert prompt_length(server, input=[USER, item, USER]) == prompt_length(
+        server, input=[USER, USER]
+    )
 
 
 def test_a_reference_to_an_item_of_a_stored_response_is_read(server):
@@ -164,20 +232,29 @@ def test_a_reference_to_an_item_of_a_stored_response_is_read(server):
     for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
         assert prompt_length(server, input=[USER, reference, USER]) == by_text
         once = [USER, reference, reference, USER]
-        assert prompt_length(server, input=once) == by_text, "an item is read once, however often it is named"
+        assert prompt_length(server, input=once) == by_text, (
+            "an item is read once, however often it is named"
+        )
     other = server.client.post(
         f"{PATH}/input_tokens", json={"input": [USER, reference, USER]}, headers={"x-api-key": "b"}
     )
-    assert other.headers["x-cllm-skipped"] == "item_reference", "it is seen with its own token alone"
+    assert other.headers["x-cllm-skipped"] == "item_reference", (
+        "it is seen with its own token alone"
+    )
     server.client.delete(f"{PATH}/{first['id']}")
-    assert prompt_length(server, input=[USER, reference, USER]) == prompt_length(server, input=[USER, USER])
+    assert prompt_length(server, input=[USER, reference, USER]) == prompt_length(
+        server, input=[USER, USER]
+    )
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].name"),
-        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
+        ),
         ({"tools": [{"type": 5}]}, "tools[0]"),
         ({"tools": ["web_search"]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}] * 513}, "tools"),

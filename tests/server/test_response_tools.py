@@ -1,4 +1,6 @@
-"""Tools, reasoning and schemas through the Responses API, by OpenAI's own client against the built-in model."""
+"""Tools, reasoning and schemas through the Responses API, by OpenAI's own client against the
+built-in model.
+"""
 
 import json
 from typing import Literal
@@ -26,17 +28,27 @@ ANSWER = "It is sunny in Paris, 21 degrees."
 @pytest.fixture(scope="module")
 def create(client):
     def create(question, **options):
-        return client.responses.create(model="cllm-builtin", input=question, temperature=0, **options)
+        return client.responses.create(
+            model="cllm-builtin", input=question, temperature=0, **options
+        )
 
     return create
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "get_weather"}])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "name": "get_weather"}]
+)
 def test_a_round_trip(choice, create):
-    """The model calls a declared tool and uses its result: by the id of the response, and with all items sent again."""
+    """The model calls a declared tool and uses its result: by the id of the response, and with all
+    items sent again.
+    """
     first = create(ASK, tools=DECLARED, tool_choice=choice)
     (call,) = first.output
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Paris"})
+    assert (call.type, call.name, json.loads(call.arguments)) == (
+        "function_call",
+        "get_weather",
+        {"city": "Paris"},
+    )
     assert first.status == "completed"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
     assert create([result], tools=DECLARED, previous_response_id=first.id).output_text == ANSWER
@@ -45,11 +57,15 @@ def test_a_round_trip(choice, create):
 
 
 def test_a_call_is_streamed(create):
-    """The pieces of the arguments are together one JSON object; the events are of the client's own types."""
+    """The pieces of the arguments are together one JSON object; the events are of the client's own
+    types.
+    """
     events = list(create(ASK, tools=DECLARED, stream=True))
     for event in events:
         pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    deltas = [
+        event.delta for event in events if event.type == "response.function_call_arguments.delta"
+    ]
     (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert len(deltas) > 2
     assert json.loads("".join(deltas)) == {"city": "Paris"}
@@ -58,7 +74,9 @@ def test_a_call_is_streamed(create):
 
 
 def test_a_custom_tool_is_called_with_plain_text(create):
-    """Streamed as the client's own types; the call and its result are read back by the id of the response."""
+    """Streamed as the client's own types; the call and its result are read back by the id of the
+    response.
+    """
     tool = {"type": "custom", "name": "note", "description": "Writes a note down."}
     choice = {"type": "custom", "name": "note"}
     events = list(create(ASK, tools=[tool], tool_choice=choice, max_output_tokens=100, stream=True))
@@ -69,13 +87,21 @@ def test_a_custom_tool_is_called_with_plain_text(create):
     (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
     assert done.input == call.input
     result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "written"}
-    then = create([result], tools=[tool], previous_response_id=events[-1].response.id, max_output_tokens=100)
+    then = create(
+        [result], tools=[tool], previous_response_id=events[-1].response.id, max_output_tokens=100
+    )
     assert then.usage.input_tokens > events[-1].response.usage.input_tokens
 
 
 def test_the_streaming_helper_puts_a_call_together(client):
-    with client.responses.stream(model="cllm-builtin", input=ASK, tools=DECLARED, temperature=0) as stream:
-        snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+    with client.responses.stream(
+        model="cllm-builtin", input=ASK, tools=DECLARED, temperature=0
+    ) as stream:
+        snapshots = [
+            event.snapshot
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
+        ]
         (call,) = stream.get_final_response().output
     assert snapshots[-1] == call.arguments
     assert json.loads(call.arguments) == {"city": "Paris"}
@@ -83,8 +109,14 @@ def test_the_streaming_helper_puts_a_call_together(client):
 
 def test_a_choice_among_tools(create):
     """None, or some of them."""
-    assert [item.type for item in create(ASK, tools=DECLARED, tool_choice="none").output] == ["message"]
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "multiply"}]}
+    assert [item.type for item in create(ASK, tools=DECLARED, tool_choice="none").output] == [
+        "message"
+    ]
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "multiply"}],
+    }
     (call, *_) = create(ASK, tools=DECLARED, tool_choice=allowed, parallel_tool_calls=False).output
     assert call.name == "multiply"
 
@@ -113,10 +145,14 @@ class Sum(pydantic.BaseModel):
 
 def test_an_answer_is_parsed(client):
     """By the client, into its user's own type."""
-    response = client.responses.parse(model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50)
+    response = client.responses.parse(
+        model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50
+    )
     assert response.output_parsed.sum in (70, 71, 72)
     assert response.text.format.type == "json_schema"
-    with client.responses.stream(model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50) as stream:
+    with client.responses.stream(
+        model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50
+    ) as stream:
         (done,) = [event for event in stream if event.type == "response.output_text.done"]
     assert isinstance(done.parsed, Sum)
 
@@ -125,7 +161,10 @@ def test_a_schema_that_cannot_be_enforced_is_refused(create):
     """Under its name here."""
     schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}}
     with pytest.raises(openai.BadRequestError) as refused:
-        create(SUM, text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}})
+        create(
+            SUM,
+            text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}},
+        )
     assert refused.value.param.startswith("text.format")
     with pytest.raises(openai.BadRequestError) as refused:
         create(ASK, tools=DECLARED, tool_choice={"type": "function", "name": "nobody"})
@@ -140,7 +179,12 @@ def test_logprobs_are_told(create):
     assert bytes(byte for token in told for byte in token.bytes).decode() == "72"
     assert all(token.logprob <= 0 for token in told)
     events = list(create(SUM, include=["message.output_text.logprobs"], stream=True))
-    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    deltas = [
+        entry
+        for event in events
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
     assert [entry.token for entry in deltas] == [token.token for token in told]
     for event in events:
         pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())

@@ -57,17 +57,27 @@ def test_events_come_in_the_published_order(client, model):
 
 
 def test_names_of_events_are_those_in_the_data(builtin_server):
-    """Clients that read the event's name and those that read the data agree; nothing follows the last."""
-    lines = builtin_server.client.post("/v1/responses", json={"input": SUM, "stream": True}).text.splitlines()
+    """Clients that read the event's name and those that read the data agree; nothing follows the
+    last.
+    """
+    lines = builtin_server.client.post(
+        "/v1/responses", json={"input": SUM, "stream": True}
+    ).text.splitlines()
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    kinds = [json.loads(line.removeprefix("data: "))["type"] for line in lines if line.startswith("data: ")]
+    kinds = [
+        json.loads(line.removeprefix("data: "))["type"]
+        for line in lines
+        if line.startswith("data: ")
+    ]
     assert names == kinds
     assert kinds[-1] == "response.completed"
 
 
 def test_the_streaming_helper(client, model):
     with client.responses.stream(model=model, input=COUNT, **GREEDY) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         assert text == stream.get_final_response().output_text == NUMBERS
 
 
@@ -98,12 +108,19 @@ def test_instructions_are_the_system_message_of_one_response(client, model):
     told = client.responses.create(model=model, input=SUM, instructions="Answer shortly.", **GREEDY)
     by_item = client.responses.create(
         model=model,
-        input=[{"role": "developer", "content": "Answer shortly."}, {"role": "user", "content": SUM}],
+        input=[
+            {"role": "developer", "content": "Answer shortly."},
+            {"role": "user", "content": SUM},
+        ],
         **GREEDY,
     )
     assert told.usage.input_tokens == by_item.usage.input_tokens > plain.usage.input_tokens
-    after_plain = client.responses.create(model=model, input=SUM, previous_response_id=plain.id, **GREEDY)
-    after_told = client.responses.create(model=model, input=SUM, previous_response_id=told.id, **GREEDY)
+    after_plain = client.responses.create(
+        model=model, input=SUM, previous_response_id=plain.id, **GREEDY
+    )
+    after_told = client.responses.create(
+        model=model, input=SUM, previous_response_id=told.id, **GREEDY
+    )
     assert after_plain.usage.input_tokens == after_told.usage.input_tokens
 
 
@@ -111,7 +128,11 @@ def test_responses_are_kept_until_they_are_deleted(client, model):
     """Retrieve, the items that the model has read, delete."""
     first = client.responses.create(model=model, input=SUM, **GREEDY)
     second = client.responses.create(
-        model=model, input=[{"role": "user", "content": COUNT}], previous_response_id=first.id, stream=True, **GREEDY
+        model=model,
+        input=[{"role": "user", "content": COUNT}],
+        previous_response_id=first.id,
+        stream=True,
+        **GREEDY,
     )
     last = list(second)[-1].response
     assert client.responses.retrieve(last.id).to_dict() == last.to_dict()
@@ -137,7 +158,9 @@ def test_what_is_not_stored_is_not_known(client, model):
 
 def test_a_response_is_known_to_its_owner_alone(client, model, builtin_server):
     response = client.responses.create(model=model, input=SUM, **GREEDY)
-    with openai.OpenAI(base_url=f"{builtin_server.url}/v1", api_key="another", max_retries=0) as other:
+    with openai.OpenAI(
+        base_url=f"{builtin_server.url}/v1", api_key="another", max_retries=0
+    ) as other:
         with pytest.raises(openai.NotFoundError):
             other.responses.retrieve(response.id)
         with pytest.raises(openai.NotFoundError):
@@ -147,16 +170,25 @@ def test_a_response_is_known_to_its_owner_alone(client, model, builtin_server):
 def test_too_few_tokens_make_it_incomplete(client, model):
     """Streamed or not, with the reason; the item too."""
     response = client.responses.create(model=model, input=COUNT, max_output_tokens=5, **GREEDY)
-    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
     assert response.output[0].status == "incomplete"
-    events = list(client.responses.create(model=model, input=COUNT, max_output_tokens=5, stream=True, **GREEDY))
+    events = list(
+        client.responses.create(
+            model=model, input=COUNT, max_output_tokens=5, stream=True, **GREEDY
+        )
+    )
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == response.output_text
 
 
 def test_tokens_are_counted_before(client, model):
     counted = client.responses.input_tokens.count(model=model, input=SUM)
-    assert counted.input_tokens == client.responses.create(model=model, input=SUM).usage.input_tokens
+    assert (
+        counted.input_tokens == client.responses.create(model=model, input=SUM).usage.input_tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +202,11 @@ def test_tokens_are_counted_before(client, model):
         ({"input": None}, "input"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+                ]
+            },
             "input[0].content[0]",
         ),
         ({"input": "word " * 5000}, "input"),
@@ -183,7 +219,9 @@ def test_tokens_are_counted_before(client, model):
 )
 def test_what_cannot_be_done_is_refused_by_name(builtin_server, body, param):
     """In OpenAI's form, before the first byte of a stream."""
-    answer = builtin_server.client.post("/v1/responses", json={"input": SUM, "stream": True, **body})
+    answer = builtin_server.client.post(
+        "/v1/responses", json={"input": SUM, "stream": True, **body}
+    )
     error = answer.json()["error"]
     assert answer.status_code in (400, 404)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")

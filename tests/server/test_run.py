@@ -25,7 +25,9 @@ from cllm.server.run import address, address_elsewhere, listen
     ],
 )
 def test_printed_address_can_be_called(host, url):
-    """What stands for all addresses is none that a client can call; other machines need the name of this one."""
+    """What stands for all addresses is none that a client can call; other machines need the name of
+    this one.
+    """
     try:
         listener = listen(host, 0)
     except Exception:  # noqa: BLE001

@@ -1,4 +1,6 @@
-"""Nothing is computed twice: who asks for the same at the same time, or after, shares it; on the fake backend."""
+"""Nothing is computed twice: who asks for the same at the same time, or after, shares it; on the
+fake backend.
+"""
 
 import asyncio
 import json
@@ -16,21 +18,26 @@ QUESTION = {
     "temperature": 0,
     "extra_body": {"ignore_eos": True},
 }
-TEXT = "".join(map(chr, [*range(ord("1"), ord("1") + 16), *range(1, 44)]))  # the seventeenth token has no text
+# the seventeenth token has no text
+TEXT = "".join(map(chr, [*range(ord("1"), ord("1") + 16), *range(1, 44)]))
 LONG = {**QUESTION, "max_tokens": 600}  # so that it goes on until all have asked
 NEVER_ENDS = {**QUESTION, "max_tokens": 900}
 
 
 @pytest.fixture(scope="module")
 def caching_server(start_server_once):
-    return start_server_once("--backend.name", "fake", "--max-num-seqs", "4", "--cache.max-results", "2")
+    return start_server_once(
+        "--backend.name", "fake", "--max-num-seqs", "4", "--cache.max-results", "2"
+    )
 
 
 def run(server, test):
     """Run ``test(create)``, ``create`` being that of the openai client's completions."""
 
     async def main():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             await asyncio.wait_for(test(client.completions.create), PATIENCE)
 
     asyncio.run(main())
@@ -69,15 +76,23 @@ def test_the_same_at_the_same_time_is_computed_once(narrow_server):
         async def read_stream():
             return await read(await stream_of(create, **LONG))
 
-        asking = asyncio.gather(*(read_stream() for _ in range(10)), *(create(**LONG) for _ in range(10)))
+        asking = asyncio.gather(
+            *(read_stream() for _ in range(10)), *(create(**LONG) for _ in range(10))
+        )
         while narrow_server.metric("prompts_shared_total") < before[1] + 19:  # noqa: ASYNC110  # another process's state
             await asyncio.sleep(0.01)
         os.kill(narrow_server.engine_pid(), signal.SIGCONT)
         answers = await asking
         usages = [usage for (text,), usage in answers[:10] if text.startswith(TEXT)]
-        usages += [answer.usage for answer in answers[10:] if answer.choices[0].text.startswith(TEXT)]
-        assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(10, LONG["max_tokens"])] * 20
-        assert sorted(usage.prompt_tokens_details.cached_tokens for usage in usages) == [0] + [10] * 19
+        usages += [
+            answer.usage for answer in answers[10:] if answer.choices[0].text.startswith(TEXT)
+        ]
+        assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [
+            (10, LONG["max_tokens"])
+        ] * 20
+        assert (
+            sorted(usage.prompt_tokens_details.cached_tokens for usage in usages) == [0] + [10] * 19
+        )
 
     os.kill(narrow_server.engine_pid(), signal.SIGSTOP)  # until all have asked
     run(narrow_server, test)
@@ -171,7 +186,7 @@ def test_an_own_time_limit_is_kept(narrow_server):
     run(narrow_server, test)
 
 
-# ------------------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 
 
 def test_an_answer_is_given_again(caching_server):
@@ -205,9 +220,15 @@ def test_the_native_dialect_has_it_too(caching_server):
     answers = [caching_server.client.post("/generate_stream", json=body).text for _ in range(2)]
     texts = []
     for answer in answers:
-        events = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
+        events = [
+            json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event
+        ]
         texts.append("".join(event["token"] for event in events))
-        assert (events[-1]["done"], events[-1]["finish_reason"], events[-1]["generated_tokens"]) == (True, "length", 5)
+        assert (
+            events[-1]["done"],
+            events[-1]["finish_reason"],
+            events[-1]["generated_tokens"],
+        ) == (True, "length", 5)
     assert texts == ["12345", "12345"]
 
 

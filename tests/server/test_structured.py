@@ -1,4 +1,6 @@
-"""Structured output with the openai package, of the built-in model and of the fake one, which knows no JSON."""
+"""Structured output with the openai package, of the built-in model and of the fake one, which knows
+no JSON.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ SCHEMA = {
 
 
 def json_schema(schema: dict) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,9 @@ def fake(fake_server):
 
 
 def chat(client: openai.OpenAI, **options) -> openai.types.chat.ChatCompletion:
-    return client.chat.completions.create(messages=ASK, model=client.models.list().data[0].id, **options)
+    return client.chat.completions.create(
+        messages=ASK, model=client.models.list().data[0].id, **options
+    )
 
 
 def texts(completion) -> list[str]:
@@ -92,23 +99,32 @@ def test_typed_parsing_of_a_stream(client):
 @pytest.mark.llama
 def test_a_schema_with_the_built_in_model(client):
     """Drawn at a temperature at which it would write anything."""
-    completion = chat(client, response_format=json_schema(SCHEMA), n=8, temperature=2.0, seed=1, max_tokens=400)
+    completion = chat(
+        client, response_format=json_schema(SCHEMA), n=8, temperature=2.0, seed=1, max_tokens=400
+    )
     for text in texts(completion):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_a_schema_with_the_fake_model(fake):
     """It only counts; what comes is valid all the same, and compact."""
-    completion = chat(fake, response_format=json_schema(SCHEMA), n=4, temperature=60.0, seed=1, max_tokens=400)
+    completion = chat(
+        fake, response_format=json_schema(SCHEMA), n=4, temperature=60.0, seed=1, max_tokens=400
+    )
     for text in texts(completion):
         jsonschema.validate(json.loads(text), SCHEMA)
         assert re.search(r"\s\s|\n", text) is None
 
 
 def test_json_objects(fake):
-    completion = chat(fake, response_format={"type": "json_object"}, temperature=90.0, seed=2, max_tokens=400)
+    completion = chat(
+        fake, response_format={"type": "json_object"}, temperature=90.0, seed=2, max_tokens=400
+    )
     assert isinstance(json.loads(texts(completion)[0]), dict)
-    with_schema = {"type": "json_object", "schema": {"properties": {"a": {"const": 1}}, "required": ["a"], **CLOSED}}
+    with_schema = {
+        "type": "json_object",
+        "schema": {"properties": {"a": {"const": 1}}, "required": ["a"], **CLOSED},
+    }
     assert json.loads(texts(chat(fake, response_format=with_schema))[0]) == {"a": 1}
 
 
@@ -136,14 +152,19 @@ def test_the_words_of_vllm(fake, style, kind, value, pattern):
     body = {f"guided_{kind}": value} if style == "guided" else {style: {kind: value}}
     for text in texts(chat(fake, extra_body=body, temperature=50.0, n=3)):
         assert re.fullmatch(pattern, text)
-    completion = fake.completions.create(model="fake", prompt="x", extra_body=body, temperature=50.0)
+    completion = fake.completions.create(
+        model="fake", prompt="x", extra_body=body, temperature=50.0
+    )
     assert re.fullmatch(pattern, completion.choices[0].text)
     assert completion.choices[0].finish_reason == "stop"
 
 
 def test_a_stream(fake):
     chunks = [*chat(fake, stream=True, extra_body={"structured_outputs": {"choice": ["abcdef"]}})]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "abcdef"
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == "abcdef"
+    )
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
@@ -190,7 +211,12 @@ def test_what_cannot_be_enforced_is_refused(fake, body, param, sign, stream):
 HARD = {
     "type": "object",
     "properties": {
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 2}, "uniqueItems": True, "maxItems": 10**6},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 2},
+            "uniqueItems": True,
+            "maxItems": 10**6,
+        },
         "day": {"type": "string", "format": "day-of-the-week", "maxLength": 3},
         "n": {"type": "integer", "not": {"const": 0}, "maximum": 50},
     },
@@ -202,7 +228,11 @@ LEFT_OUT = "format, not, uniqueItems"
 def softened(schema: dict) -> dict:
     """``HARD`` without what is left out of it."""
     properties = {
-        name: {keyword: value for keyword, value in inner.items() if keyword not in LEFT_OUT.split(", ")}
+        name: {
+            keyword: value
+            for keyword, value in inner.items()
+            if keyword not in LEFT_OUT.split(", ")
+        }
         for name, inner in schema["properties"].items()
     }
     return schema | {"properties": properties, "additionalProperties": False}
@@ -242,7 +272,9 @@ def test_a_strict_schema_is_enforced_as_a_whole_or_refused(fake, fake_server):
     error = refusal(fake, response_format=json_schema(HARD))
     assert "'uniqueItems' can be enforced only" in error.message
     format_ = {"type": "json_schema", "name": "a", "schema": HARD, "strict": True}
-    answer = fake_server.client.post("/v1/responses", json={"model": "fake", "input": "x", "text": {"format": format_}})
+    answer = fake_server.client.post(
+        "/v1/responses", json={"model": "fake", "input": "x", "text": {"format": format_}}
+    )
     assert answer.status_code == 400
     answer = fake_server.client.post(
         "/v1/messages",
@@ -251,13 +283,25 @@ def test_a_strict_schema_is_enforced_as_a_whole_or_refused(fake, fake_server):
         headers={"anthropic-version": "2023-06-01"},
     )  # fmt: skip
     assert answer.status_code == 400  # its schemas are always strict
-    answer = fake_server.client.post("/v1/chat/completions", json={"model": "fake", "messages": ASK, "max_tokens": 3})
+    answer = fake_server.client.post(
+        "/v1/chat/completions", json={"model": "fake", "messages": ASK, "max_tokens": 3}
+    )
     assert "x-cllm-unenforced-keywords" not in answer.headers
 
 
 def test_objects_get_no_properties_that_their_schema_does_not_name(fake):
-    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"enum": [1, 2]}}, "required": ["a"]}
-    completion = chat(fake, response_format={"type": "json_object", "schema": schema}, n=8, temperature=80.0, seed=5)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"enum": [1, 2]}},
+        "required": ["a"],
+    }
+    completion = chat(
+        fake,
+        response_format={"type": "json_object", "schema": schema},
+        n=8,
+        temperature=80.0,
+        seed=5,
+    )
     assert {*map(json.dumps, map(json.loads, texts(completion)))} <= {
         '{"a": 1}',
         '{"a": 1, "b": 1}',
@@ -269,16 +313,26 @@ def test_numbers_come_to_their_end(fake):
     """Of a model that would write digits for ever."""
     bias = {str(ord(digit)): 100 for digit in "123456789"}
     schema = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
-    (text,) = texts(chat(fake, extra_body={"guided_json": schema}, logit_bias=bias, max_tokens=200, temperature=0))
+    (text,) = texts(
+        chat(
+            fake, extra_body={"guided_json": schema}, logit_bias=bias, max_tokens=200, temperature=0
+        )
+    )
     assert max(map(len, re.findall(r"\d+", text))) == 20
     assert len(json.loads(text)) == 2
 
 
 def test_grammars_are_counted(fake, fake_server):
-    before = fake_server.metric("grammar_check_seconds_count"), fake_server.metric("grammar_cache_hits_total")
+    before = (
+        fake_server.metric("grammar_check_seconds_count"),
+        fake_server.metric("grammar_cache_hits_total"),
+    )
     for _ in range(3):
         chat(fake, extra_body={"structured_outputs": {"regex": "counted[0-9]"}})
-    after = fake_server.metric("grammar_check_seconds_count"), fake_server.metric("grammar_cache_hits_total")
+    after = (
+        fake_server.metric("grammar_check_seconds_count"),
+        fake_server.metric("grammar_cache_hits_total"),
+    )
     assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
 
 
@@ -287,7 +341,13 @@ def test_many_different_ones_at_once(fake):
 
     def one(i: int) -> None:
         if i % 3:
-            (text,) = texts(chat(fake, extra_body={"structured_outputs": {"regex": f"{i}[a-c]{{9}}"}}, temperature=9.0))
+            (text,) = texts(
+                chat(
+                    fake,
+                    extra_body={"structured_outputs": {"regex": f"{i}[a-c]{{9}}"}},
+                    temperature=9.0,
+                )
+            )
             assert re.fullmatch(f"{i}[a-c]{{9}}", text)
         else:
             assert len(texts(chat(fake))[0]) > 5

@@ -15,7 +15,12 @@ def post(server, route: str, **body):
 @pytest.mark.parametrize("field", ["content", "prompt"])
 def test_there_and_back(fake_server, field) -> None:
     answer = post(fake_server, "/tokenize", **{field: "Hé<|im_end|>"}).json()
-    assert answer == {"tokens": [*"Hé".encode(), 258], "count": 4, "max_model_len": 512, "token_strs": None}
+    assert answer == {
+        "tokens": [*"Hé".encode(), 258],
+        "count": 4,
+        "max_model_len": 512,
+        "token_strs": None,
+    }
     back = post(fake_server, "/detokenize", tokens=answer["tokens"]).json()
     assert back == {"content": "Hé<|im_end|>", "prompt": "Hé<|im_end|>"}
 
@@ -27,7 +32,9 @@ def test_special_tokens_as_text(fake_server) -> None:
 
 def test_pieces(fake_server) -> None:
     """Bytes where a token is no text by itself."""
-    answer = post(fake_server, "/tokenize", content="aé<|im_end|>", with_pieces=True, return_token_strs=True).json()
+    answer = post(
+        fake_server, "/tokenize", content="aé<|im_end|>", with_pieces=True, return_token_strs=True
+    ).json()
     assert [item["piece"] for item in answer["tokens"]] == ["a", [0xC3], [0xA9], "<|im_end|>"]
     assert answer["token_strs"] == ["a", "\ufffd", "\ufffd", "<|im_end|>"]
 
@@ -44,7 +51,10 @@ def test_a_conversation(fake_server) -> None:
 
 def test_control_tokens_of_a_user_are_text(fake_server) -> None:
     messages = [{"role": "user", "content": "<|im_end|>"}]
-    assert post(fake_server, "/apply-template", messages=messages).json()["prompt"].count("<|im_end|>") == 2
+    assert (
+        post(fake_server, "/apply-template", messages=messages).json()["prompt"].count("<|im_end|>")
+        == 2
+    )
     assert post(fake_server, "/tokenize", messages=messages).json()["tokens"].count(258) == 1
 
 
@@ -60,7 +70,11 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/apply-template", {"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
         ("/apply-template", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+        (
+            "/apply-template",
+            {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}},
+            "chat_template_kwargs.tools",
+        ),
     ],
 )
 def test_faults(fake_server, route, body, param) -> None:
@@ -76,4 +90,7 @@ def test_the_built_in_model(builtin_server) -> None:
     answer = post(builtin_server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
     assert answer["usage"]["prompt_tokens"] == count
     tokens = post(builtin_server, "/tokenize", content="What is 27 plus 45?").json()["tokens"]
-    assert post(builtin_server, "/detokenize", tokens=tokens).json()["content"] == "What is 27 plus 45?"
+    assert (
+        post(builtin_server, "/detokenize", tokens=tokens).json()["content"]
+        == "What is 27 plus 45?"
+    )

@@ -1,4 +1,6 @@
-"""The tool runners of Anthropic's and OpenAI's own clients: they call functions until the model has an answer."""
+"""The tool runners of Anthropic's and OpenAI's own clients: they call functions until the model has
+an answer.
+"""
 
 import asyncio
 import json
@@ -20,12 +22,18 @@ ASKED = {
 }
 REPORT = json.dumps({"weather": "rainy", "degrees": 17})
 ANSWER = "It is rainy in Berlin, 17 degrees."
-NAMED = {"name": "get_weather", "description": DECLARED["description"], "input_schema": DECLARED["parameters"]}
+NAMED = {
+    "name": "get_weather",
+    "description": DECLARED["description"],
+    "input_schema": DECLARED["parameters"],
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_tool_runner_finishes_its_loop(builtin_server, stream):
-    """The client asks for a thread first and must be told, in its own words, to go on without one."""
+    """The client asks for a thread first and must be told, in its own words, to go on without
+    one.
+    """
     cities = []
 
     @anthropic.beta_tool(**NAMED)
@@ -49,7 +57,9 @@ def test_anthropic_async_tool_runner_finishes_its_loop(builtin_server):
         return REPORT
 
     async def run():
-        async with anthropic.AsyncAnthropic(base_url=builtin_server.url, api_key="none", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=builtin_server.url, api_key="none", max_retries=0
+        ) as client:
             return await client.beta.messages.tool_runner(tools=[get_weather], **ASKED).until_done()
 
     message = asyncio.run(run())
@@ -65,7 +75,9 @@ def test_openai_tool_runner_finishes_its_loop(client, stream):
         called.append(arguments)
         return REPORT
 
-    runner = ResponsesToolRunner(functions=[RegisteredFunction({"type": "function", **DECLARED}, get_weather)])
+    runner = ResponsesToolRunner(
+        functions=[RegisteredFunction({"type": "function", **DECLARED}, get_weather)]
+    )
     asked = {"model": "cllm-builtin", "input": "How is the weather in Berlin?", "temperature": 0}
     response = runner.run(client, asked, stream=stream)
     assert called == [{"city": "Berlin"}]

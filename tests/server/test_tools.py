@@ -1,4 +1,6 @@
-"""Tools and reasoning, by the real ``openai`` client against a real server with the built-in model."""
+"""Tools and reasoning, by the real ``openai`` client against a real server with the built-in
+model.
+"""
 
 import functools
 import json
@@ -21,7 +23,9 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 @pytest.fixture(scope="module")
 def create(client):
     def create(messages, **options):
-        return client.chat.completions.create(model="cllm-builtin", messages=messages, temperature=0, **options)
+        return client.chat.completions.create(
+            model="cllm-builtin", messages=messages, temperature=0, **options
+        )
 
     return create
 
@@ -44,16 +48,35 @@ def streamed(chunks) -> dict:
 
 
 def test_a_declaration_in_other_words(create) -> None:
-    """As real clients write them: in another order, with titles, descriptions, optional properties, none required."""
+    """As real clients write them: in another order, with titles, descriptions, optional properties,
+    none required.
+    """
     city = {"title": "City", "description": 'Its name, such as "Rome"', "type": "string"}
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "properties": {"city": city}, "type": "object"}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "properties": {"city": city},
+        "type": "object",
+    }
     for more in ({}, {"required": ["city"], "additionalProperties": False}):
-        function = {"parameters": schema | more, "description": "Get the weather of a city", "name": "get_weather"}
-        (call,) = create(ASK, tools=[{"type": "function", "function": function}]).choices[0].message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+        function = {
+            "parameters": schema | more,
+            "description": "Get the weather of a city",
+            "name": "get_weather",
+        }
+        (call,) = (
+            create(ASK, tools=[{"type": "function", "function": function}])
+            .choices[0]
+            .message.tool_calls
+        )
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "get_weather",
+            {"city": "Paris"},
+        )
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_a_round_trip(choice, create) -> None:
     """The model calls a declared tool and uses its result."""
     first = create(ASK, tools=DECLARED, tool_choice=choice).choices[0]
@@ -65,9 +88,16 @@ def test_a_round_trip(choice, create) -> None:
         "get_weather",
         {"city": "Paris"},
     )
-    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny", "degrees": 21}'}
+    result = {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "content": '{"weather": "sunny", "degrees": 21}',
+    }
     second = create([*ASK, first.message, result], tools=DECLARED).choices[0]
-    assert (second.message.content, second.finish_reason) == ("It is sunny in Paris, 21 degrees.", "stop")
+    assert (second.message.content, second.finish_reason) == (
+        "It is sunny in Paris, 21 degrees.",
+        "stop",
+    )
     assert second.message.tool_calls is None
 
 
@@ -82,10 +112,16 @@ def test_a_streamed_call(choice, create) -> None:
     assert whole["num_deltas"] > 3
 
 
-@pytest.mark.parametrize("more", [{}, {"extra_body": THINK}, {"stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    "more", [{}, {"extra_body": THINK}, {"stream_options": {"include_usage": True}}]
+)
 def test_first_chunk_of_a_pure_call_has_no_content(more, create) -> None:
     """As OpenAI's: the role with null, where text begins with an empty one."""
-    chunks = [chunk.choices[0].delta for chunk in create(ASK, tools=DECLARED, stream=True, **more) if chunk.choices]
+    chunks = [
+        chunk.choices[0].delta
+        for chunk in create(ASK, tools=DECLARED, stream=True, **more)
+        if chunk.choices
+    ]
     assert (chunks[0].role, chunks[0].content) == ("assistant", None)
     assert all(delta.content is None and delta.role is None for delta in chunks[1:])
     text = [chunk.choices[0].delta for chunk in create(SUM, stream=True)]
@@ -95,7 +131,11 @@ def test_first_chunk_of_a_pure_call_has_no_content(more, create) -> None:
 def test_strict_arguments_follow_their_schema_where_a_call_is_not_forced(create) -> None:
     """The model would say Paris; and it may still say something else than a call."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
-    strict = {"name": "get_weather", "parameters": schema | {"additionalProperties": False}, "strict": True}
+    strict = {
+        "name": "get_weather",
+        "parameters": schema | {"additionalProperties": False},
+        "strict": True,
+    }
     tools = [{"type": "function", "function": strict}]
     answer = create(ASK, tools=tools).choices[0]
     (call,) = answer.message.tool_calls
@@ -124,13 +164,20 @@ def test_strict_arguments_follow_their_schema_where_a_call_is_not_forced(create)
 )
 def test_malformed_schema_leaves_the_arguments_free_unless_strict(schema, create, client) -> None:
     """Generated schemas of real clients have such faults, and most servers do not look at them."""
-    function = {"name": "get_weather", "description": "Get the weather of a city", "parameters": schema}
+    function = {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": schema,
+    }
     tools = [{"type": "function", "function": function}]
     answer = client.chat.completions.with_raw_response.create(
         model="cllm-builtin", messages=ASK, tools=tools, temperature=0
     )
     (call,) = answer.parse().choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "get_weather",
+        {"city": "Paris"},
+    )
     assert "parameters" in answer.headers["x-cllm-unenforced-keywords"]
     function["strict"] = True
     with pytest.raises(openai.BadRequestError, match="Function 'get_weather'") as caught:
@@ -163,7 +210,9 @@ def test_no_tool_is_called_where_none_may_be(create) -> None:
 
 def test_one_call_at_most(create) -> None:
     """Without parallel calls the answer ends with the first."""
-    answer = create(ASK, tools=DECLARED, tool_choice="required", parallel_tool_calls=False).choices[0]
+    answer = create(ASK, tools=DECLARED, tool_choice="required", parallel_tool_calls=False).choices[
+        0
+    ]
     assert len(answer.message.tool_calls) == 1
     assert answer.finish_reason == "tool_calls"
 
@@ -171,7 +220,9 @@ def test_one_call_at_most(create) -> None:
 def test_what_a_call_costs_is_counted(create) -> None:
     """Each choice has its calls."""
     answer = create(ASK, tools=DECLARED, n=3)
-    assert [choice.message.tool_calls[0].function.name for choice in answer.choices] == ["get_weather"] * 3
+    assert [choice.message.tool_calls[0].function.name for choice in answer.choices] == [
+        "get_weather"
+    ] * 3
     ids = {choice.message.tool_calls[0].id for choice in answer.choices}
     assert len(ids) == 3
     cut = create(ASK, tools=DECLARED, max_tokens=14).choices[0]
@@ -183,7 +234,13 @@ def test_what_a_call_costs_is_counted(create) -> None:
     ("options", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": DECLARED, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        (
+            {
+                "tools": DECLARED,
+                "tool_choice": {"type": "function", "function": {"name": "nobody"}},
+            },
+            "tool_choice",
+        ),
         ({"tools": DECLARED, "tool_choice": "always"}, "tool_choice"),
         ({"tools": DECLARED, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
@@ -198,8 +255,14 @@ def test_refusals_name_the_field(options, param, create) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_schema_that_cannot_be_enforced_is_refused_for_a_strict_function_only(choice, create) -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}, "required": ["city"]}
+def test_a_schema_that_cannot_be_enforced_is_refused_for_a_strict_function_only(
+    choice, create
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": "("}},
+        "required": ["city"],
+    }
     function = {"name": "get_weather", "parameters": schema}
     (call,) = (
         create(ASK, tools=[{"type": "function", "function": function}], tool_choice=choice)
@@ -208,7 +271,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused_for_a_strict_function_only(
     )
     assert json.loads(call.function.arguments).keys() == {"city"}
     with pytest.raises(openai.BadRequestError) as caught:
-        create(ASK, tools=[{"type": "function", "function": {**function, "strict": True}}], tool_choice=choice)
+        create(
+            ASK,
+            tools=[{"type": "function", "function": {**function, "strict": True}}],
+            tool_choice=choice,
+        )
     assert caught.value.param == "tools"
 
 
@@ -242,7 +309,8 @@ def test_a_budget_of_reasoning_is_enforced(budget, create) -> None:
     """When it is used up, the reasoning is ended and the answer begins."""
     answer = create(SUM, extra_body={**THINK, "thinking_token_budget": budget}, max_tokens=40)
     details = answer.usage.completion_tokens_details
-    assert details.reasoning_tokens <= budget + 2  # the line break and the mark that end it are read while it goes on
+    # the line break and the mark that end it are read while it goes on
+    assert details.reasoning_tokens <= budget + 2
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content.strip()
     assert "</think>" not in answer.choices[0].message.content
@@ -310,8 +378,14 @@ def test_typed_calls(client) -> None:
 
 
 def test_a_result_must_belong_to_a_call(create) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
     message = {"role": "assistant", "tool_calls": [call]}
     with pytest.raises(openai.BadRequestError) as caught:
-        create([*ASK, message, {"role": "tool", "tool_call_id": "b", "content": "1"}], tools=DECLARED)
+        create(
+            [*ASK, message, {"role": "tool", "tool_call_id": "b", "content": "1"}], tools=DECLARED
+        )
     assert caught.value.param == "messages[2].tool_call_id"

@@ -9,18 +9,43 @@ from cllm.core.output import Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.text.choice import Choice
 
-PIECES = [b"a", b"b", b"ab", b"ba ", b"", b"\xe2", b"\x82\xac", b"\xe2\x82\xac", b"\xff", "ä b".encode()]
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba ",
+    b"",
+    b"\xe2",
+    b"\x82\xac",
+    b"\xe2\x82\xac",
+    b"\xff",
+    "ä b".encode(),
+]
 tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
-stops = st.lists(st.sampled_from(["a", "bb", "aba", "€", "ä", " a", "\ufffd"]), max_size=2).map(tuple)
+stops = st.lists(st.sampled_from(["a", "bb", "aba", "€", "ä", " a", "\ufffd"]), max_size=2).map(
+    tuple
+)
 
 
-def run(outputs: list[int], finish: str, is_text: bool, params: SamplingParams) -> tuple[str, list, str]:
-    """The shown text, what was told of tokens, and the reason; after each token the two must agree."""
+def run(
+    outputs: list[int], finish: str, is_text: bool, params: SamplingParams
+) -> tuple[str, list, str]:
+    """The shown text, what was told of tokens, and the reason; after each token the two must
+    agree.
+    """
     choice, shown, told = Choice(0, PIECES, params), "", []
     for i, token in enumerate(outputs):
         last = i == len(outputs) - 1
         text, ended = choice.feed(
-            TokenOutput("A", 0, token, finish if last else "", is_text or not last, 0, Logprobs(-float(i), []))
+            TokenOutput(
+                "A",
+                0,
+                token,
+                finish if last else "",
+                is_text or not last,
+                0,
+                Logprobs(-float(i), []),
+            )
         )
         shown += text
         told += choice.token_logprobs
@@ -30,10 +55,16 @@ def run(outputs: list[int], finish: str, is_text: bool, params: SamplingParams) 
     return shown, told, choice.finish
 
 
-@given(tokens, stops, st.sampled_from(["", "length"]), st.booleans(), st.integers(0, 3), st.booleans())
+@given(
+    tokens, stops, st.sampled_from(["", "length"]), st.booleans(), st.integers(0, 3), st.booleans()
+)
 def test_tokens_spell_the_text_that_is_shown(outputs, stop, finish, is_text, min_tokens, include):
-    """In order, each once; only a stop string may cut the last one, and what lies behind is not told."""
-    params = SamplingParams(logprobs=0, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include)
+    """In order, each once; only a stop string may cut the last one, and what lies behind is not
+    told.
+    """
+    params = SamplingParams(
+        logprobs=0, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include
+    )
     shown, told, reason = run(outputs, finish, is_text, params)
     assert [one.token for one in told] == outputs[: len(told)]
     assert [one.logprobs.logprob for one in told] == [-float(i) for i in range(len(told))]
@@ -47,7 +78,9 @@ def test_tokens_spell_the_text_that_is_shown(outputs, stop, finish, is_text, min
         else:
             assert spelled.startswith(shown) or shown.startswith(spelled)
     elif reason == "stop":
-        assert spelled.replace("\ufffd", "").startswith(shown.replace("\ufffd", "")) or spelled.startswith(shown)
+        assert spelled.replace("\ufffd", "").startswith(
+            shown.replace("\ufffd", "")
+        ) or spelled.startswith(shown)
         assert all(one.at < len(shown) for one in told)
 
 

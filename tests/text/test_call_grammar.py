@@ -1,4 +1,6 @@
-"""The grammars of forced calls and of reasoning before them: what they let pass, the parser reads."""
+"""The grammars of forced calls and of reasoning before them: what they let pass, the parser
+reads.
+"""
 
 import json
 
@@ -17,14 +19,22 @@ def follows(grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_a_forced_call(name: str) -> None:
-    """The form's own way to write passes and is read as that call; text, unknown tools and wrong types do not pass."""
+    """The form's own way to write passes and is read as that call; text, unknown tools and wrong
+    types do not pass.
+    """
     grammar, call = grammar_of(with_thoughts(name)), WEATHER[name]
     assert follows(grammar, call)
     parser = Parser(forms()[name], TOOLS)
     parts = [part for part in parser.feed(call) + parser.flush() if part.channel == Channel.CALL]
     assert "".join(part.name for part in parts) == "get_weather"
     assert json.loads("".join(part.text for part in parts)) == {"city": "Oslo", "days": 2}
-    for wrong in ("hello", call[:-3], call.replace("get_weather", "get_news"), call.replace("2", '"x"'), call + " so"):
+    for wrong in (
+        "hello",
+        call[:-3],
+        call.replace("get_weather", "get_news"),
+        call.replace("2", '"x"'),
+        call + " so",
+    ):
         assert not follows(grammar, wrong)
 
 
@@ -59,7 +69,11 @@ def test_an_answer_that_is_bound_otherwise(name: str) -> None:
     """What binds the text does not bind reasoning, and calls may stand in its place."""
     form = with_thoughts(name)
     begin = form.header.final if form.header else ""
-    thought = "<|channel|>analysis<|message|>x<|end|><|start|>assistant" if form.header else "<think>x</think>\n"
+    thought = (
+        "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
+        if form.header
+        else "<think>x</think>\n"
+    )
     grammar = grammar_of(form, answer='start: "yes" | "no"', thinks=True)
     for text in (f"{begin}yes", f"{thought}{begin}no", WEATHER[name], thought + WEATHER[name]):
         assert follows(grammar, text), text
@@ -71,9 +85,19 @@ def test_an_answer_that_is_bound_otherwise(name: str) -> None:
     ("name", "schema", "good", "bad"),
     [
         ("qwen3_coder", {"enum": ["a", "b"]}, "\nb\n", "\nc\n"),
-        ("qwen3_coder", {"type": "array", "items": {"type": "integer"}}, "\n[1, 2]\n", "\n[true]\n"),
+        (
+            "qwen3_coder",
+            {"type": "array", "items": {"type": "integer"}},
+            "\n[1, 2]\n",
+            "\n[true]\n",
+        ),
         ("glm", {"type": "string"}, "a <b> \n c", None),
-        ("gemma4", {"type": "array", "items": {"enum": ["a", "b"]}}, '[<|"|>a<|"|>,<|"|>b<|"|>]', '[<|"|>c<|"|>]'),
+        (
+            "gemma4",
+            {"type": "array", "items": {"enum": ["a", "b"]}},
+            '[<|"|>a<|"|>,<|"|>b<|"|>]',
+            '[<|"|>c<|"|>]',
+        ),
         ("gemma4", {"type": "boolean"}, "true", "maybe"),
     ],
 )

@@ -50,11 +50,18 @@ def test_plain_text_is_not_parsed() -> None:
     """No tools, and no reasoning or one that the prompt has closed."""
     assert read("{{ messages }}", "a", Chat([]))[0] is None
     assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0] is None
-    assert read("<tool_call>{% if enable_thinking %}<think>{% endif %}", "a", Chat([], TOOLS, "none"))[0] is None
+    assert (
+        read("<tool_call>{% if enable_thinking %}<think>{% endif %}", "a", Chat([], TOOLS, "none"))[
+            0
+        ]
+        is None
+    )
     assert read(THINKING, "<think>\n\n</think>\n\n", Chat([], TOOLS))[0] is not None
 
 
-@pytest.mark.parametrize(("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)])
+@pytest.mark.parametrize(
+    ("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)]
+)
 def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
     plan, _, _ = read(THINKING, prompt, Chat([]))
     assert plan.parser().channel == channel
@@ -77,21 +84,33 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> Non
 )
 def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
     _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
-    budget = ThinkingBudget(num_tokens or 0, None if inside else THINK, END_THINK, (*b"\n", END_THINK, *b"\n\n"), True)
+    budget = ThinkingBudget(
+        num_tokens or 0, None if inside else THINK, END_THINK, (*b"\n", END_THINK, *b"\n\n"), True
+    )
     assert params.thinking == (None if num_tokens is None else budget)
     if inside is False:
         assert read(THINKING, "<think></think>", chat)[1].thinking is None
 
 
 def test_budgets_of_messages_with_headers() -> None:
-    """They end the message and begin the next one; a message of its own if there must be no reasoning at all."""
+    """They end the message and begin the next one; a message of its own if there must be no
+    reasoning at all.
+    """
     final = [CHANNEL, *b"final", MESSAGE]
     force = (END, START, *b"assistant", *final)
-    assert read(HARMONY, "<|start|>assistant", Chat([], thinking_budget=5))[1].thinking.force == force
-    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.NONE))[1].thinking.force == tuple(final)
-    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.LOW))[1].thinking is None  # the template's own
+    assert (
+        read(HARMONY, "<|start|>assistant", Chat([], thinking_budget=5))[1].thinking.force == force
+    )
+    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.NONE))[
+        1
+    ].thinking.force == tuple(final)
+    # the template's own
+    assert read(HARMONY, "<|start|>assistant", Chat([], effort=Effort.LOW))[1].thinking is None
     force = (END, START, *b"assistant")
-    assert read(HARMONY, "<|start|>assistant", Chat([], TOOLS, thinking_budget=5))[1].thinking.force == force
+    assert (
+        read(HARMONY, "<|start|>assistant", Chat([], TOOLS, thinking_budget=5))[1].thinking.force
+        == force
+    )
 
 
 def test_a_budget_that_cannot_be_enforced_is_refused() -> None:
@@ -110,11 +129,17 @@ def test_variables_of_the_template() -> None:
     assert form.variables(Chat([], thinking=False)) == off
     assert form.variables(Chat([], effort=Effort.NONE)) == off
     assert form.variables(Chat([], effort=Effort.MINIMAL)) == {"reasoning_effort": "low", **on}
-    assert form.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"] is False
+    assert (
+        form.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"]
+        is False
+    )
 
 
 def test_forced_calls_need_tools_and_a_known_form() -> None:
-    for template, chat in ((THINKING, Chat([], [], "required")), ("{{ tools }}", Chat([], TOOLS, "required"))):
+    for template, chat in (
+        (THINKING, Chat([], [], "required")),
+        ("{{ tools }}", Chat([], TOOLS, "required")),
+    ):
         with pytest.raises(BadRequest) as caught:
             read(template, "a", chat)
         assert caught.value.param == "tool_choice"
@@ -123,13 +148,21 @@ def test_forced_calls_need_tools_and_a_known_form() -> None:
 
 
 def test_calls_are_constrained_wherever_there_may_be_some() -> None:
-    """In a text that is free otherwise. Where the end of a text is ignored, there is no end to constrain."""
-    strict = {"type": "function", "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}}}
+    """In a text that is free otherwise.
+
+    Where the end of a text is ignored, there is no end to constrain.
+    """
+    strict = {
+        "type": "function",
+        "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}},
+    }
     bound = read(THINKING, "a", Chat([], [*TOOLS, strict]))[2]
     assert bound.is_loose
     assert {name: tool.strict for name, tool in bound.tools.items()} == {"f": False, "g": True}
     assert r'"\"x\""' in grammar(THINKING, "a", Chat([], [*TOOLS, strict]))
-    assert [*read(THINKING, "a", Chat([], [*TOOLS, strict], allowed_tools=("f",)))[2].tools] == ["f"]
+    assert [*read(THINKING, "a", Chat([], [*TOOLS, strict], allowed_tools=("f",)))[2].tools] == [
+        "f"
+    ]
     assert read(THINKING, "a", Chat([], TOOLS, "none"))[2] is None
     assert read(THINKING, "a", Chat([]))[2] is None
     assert read(THINKING, "a", Chat([], TOOLS), ignore_eos=True)[2] is None
@@ -144,9 +177,17 @@ def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
 
 def test_a_mark_may_be_a_token_and_more() -> None:
     """Gemma 4 opens its reasoning with a special token and a word."""
-    template, special = "{{ tools }}<|tool_call><|channel>thought<channel|>", {300: "<|channel>", 301: "<channel|>"}
-    plan, params, bound = read(template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"')
+    template, special = (
+        "{{ tools }}<|tool_call><|channel>thought<channel|>",
+        {300: "<|channel>", 301: "<channel|>"},
+    )
+    plan, params, bound = read(
+        template, "a", Chat([], thinking_budget=3), special, grammar='start: "a"'
+    )
     assert r"<[300]> \"thought\"" in message_grammar(bound)
     assert params.thinking == ThinkingBudget(3, 300, 301, (301,), True)
     assert plan.pieces[300] == b"<|channel>"
-    assert read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel == Channel.REASONING
+    assert (
+        read(template, "<|channel>thought\n", Chat([]), special)[0].parser().channel
+        == Channel.REASONING
+    )

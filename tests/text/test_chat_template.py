@@ -24,16 +24,36 @@ def encode(source: str | None, content: str = "hi", **variables) -> list[int]:
 
 def text(tokens: list[int]) -> str:
     """Control tokens by name, the others by their bytes."""
-    return b"".join(CONTROL.get(token, "").encode() or FakeVocabulary().pieces[token] for token in tokens).decode()
+    return b"".join(
+        CONTROL.get(token, "").encode() or FakeVocabulary().pieces[token] for token in tokens
+    ).decode()
 
 
 def test_the_models_own_template():
-    """The template's control tokens are control tokens, the message is text, and the assistant has the word."""
+    """The template's control tokens are control tokens, the message is text, and the assistant has
+    the word.
+    """
     assert encode(None, "hi") == [START, *b"user\nhi", END, START, *b"assistant\n"]
 
 
 # What users write: parts of control tokens, whole ones, fences, and anything else.
-PARTS = [*CONTROLS, "<|im_", "start|>", "end|>", "<", "|", ">", "|>", "<|", OPEN, CLOSE, "x", " ", "\n", "ß"]
+PARTS = [
+    *CONTROLS,
+    "<|im_",
+    "start|>",
+    "end|>",
+    "<",
+    "|",
+    ">",
+    "|>",
+    "<|",
+    OPEN,
+    CLOSE,
+    "x",
+    " ",
+    "\n",
+    "ß",
+]
 contents = (
     st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=6)
     .map("".join)
@@ -43,7 +63,9 @@ contents = (
 
 @given(contents)
 def test_no_control_token_comes_out_of_a_message(content):
-    """Whatever a message says, its tokens are the bytes of its text; only fences themselves are replaced."""
+    """Whatever a message says, its tokens are the bytes of its text; only fences themselves are
+    replaced.
+    """
     plain = content.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd").encode()
     assert encode(None, content) == [START, *b"user\n", *plain, END, START, *b"assistant\n"]
 
@@ -51,7 +73,10 @@ def test_no_control_token_comes_out_of_a_message(content):
 @given(contents, contents)
 def test_nor_out_of_names_roles_and_tools(one, other):
     """The same holds for every other text of the client: roles, nested values, keys, tools."""
-    source = "{{ messages[0].role }}|{{ messages[0].nested[0].key }}|{{ tools | tojson }}{{ tools[0] | join }}"
+    source = (
+        "{{ messages[0].role }}|{{ messages[0].nested[0].key }}|{{ tools | tojson }}{{ "
+        "tools[0] | join }}"
+    )
     messages = [{"role": one, "nested": [{"key": other}]}]
     tokens = ChatTemplate(FakeVocabulary(), source).encode(messages, [{"name": one, other: 1}])
     assert not set(tokens) & CONTROL.keys()
@@ -94,7 +119,9 @@ class BeginningVocabulary(FakeVocabulary):
         self.special_texts = {"bos_token": "<s>", "eos_token": ""}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        tokens = super().tokenize(text.removeprefix("<s>"), add_special=False, parse_special=parse_special)
+        tokens = super().tokenize(
+            text.removeprefix("<s>"), add_special=False, parse_special=parse_special
+        )
         return [259] * add_special + [259] * (parse_special and text.startswith("<s>")) + tokens
 
 
@@ -132,7 +159,9 @@ def test_the_sandbox(source):
     assert tokens == [], "an undefined attribute prints as nothing"
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ messages", "{% for m in messages %}", "{{ 1 | no_such_filter }}"])
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ messages", "{% for m in messages %}", "{{ 1 | no_such_filter }}"]
+)
 def test_a_syntax_error(source):
     """A template that cannot be read stops the start, not a request."""
     with pytest.raises(StartupError, match="syntax error"):
@@ -146,7 +175,9 @@ def test_raise_exception():
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", ["{{ messages[7].content }}", "{{ messages + 1 }}", "{{ none.x.y }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[7].content }}", "{{ messages + 1 }}", "{{ none.x.y }}"]
+)
 def test_a_template_that_fails(source):
     """Any failure of the template is a refusal, not our bug."""
     with pytest.raises(BadRequest) as refused:
@@ -154,9 +185,13 @@ def test_a_template_that_fails(source):
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ tools | tojson }}", "{{ messages[0].content.encode('no') }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ 1 / 0 }}", "{{ tools | tojson }}", "{{ messages[0].content.encode('no') }}"]
+)
 def test_a_template_that_fails_in_other_ways(source):
-    """Python's less usual errors too, and tools that are nested too deeply, are a refusal and not our bug."""
+    """Python's less usual errors too, and tools that are nested too deeply, are a refusal and not
+    our bug.
+    """
     tools = deep = {}
     for _ in range(2000):
         deep["x"] = deep = {}
@@ -165,9 +200,12 @@ def test_a_template_that_fails_in_other_ways(source):
 
 
 def test_lists_that_grow():
-    """A template may keep a queue, as some do for the ids of calls; what it was given stays as it was."""
+    """A template may keep a queue, as some do for the ids of calls; what it was given stays as it
+    was.
+    """
     source = (
-        "{%- set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.content) %}{% endfor %}"
+        "{%- set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = "
+        "ns.ids.append(m.content) %}{% endfor %}"
         "{{ ns.ids.pop(0) }}{{ ns.ids | length }}{% set _ = messages.append(1) %}"
     )
     messages = [{"role": "user", "content": content} for content in "ab"]
@@ -191,9 +229,12 @@ def test_a_model_without_a_template():
 
 
 def test_tools_and_variables_reach_the_template():
-    """Tools are a list or undefined; variables have the names of the caller; special texts are there."""
+    """Tools are a list or undefined; variables have the names of the caller; special texts are
+    there.
+    """
     source = (
-        "{% if tools %}{{ tools[0].name }}{{ tools | tojson }}{% else %}none{% endif %} {{ thinking }}{{ eos_token }}"
+        "{% if tools %}{{ tools[0].name }}{{ tools | tojson }}{% else %}none{% endif %} {{ "
+        "thinking }}{{ eos_token }}"
     )
     template = ChatTemplate(FakeVocabulary(), source)
     assert text(template.encode([], [{"name": "é"}], thinking=True)) == 'é[{"name": "é"}] True'
@@ -217,11 +258,15 @@ def test_what_templates_expect():
 
 
 EACH = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
-FIRST_ONLY = "{% if not loop.first and m.role == 'system' %}{{ raise_exception('not here') }}{% endif %}"
+FIRST_ONLY = (
+    "{% if not loop.first and m.role == 'system' %}{{ raise_exception('not here') }}{% endif %}"
+)
 SYSTEMS = {
     "anywhere": EACH,
     "first": EACH.replace("%}[", "%}" + FIRST_ONLY + "["),
-    "dropped": EACH.replace("%}[", "%}{% if m.role != 'system' or loop.first %}[").replace("]{%", "]{% endif %}{%"),
+    "dropped": EACH.replace("%}[", "%}{% if m.role != 'system' or loop.first %}[").replace(
+        "]{%", "]{% endif %}{%"
+    ),
     "never": EACH.replace("%}[", "%}{{ raise_exception('no system') if m.role == 'system' }}["),
 }
 
@@ -240,7 +285,11 @@ def said(*messages: str) -> list[dict[str, str]]:
         ("dropped", said("s:S", "u:Q", "s:T"), "[system:S][user:Q\n\nT]"),
         ("first", said("s:S", "s:T", "u:Q"), "[system:S\n\nT][user:Q]"),
         ("first", said("u:Q", "s:T", "u:R"), "[user:Q\n\nT\n\nR]"),
-        ("first", said("u:Q", "a:A", "s:T", "u:R", "u:V"), "[user:Q][assistant:A][user:T\n\nR][user:V]"),
+        (
+            "first",
+            said("u:Q", "a:A", "s:T", "u:R", "u:V"),
+            "[user:Q][assistant:A][user:T\n\nR][user:V]",
+        ),
         ("never", said("s:S", "u:Q", "a:A"), "[user:S\n\nQ][assistant:A]"),
     ],
 )

@@ -9,7 +9,9 @@ from cllm.text.choice import Choice
 PIECES = [bytes([i]) for i in range(256)] + [b""]
 
 
-def run(data: bytes, stops: tuple[str, ...] = (), finish: str = "", *, is_text: bool = True) -> tuple[str, str]:
+def run(
+    data: bytes, stops: tuple[str, ...] = (), finish: str = "", *, is_text: bool = True
+) -> tuple[str, str]:
     choice, shown = Choice(0, PIECES, SamplingParams(stop=stops)), ""
     for i, byte in enumerate(data):
         last = i == len(data) - 1
@@ -23,7 +25,9 @@ def run(data: bytes, stops: tuple[str, ...] = (), finish: str = "", *, is_text: 
 
 
 def test_text_comes_as_it_grows():
-    """Text without an end is shown and goes on; what could be the beginning of a stop string waits."""
+    """Text without an end is shown and goes on; what could be the beginning of a stop string
+    waits.
+    """
     assert run("grün".encode()) == ("grün", "")
     assert run(b"one\n", ("\n\n",)) == ("one", "")
 

@@ -1,4 +1,6 @@
-"""A message of the assistant that is continued: its prompt ends where its text ends, whatever the template does."""
+"""A message of the assistant that is continued: its prompt ends where its text ends, whatever the
+template does.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +19,41 @@ from cllm.text.chat_template import CUT, FENCES
 
 ASKED = {"role": "user", "content": "Q"}
 ASK = "{% if add_generation_prompt %}[A]{% endif %}"
-ASK_THINKING = "{% if add_generation_prompt %}[A]{{ '<think>\n' if enable_thinking else '<think></think>' }}{% endif %}"
+ASK_THINKING = (
+    "{% if add_generation_prompt %}[A]{{ '<think>\n' if enable_thinking else "
+    "'<think></think>' }}{% endif %}"
+)
 EACH = "{% for m in messages %}[{{ m.role[0] | upper }}]"
 TEMPLATES = {
     "plain": EACH + "{{ m.content }}</s>{% endfor %}" + ASK,
     "trimming": EACH + "{{ m.content | trim }}</s>{% endfor %}" + ASK,
     # Qwen 3
     "thinking": EACH
-    + "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% endif %}"
-    + "{{ m.content }}</s>{% endfor %}"
-    + ASK,
+    + "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% "
+    "endif %}" + "{{ m.content }}</s>{% endfor %}" + ASK,
     # DeepSeek R1: what was thought is not shown again, and the prompt opens the reasoning
     "forgetting": EACH + "{{ m.content.split('</think>')[-1] }}</s>{% endfor %}" + ASK_THINKING,
     # Nemotron Nano 2
-    "opening": EACH + "{{ '<think>\n' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}" + ASK,
+    "opening": EACH
+    + "{{ '<think>\n' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    + ASK,
     # gpt-oss
     "headers": (
         "{% for message in messages %}<|start|>{{ message.role }}"
-        "{% if message.thinking %}<|channel|>analysis<|message|>{{ message.thinking }}<|end|><|start|>assistant"
+        "{% if message.thinking %}<|channel|>analysis<|message|>{{ message.thinking "
+        "}}<|end|><|start|>assistant"
         "{% endif %}<|channel|>final<|message|>{{ message.content }}<|return|>{% endfor %}"
     ),
     # written so that it takes no last message of an assistant
     "refusing_headers": (
         "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
-        "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ message.content }}"
+        "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ "
+        "message.content }}"
         "<|end|>{% endfor %}<|start|>assistant"
     ),
-    "refusing": "{{ raise_exception('no') if messages[-1].role == 'assistant' }}" + EACH + "{{ m.content }}{% endfor %}"
+    "refusing": "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
+    + EACH
+    + "{{ m.content }}{% endfor %}"
     "{# </think> #}" + ASK_THINKING,
 }
 
@@ -51,7 +61,11 @@ TEMPLATES = {
 def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = source
-    message = {"role": "assistant", "content": content, **({"reasoning_content": thought} if thought else {})}
+    message = {
+        "role": "assistant",
+        "content": content,
+        **({"reasoning_content": thought} if thought else {}),
+    }
 
     async def render() -> str:
         service = Service(None, vocabulary, Metrics("m"), "m")
@@ -139,7 +153,9 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
     chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
     plan, _, _ = ChatForm(vocabulary).plan_output([1], chat, SamplingParams())
     parser = plan.parser()
-    return [(part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())]
+    return [
+        (part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,8 +163,18 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
     [
         (HERMES, "content", " so on", [(Channel.TEXT, " so on")]),
         (HERMES, "content", "<think>a</think>", [(Channel.TEXT, "<think>a</think>")]),
-        (HERMES, "content", f" b<tool_call>{CALL}</tool_call>", [(Channel.TEXT, " b"), (Channel.CALL, "f")]),
-        (HERMES, "reasoning_content", " a</think>\n\nb", [(Channel.REASONING, " a"), (Channel.TEXT, "b")]),
+        (
+            HERMES,
+            "content",
+            f" b<tool_call>{CALL}</tool_call>",
+            [(Channel.TEXT, " b"), (Channel.CALL, "f")],
+        ),
+        (
+            HERMES,
+            "reasoning_content",
+            " a</think>\n\nb",
+            [(Channel.REASONING, " a"), (Channel.TEXT, "b")],
+        ),
         (HARMONY, "content", " so on<|end|>", [(Channel.TEXT, " so on")]),
         (
             HARMONY,
@@ -166,7 +192,11 @@ def test_text_that_goes_on_is_no_call_where_a_call_is_the_whole_message():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = LLAMA
     chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-    assert ChatForm(vocabulary).plan_output([1], chat, SamplingParams()) == (None, SamplingParams(), None)
+    assert ChatForm(vocabulary).plan_output([1], chat, SamplingParams()) == (
+        None,
+        SamplingParams(),
+        None,
+    )
 
 
 def test_grammar_binds_the_text_that_goes_on():
@@ -175,5 +205,7 @@ def test_grammar_binds_the_text_that_goes_on():
         vocabulary = FakeVocabulary()
         vocabulary.chat_template = template
         chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-        _, params, bound = ChatForm(vocabulary).plan_output([1], chat, SamplingParams(grammar='start: "a"'))
+        _, params, bound = ChatForm(vocabulary).plan_output(
+            [1], chat, SamplingParams(grammar='start: "a"')
+        )
         assert (params.grammar, bound) == ('start: "a"', None)

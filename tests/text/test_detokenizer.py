@@ -20,14 +20,19 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def deltas(pieces: list[bytes]) -> list[str]:
-    """What each of the tokens 0, 1, 2, ... with these pieces completes, and what is left at the end."""
+    """What each of the tokens 0, 1, 2, ...
+
+    with these pieces completes, and what is left at the end.
+    """
     detokenizer = Detokenizer(pieces)
     return [*map(detokenizer.feed, range(len(pieces))), detokenizer.flush()]
 
 
 @given(texts, cuts)
 def test_any_portions_give_the_text(text, cuts):
-    """However the bytes of a text lie over tokens, the deltas add up to it, and none has a broken character."""
+    """However the bytes of a text lie over tokens, the deltas add up to it, and none has a broken
+    character.
+    """
     parts = deltas(split(text.encode(), cuts))
     assert "".join(parts) == text
     assert parts[-1] == ""
@@ -62,11 +67,15 @@ def test_bytes_that_are_no_text(data, cuts):
     ],
 )
 def test_single_deltas(pieces, expected):
-    """A split character waits for its last token, a broken one is replaced where that is certain."""
+    """A split character waits for its last token, a broken one is replaced where that is
+    certain.
+    """
     assert deltas(pieces) == expected
 
 
 def test_a_token_may_come_again():
-    """The table is looked up by id: a token gives its piece each time, one without a piece gives nothing."""
+    """The table is looked up by id: a token gives its piece each time, one without a piece gives
+    nothing.
+    """
     detokenizer = Detokenizer([b"ha", b"", b" "])
     assert [detokenizer.feed(token) for token in (0, 2, 0, 1, 0)] == ["ha", " ", "ha", "", "ha"]

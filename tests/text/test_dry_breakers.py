@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from cllm.errors import BadRequest
 from cllm.text.dry_breakers import MAX_BREAKERS, MAX_LENGTH, DryBreakers
 
-PIECES = [b"\n", b"a\n\nb", b"", b":", b"**", b"a:", b"\xff", b"\xe2\x82", "€".encode(), b"ab", b"b"]
+PIECES = [
+    b"\n",
+    b"a\n\nb",
+    b"",
+    b":",
+    b"**",
+    b"a:",
+    b"\xff",
+    b"\xe2\x82",
+    "€".encode(),
+    b"ab",
+    b"b",
+]
 
 
 def test_the_usual_ones():

@@ -36,7 +36,10 @@ def lark(kind: str, value=None) -> str:
     return CHECKER.check(Constraint(kind, value), "field").grammar
 
 
-@given(st.lists(st.text(min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=5), st.text(max_size=8))
+@given(
+    st.lists(st.text(min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=5),
+    st.text(max_size=8),
+)
 def test_choices(choices, other):
     """Any texts, and no other ones."""
     grammar = lark("choice", choices)
@@ -46,7 +49,20 @@ def test_choices(choices, other):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a+b?", "/[/]", r"\/x", r"\d{2,3}", "a\nb", r"\.\\", "^a|b$", "(?i)ab", "[^a]", "é|😀", r"\$\{x\}", ".*"],
+    [
+        "a+b?",
+        "/[/]",
+        r"\/x",
+        r"\d{2,3}",
+        "a\nb",
+        r"\.\\",
+        "^a|b$",
+        "(?i)ab",
+        "[^a]",
+        "é|😀",
+        r"\$\{x\}",
+        ".*",
+    ],
 )
 def test_regular_expressions(pattern):
     """Match whole texts, with digits of ASCII."""
@@ -139,7 +155,9 @@ def test_nested_repetitions_are_refused_before_they_are_compiled():
 def test_messages_may_name_special_tokens_of_the_vocabulary():
     def message(token: int) -> dict:
         control = {"<tool_call>": token}
-        return msgspec.to_builtins(BoundMessage(forms()["hermes"], {"f": Tool({})}, control, calls=True))
+        return msgspec.to_builtins(
+            BoundMessage(forms()["hermes"], {"f": Tool({})}, control, calls=True)
+        )
 
     assert "<[280]>" in lark("message", message(280))
     with pytest.raises(BadRequest):
@@ -164,8 +182,12 @@ def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
 def test_multiples_too_large_for_the_lexer_are_left_out() -> None:
     """They would fail in the middle of a text."""
     schema = {"type": "integer", "multipleOf": 50_000, "minimum": 1}
-    assert CHECKER.check(Constraint("json_schema", schema, strict=False), "p").unenforced == ("multipleOf",)
-    assert CHECKER.check(Constraint("json_schema", schema | {"multipleOf": 400}), "p").unenforced == ()
+    assert CHECKER.check(Constraint("json_schema", schema, strict=False), "p").unenforced == (
+        "multipleOf",
+    )
+    assert (
+        CHECKER.check(Constraint("json_schema", schema | {"multipleOf": 400}), "p").unenforced == ()
+    )
     for faulty in (schema, {"allOf": [{"type": "number", "multipleOf": 0.97}, {"multipleOf": 89}]}):
         with pytest.raises(BadRequest, match="above 4000"):
             CHECKER.check(Constraint("json_schema", faulty), "p")

@@ -31,7 +31,9 @@ class Checks:
 
     def run(self, use: Callable[[GrammarProcess], Awaitable]):
         async def main():
-            process = GrammarProcess(lambda: Special(300, {257: "<|im_start|>"}), self.seconds.append)
+            process = GrammarProcess(
+                lambda: Special(300, {257: "<|im_start|>"}), self.seconds.append
+            )
             try:
                 return await use(process)
             finally:
@@ -55,7 +57,9 @@ def test_what_was_checked_is_remembered():
         assert first.grammar.startswith("start: ")
         assert await process.check(NUMBER, "field") == first
         for _ in range(2):
-            assert "'not'" in await refusal(process, Constraint("json_schema", {"not": {"const": 1}}))
+            assert "'not'" in await refusal(
+                process, Constraint("json_schema", {"not": {"const": 1}})
+            )
 
     checks.run(use)
     assert [seconds is None for seconds in checks.seconds] == [False, True, False, True]
@@ -72,19 +76,30 @@ HOSTILE = {
     "deep": Constraint("json_schema", deep(5000)),
     "too deep for llguidance": Constraint("json_schema", deep(100)),
     "long": Constraint("json_schema", {"const": "x" * 500_000}),
-    "many characters": Constraint("json_schema", {"type": "string", "minLength": 10**9, "maxLength": 10**9}),
+    "many characters": Constraint(
+        "json_schema", {"type": "string", "minLength": 10**9, "maxLength": 10**9}
+    ),
     "many items": Constraint("json_schema", {"type": "array", "minItems": 10**6}),
     "a chain of references": Constraint(
         "json_schema",
-        {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9000)}},
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9000)},
+        },
     ),
     "a product of unions": Constraint(
-        "json_schema", {"allOf": [{"anyOf": [{"minimum": i}, {"maxLength": i}, {"minItems": i}]} for i in range(40)]}
+        "json_schema",
+        {
+            "allOf": [
+                {"anyOf": [{"minimum": i}, {"maxLength": i}, {"minItems": i}]} for i in range(40)
+            ]
+        },
     ),
     "a lone surrogate": Constraint("regex", "\ud800"),
     "nested parentheses": Constraint("grammar", "root ::= " + "(" * 40_000 + '"a"' + ")" * 40_000),
     "a chain of rules": Constraint(
-        "grammar", "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(6000)), 'r6000 ::= "a"'])
+        "grammar",
+        "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(6000)), 'r6000 ::= "a"']),
     ),
 }
 
@@ -106,10 +121,22 @@ def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
 LARGE = {"enum": [f"{i:050}" for i in range(9000)]}
 CALLABLE = {
     "enforced": ({"f": {"properties": {"x": {"type": "integer"}}}}, '"x', ()),
-    "without a keyword": ({"f": {"properties": {"x": {"uniqueItems": True}}}}, '"x', ("uniqueItems",)),
-    "without what cannot be compiled": ({"f": {"properties": {"x": {"pattern": "("}}}}, '"x', ("pattern",)),
+    "without a keyword": (
+        {"f": {"properties": {"x": {"uniqueItems": True}}}},
+        '"x',
+        ("uniqueItems",),
+    ),
+    "without what cannot be compiled": (
+        {"f": {"properties": {"x": {"pattern": "("}}}},
+        '"x',
+        ("pattern",),
+    ),
     "the others": ({"f": {"oneOf": []}, "g": {"required": ["x"]}}, '"x', ("parameters",)),
-    "names, as schemas are too large": ({"f": {"properties": {"x": LARGE}}, "g": {}}, '"f', ("parameters",)),
+    "names, as schemas are too large": (
+        {"f": {"properties": {"x": LARGE}}, "g": {}},
+        '"f',
+        ("parameters",),
+    ),
     "nothing, as names are too large": ({f"{i:064}": {} for i in range(9000)}, "", ("tools",)),
 }
 
@@ -135,7 +162,12 @@ def test_calls_that_may_be_made_are_constrained_as_far_as_possible(case):
     Checks().run(use)
 
 
-INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+INTEGER = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 
 
 def loose(tools: dict[str, Tool], form: str = "hermes") -> BoundMessage:
@@ -143,7 +175,10 @@ def loose(tools: dict[str, Tool], form: str = "hermes") -> BoundMessage:
 
 
 def test_a_strict_function_is_enforced_beside_functions_that_are_too_large():
-    """Only the names of the others are constrained then. A strict one that is too large is refused."""
+    """Only the names of the others are constrained then.
+
+    A strict one that is too large is refused.
+    """
 
     async def use(process):
         large = {"properties": {"y": LARGE}}
@@ -152,13 +187,17 @@ def test_a_strict_function_is_enforced_beside_functions_that_are_too_large():
         assert bound.unenforced == ("parameters",)
         with pytest.raises(BadRequest):
             await process.bind(loose({"f": Tool(INTEGER), "g": Tool(large, True)}))
-        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != Checked("", ("tools",))
+        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != Checked(
+            "", ("tools",)
+        )
 
     Checks().run(use)
 
 
 def test_calls_that_may_be_made_do_not_wait_long_for_grammars_of_others(monkeypatch):
-    """They go unconstrained instead; with a strict function they wait, as what is promised is enforced."""
+    """They go unconstrained instead; with a strict function they wait, as what is promised is
+    enforced.
+    """
     monkeypatch.setattr(grammar_process, "PATIENCE", 0.01)
 
     async def use(process):
@@ -267,9 +306,19 @@ def test_a_process_that_does_not_start(monkeypatch):
 def test_what_a_process_imports():
     """Little but llguidance, for whose sake it is there."""
     code = "import sys, cllm.text.worker, cllm.text.grammar; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     roots = {name.split(".")[0] for name in done.stdout.split()}
-    assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "jinja2", "logging"}
+    assert not roots & {
+        "asyncio",
+        "numpy",
+        "pydantic",
+        "pydantic_core",
+        "msgspec",
+        "jinja2",
+        "logging",
+    }
 
 
 def test_who_goes_away_leaves_nobody_without_an_answer():
@@ -291,7 +340,9 @@ def test_the_same_asked_by_many_is_checked_once():
     checks = Checks()
 
     async def use(process):
-        assert len({*await asyncio.gather(*(process.check(NUMBER, "field") for _ in range(9)))}) == 1
+        assert (
+            len({*await asyncio.gather(*(process.check(NUMBER, "field") for _ in range(9)))}) == 1
+        )
 
     checks.run(use)
     assert len(checks.seconds) == 1
@@ -310,7 +361,8 @@ def test_memory_is_bounded(monkeypatch):
             await process.check(Constraint("regex", f"{i}" * 2000), "field")
         assert len(process._known) < 6
         assert process._known_size == sum(
-            grammar_process.size_of(question, verdict) for question, verdict in process._known.items()
+            grammar_process.size_of(question, verdict)
+            for question, verdict in process._known.items()
         )
 
     Checks().run(use)

@@ -1,4 +1,6 @@
-"""Schemas: what is refused, by which keyword; and for all else that random texts of the grammar are valid."""
+"""Schemas: what is refused, by which keyword; and for all else that random texts of the grammar are
+valid.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from cllm.text.json_schema import MAX_DEPTH, MAX_REPEAT, enforceable
 from cllm.text.schema_faults import fault_of
 
 names = st.sampled_from(["a", "b", "name", "a b", 'q"', "é", "$ref", "0"])
-dependents = st.dictionaries(names, st.lists(names, max_size=2, unique=True), min_size=1, max_size=2)
+dependents = st.dictionaries(
+    names, st.lists(names, max_size=2, unique=True), min_size=1, max_size=2
+)
 extras = st.fixed_dictionaries(
     {},
     optional={
@@ -73,16 +77,24 @@ def arrays(schemas):
 
 
 leaves = st.one_of(
-    st.sampled_from([True, {}, {"type": "boolean"}, {"type": "null"}, {"type": ["string", "null"]}]),
+    st.sampled_from(
+        [True, {}, {"type": "boolean"}, {"type": "null"}, {"type": ["string", "null"]}]
+    ),
     st.builds(
-        lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size}, *[st.integers(-99, 99)] * 2
+        lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size},
+        *[st.integers(-99, 99)] * 2,
     ),
     st.builds(lambda low: {"type": "number", "exclusiveMinimum": low}, numbers),
-    st.sampled_from([3, 7, 0.5, 0.125]).map(lambda step: {"type": "number", "multipleOf": step, "minimum": -9}),
-    st.builds(
-        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, *[st.integers(0, 5)] * 2
+    st.sampled_from([3, 7, 0.5, 0.125]).map(
+        lambda step: {"type": "number", "multipleOf": step, "minimum": -9}
     ),
-    st.sampled_from(["^[a-c]+$", "x", "^(a|bc){2,3}$", r"^\d{2}-\w$", "a.c"]).map(lambda text: {"pattern": text}),
+    st.builds(
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+        *[st.integers(0, 5)] * 2,
+    ),
+    st.sampled_from(["^[a-c]+$", "x", "^(a|bc){2,3}$", r"^\d{2}-\w$", "a.c"]).map(
+        lambda text: {"pattern": text}
+    ),
     st.sampled_from(["date", "time", "email", "ipv4", "uuid", "hostname", "json-pointer"]).map(
         lambda name: {"type": "string", "format": name}
     ),
@@ -103,7 +115,11 @@ schemas = st.recursive(
 )
 DEFINITIONS = {
     "leaf": {"type": "string", "maxLength": 3},
-    "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False},
+    "node": {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/node"}},
+        "additionalProperties": False,
+    },
 }
 
 
@@ -138,13 +154,18 @@ hard = st.sampled_from(
 
 
 def made_hard(draw_schema):
-    return st.builds(lambda schema, more: schema | more if isinstance(schema, dict) else more, draw_schema, hard)
+    return st.builds(
+        lambda schema, more: schema | more if isinstance(schema, dict) else more, draw_schema, hard
+    )
 
 
 @settings(max_examples=40)
 @given(objects(made_hard(schemas) | schemas) | made_hard(objects(schemas)), st.integers(0, 2**32))
 def test_what_is_left_of_a_schema_is_enforced(schema, seed):
-    """Where only the best effort is asked for: what is not named holds. It is refused only if nothing satisfies it."""
+    """Where only the best effort is asked for: what is not named holds.
+
+    It is refused only if nothing satisfies it.
+    """
     try:
         check_best_effort({**schema, "$defs": DEFINITIONS}, 4, seed)
     except BadRequest as error:
@@ -175,11 +196,14 @@ def test_keywords_that_cannot_be_enforced_are_left_out_and_named(schema, unenfor
     assert values
     with pytest.raises(BadRequest) as caught:
         check(schema)
-    assert any(keyword in str(caught.value) for keyword in unenforced | {"refer", "format", "look-around"})
+    assert any(
+        keyword in str(caught.value) for keyword in unenforced | {"refer", "format", "look-around"}
+    )
 
 
 @pytest.mark.parametrize(
-    "sign", ["a whole number", "type", "an object", "nothing at", f"{MAX_REPEAT}", "parts", "deeper"]
+    "sign",
+    ["a whole number", "type", "an object", "nothing at", f"{MAX_REPEAT}", "parts", "deeper"],
 )
 def test_what_is_no_schema_is_refused_all_the_same(sign):
     with pytest.raises(BadRequest, match=re.escape(sign)):
@@ -191,7 +215,8 @@ CLOSED = {
     "plain": (CITY, ['{"city":"x"}'], ['{"city":"x","a":1}', '{"city":"x","city":"y"}']),
     "no properties at all": ({"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
     "nested": ({"type": "array", "items": CITY}, ['[{"city":"x"}]'], ['[{"city":"x","a":1}]']),
-    "behind a reference": ({"$ref": "#/$defs/c", "$defs": {"c": CITY}}, ['{"city":"x"}'], ['{"city":"x","a":1}']),
+    "behind a "
+    "reference": ({"$ref": "#/$defs/c", "$defs": {"c": CITY}}, ['{"city":"x"}'], ['{"city":"x","a":1}']),
     "or nothing": ({"anyOf": [CITY, {"type": "null"}]}, ["null", '{"city":"x"}'], ['{"city":"x","a":1}']),
     "a choice": ({"anyOf": [CITY, {"type": "object", "properties": {"b": {"const": 1}}}]},
                  ['{"city":"x"}', '{"b":1}', "{}"], ['{"city":"x","b":1}', '{"b":2}']),
@@ -203,14 +228,17 @@ CLOSED = {
                          ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"a":1,"c":3}']),
     "inherited": ({"allOf": [{"$ref": "#/$defs/c"}, {"properties": {"b": {"const": 1}}}], "$defs": {"c": CITY}},
                   ['{"city":"x","b":1}', '{"city":"x"}'], ['{"city":"x","b":1,"a":1}', '{"b":1}']),
-    "a reference and more": ({"$ref": "#/$defs/c", "properties": {"b": {"const": 1}}, "$defs": {"c": CITY}},
+    "a reference and "
+    "more": ({"$ref": "#/$defs/c", "properties": {"b": {"const": 1}}, "$defs": {"c": CITY}},
                              ['{"city":"x","b":1}'], ['{"city":"x","b":1,"a":1}']),
     "both a part and whole": ({"type": "object", "properties": {"a": {"$ref": "#/$defs/c"}, "b": {
         "allOf": [{"$ref": "#/$defs/c"}, {"properties": {"d": {"const": 1}}}]}}, "$defs": {"c": CITY}},
         ['{"a":{"city":"x"},"b":{"city":"x","d":1}}'], ['{"a":{"city":"x","d":1}}']),
-    "required, but not described": ({"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]},
+    "required, but not "
+    "described": ({"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]},
                                     ['{"b":[3]}', '{"a":1,"b":null}'], ['{"b":1,"c":2}']),
-    "patterns of names": ({"properties": {"a": {"const": 1}}, "patternProperties": {"^x_": {"const": 2}}},
+    "patterns of "
+    "names": ({"properties": {"a": {"const": 1}}, "patternProperties": {"^x_": {"const": 2}}},
                           ['{"a":1,"x_y":2}'], ['{"y":1}', '{"x_y":1}']),
     "recursive": ({"type": "object", "properties": {"next": {"$ref": "#"}}},
                   ['{"next":{"next":{}}}'], ['{"next":{"a":1}}']),
@@ -221,9 +249,12 @@ OPEN = {
     "no properties are named": ({"type": "object"}, '{"a":1}'),
     "another part says so": ({"allOf": [CITY, {"additionalProperties": {"const": 1}, "properties": {"city": True}}]},
                              '{"city":"x","a":1}'),
-    "unevaluated ones are described": (CITY | {"unevaluatedProperties": {"const": 2}}, '{"city":"x","b":2}'),
-    "more are asked for": ({"properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
-    "names are limited": ({"type": "object", "properties": {"a": True}, "propertyNames": {"maxLength": 2}}, '{"b":1}'),
+    "unevaluated ones are "
+    "described": (CITY | {"unevaluatedProperties": {"const": 2}}, '{"city":"x","b":2}'),
+    "more are asked "
+    "for": ({"properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
+    "names are "
+    "limited": ({"type": "object", "properties": {"a": True}, "propertyNames": {"maxLength": 2}}, '{"b":1}'),
 }  # fmt: skip
 
 
@@ -252,12 +283,18 @@ ENDLESS = {
     "of steps": {"type": "number", "multipleOf": 0.25},
     "of whole steps": {"type": "integer", "multipleOf": 7},
     "composed": {"allOf": [{"minimum": 3}, {"type": ["number", "null"]}]},
-    "beside patterns": {"type": "object", "patternProperties": {"a": {"type": "number"}}, "minProperties": 1},
+    "beside patterns": {
+        "type": "object",
+        "patternProperties": {"a": {"type": "number"}},
+        "minProperties": 1,
+    },
 }
 
 
 def longest_number(constraint: Constraint) -> tuple[int, ...]:
-    """Digits before the point, after it and in the exponent, of a model that writes digits wherever it may."""
+    """Digits before the point, after it and in the exponent, of a model that writes digits wherever
+    it may.
+    """
     grammar = Grammar(CHECKER.check(constraint, "schema").grammar, BYTES)
     found: tuple[int, ...] = (0, 0, 0)
     for seed in range(12):
@@ -265,7 +302,8 @@ def longest_number(constraint: Constraint) -> tuple[int, ...]:
         while not matcher.stopped and len(text) < 300:
             mask = matcher.allowed()
             ids = [i for i in range(256) if mask[i // 8] >> i % 8 & 1]
-            digits = [i for i in ids if i in b"0123456789" and ord("x") not in ids]  # which there is in strings
+            # which there is in strings
+            digits = [i for i in ids if i in b"0123456789" and ord("x") not in ids]
             ids = digits if digits and rng.random() < 0.98 else ids
             if not ids:
                 break
@@ -273,7 +311,9 @@ def longest_number(constraint: Constraint) -> tuple[int, ...]:
             text.append(token)
         outside = re.sub(rb'"(?:\\.|[^"\\])*(?:"|$)', b"", bytes(text)).decode()
         for number in NUMBER.finditer(outside):
-            found = tuple(max(n, len(digits or "")) for n, digits in zip(found, number.groups(), strict=True))
+            found = tuple(
+                max(n, len(digits or "")) for n, digits in zip(found, number.groups(), strict=True)
+            )
     return found
 
 
@@ -296,7 +336,10 @@ def test_numbers_in_json_objects_have_no_endless_tail_of_digits():
         ({"const": 10**30 + 1}, "1" + "0" * 29 + "1"),
         ({"enum": [2**53 + 1, "a"]}, "9007199254740993"),
         ({"const": 1e-30}, "1e-30"),
-        ({"type": "integer", "minimum": 10**24, "maximum": 10**24 + 5}, "1000000000000000000000003"),
+        (
+            {"type": "integer", "minimum": 10**24, "maximum": 10**24 + 5},
+            "1000000000000000000000003",
+        ),
         ({"type": "integer", "maximum": 2**64 - 1}, "18446744073709551615"),
         ({"type": "integer"}, "99999999999999999999"),
         ({"type": "number"}, "-12345678901234567890.12345678901234567e-300"),
@@ -312,7 +355,10 @@ def test_numbers_are_as_long_as_the_schema_says(schema, text):
     ("schema", "most"),
     [
         ({"type": "string", "maxLength": 10**9}, lambda n: json.dumps("a" * n)),
-        ({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}, lambda n: json.dumps([None] * n)),
+        (
+            {"type": "array", "items": {"type": "null"}, "maxItems": 10**9},
+            lambda n: json.dumps([None] * n),
+        ),
     ],
 )
 def test_upper_limits_of_counts_are_narrowed(schema, most):
@@ -331,52 +377,70 @@ FEATURES = {
     "constants in objects": {"const": {"a": [1, {"b": None}]}},
     "pointers": {"$ref": "#/x~1y/100%25", "x/y": {"100%": {"const": 5}}},
     "anchors": {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "const": 5}}},
-    "references with siblings": {"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer", "minimum": 2}}},
+    "references with "
+    "siblings": {"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer", "minimum": 2}}},
     "recursion": {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
     "tuples": {"type": "array", "prefixItems": [{"const": 1}, {"const": "x"}], "items": False},
-    "more than a tuple": {"type": "array", "prefixItems": [{"const": 1}], "items": {"type": "null"}, "minItems": 3},
-    "additionalItems beside prefixItems": {"type": "array", "prefixItems": [{"const": 1}], "additionalItems": False,
+    "more than a "
+    "tuple": {"type": "array", "prefixItems": [{"const": 1}], "items": {"type": "null"}, "minItems": 3},
+    "additionalItems beside "
+    "prefixItems": {"type": "array", "prefixItems": [{"const": 1}], "additionalItems": False,
                                            "minItems": 1, "maxItems": 1},
     "additionalProperties": {"type": "object", "properties": {"a": True}, "additionalProperties": {"type": "null"}},
-    "required and unknown": {"type": "object", "required": ["z"], "additionalProperties": {"type": "integer"}},
+    "required and "
+    "unknown": {"type": "object", "required": ["z"], "additionalProperties": {"type": "integer"}},
     "patterns of names": {"type": "object", "patternProperties": {"^x_": {"type": "null"}},
                           "additionalProperties": False},
-    "one more property": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
+    "one more "
+    "property": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
     "at most": {"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 1},
     "oneOf by type": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
     "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
-    "names in a list": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}},
+    "names in a "
+    "list": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}},
     "one name": {"type": "object", "propertyNames": {"const": "a"}, "properties": {"b": {}}, "minProperties": 1},
-    "names like a pattern": {"type": "object", "propertyNames": {"type": "string", "pattern": "^[ab]{1,2}$"},
+    "names like a "
+    "pattern": {"type": "object", "propertyNames": {"type": "string", "pattern": "^[ab]{1,2}$"},
                              "additionalProperties": {"type": "null"}, "minProperties": 1, "maxProperties": 2},
-    "lengths of names": {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "maxProperties": 2,
+    "lengths of "
+    "names": {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "maxProperties": 2,
                          "$defs": {"n": {"maxLength": 2}}, "additionalProperties": {"type": "null"}},
-    "names of a format": {"propertyNames": {"format": "date"}, "additionalProperties": {"const": 1}, "type": "object"},
+    "names of a "
+    "format": {"propertyNames": {"format": "date"}, "additionalProperties": {"const": 1}, "type": "object"},
     "any names": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}},
     "no names": {"type": "object", "propertyNames": False},
-    "one needs others": {"type": "object", "properties": {"a": True, "b": {"const": 2}, "c": {"const": 3}},
+    "one needs "
+    "others": {"type": "object", "properties": {"a": True, "b": {"const": 2}, "c": {"const": 3}},
                          "dependentRequired": {"a": ["b"], "c": ["a"]}, "additionalProperties": False},
-    "one needs more": {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "integer"}},
+    "one needs "
+    "more": {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "integer"}},
                        "dependentSchemas": {"a": {"required": ["b"], "properties": {"b": {"maximum": 5}}}, "b": True},
                        "additionalProperties": False},
-    "one excludes all": {"type": "object", "properties": {"a": {"const": 1}}, "dependentSchemas": {"a": False}},
-    "closed over parts": {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"const": 2}}}], "required": ["a"],
+    "one excludes "
+    "all": {"type": "object", "properties": {"a": {"const": 1}}, "dependentSchemas": {"a": False}},
+    "closed over "
+    "parts": {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"const": 2}}}], "required": ["a"],
                           "$defs": {"base": {"type": "object", "properties": {"a": {"const": 1}}}},
                           "unevaluatedProperties": False},
     "closed alone": {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^x": {"const": 2}},
                      "unevaluatedProperties": {"type": "null"}},
     "a closed tuple": {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": False,
                        "allOf": [{"prefixItems": [True, {"type": "null"}]}]},
-    "a tuple with a rest": {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": {"const": 2}},
+    "a tuple with a "
+    "rest": {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": {"const": 2}},
     "sets": {"type": "array", "items": {"enum": ["a", "b", 3]}, "uniqueItems": True, "minItems": 2},
-    "sets of one": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1},
+    "sets of "
+    "one": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1},
     "addresses": {"$id": "http://a.b/c/", "$ref": "d#/$defs/e",
                   "$defs": {"x": {"$id": "d", "$defs": {"e": {"$ref": "#/$defs/f"}, "f": {"const": 5}}}}},
-    "anchors within": {"$id": "http://a.b/c", "type": "object", "required": ["b"], "additionalProperties": False,
+    "anchors "
+    "within": {"$id": "http://a.b/c", "type": "object", "required": ["b"], "additionalProperties": False,
                        "properties": {"a": {"$anchor": "here", "const": 5}, "b": {"$ref": "#here"}}},
-    "names of keywords": {"type": "object", "properties": {"$id": {"const": 1}, "enum": {"$ref": "#/properties/$id"}},
+    "names of "
+    "keywords": {"type": "object", "properties": {"$id": {"const": 1}, "enum": {"$ref": "#/properties/$id"}},
                           "required": ["enum", "$id"], "additionalProperties": False},
-    "one dynamic anchor": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a", "const": 5}}},
+    "one dynamic "
+    "anchor": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a", "const": 5}}},
     "passwords": {"type": "string", "pattern": r"^(?=.*[0-9])(?=.*[A-Z])[0-9A-Za-z]{4}$"},
     "email addresses": {"type": "string", "format": "email",
                         "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+\.[a-z]{2}$"},
@@ -384,7 +448,8 @@ FEATURES = {
     "formats of numbers": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9},
     "a named pattern": {"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"},
     "never": {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 1}}, "additionalProperties": False},
-    "harmless ones": {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "items": {"type": "null"}},
+    "harmless "
+    "ones": {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "items": {"type": "null"}},
 }  # fmt: skip
 
 
@@ -438,7 +503,12 @@ def test_bounds_of_machine_types(kind, bound):
 
 def test_items_as_a_list():
     """As drafts before 2020-12 had it."""
-    schema = {"type": "array", "items": [{"const": 1}, {"const": 2}], "additionalItems": False, "minItems": 1}
+    schema = {
+        "type": "array",
+        "items": [{"const": 1}, {"const": 2}],
+        "additionalItems": False,
+        "minItems": 1,
+    }
     assert enforceable(schema, "x") == {
         "type": "array",
         "prefixItems": [{"const": 1}, {"const": 2}],
@@ -449,18 +519,35 @@ def test_items_as_a_list():
 
 def test_exclusive_limits():
     """As draft 4 had them."""
-    schema = {"type": "integer", "minimum": 2, "exclusiveMinimum": True, "maximum": 3, "exclusiveMaximum": False}
-    assert enforceable(schema, "x") == {"type": "integer", "minimum": 2, "exclusiveMinimum": 2, "maximum": 3}
+    schema = {
+        "type": "integer",
+        "minimum": 2,
+        "exclusiveMinimum": True,
+        "maximum": 3,
+        "exclusiveMaximum": False,
+    }
+    assert enforceable(schema, "x") == {
+        "type": "integer",
+        "minimum": 2,
+        "exclusiveMinimum": 2,
+        "maximum": 3,
+    }
 
 
 def test_properties_come_in_their_order():
-    schema = {"type": "object", "properties": {"z": {"const": 1}, "a": {"const": 2}}, "required": ["a", "z"]}
+    schema = {
+        "type": "object",
+        "properties": {"z": {"const": 1}, "a": {"const": 2}},
+        "required": ["a", "z"],
+    }
     assert [*check({**schema, "additionalProperties": False}, 1)[0]] == ["z", "a"]
 
 
 def test_blanks_are_bounded():
     """At most one, behind a comma or a colon."""
-    grammar = CHECKER.check(Constraint("json_schema", FEATURES["constants in objects"]), "x").grammar
+    grammar = CHECKER.check(
+        Constraint("json_schema", FEATURES["constants in objects"]), "x"
+    ).grammar
     rng = random.Random(1)
     texts = {write(Grammar(grammar, BYTES), rng) for _ in range(60)}
     assert b'{"a":[1,{"b":null}]}' in texts
@@ -510,7 +597,8 @@ REFUSED = {
     "deeper": nested(MAX_DEPTH + 1),
     "parts": {"enum": [*range(20_000)]},
     "finite": {"$ref": "#"},
-    "no finite value": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "no finite "
+    "value": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     "finite value": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "minimum": {"type": "integer", "minimum": 5, "maximum": 3},
     "exclude each other": {"allOf": [{"type": "integer"}, {"type": "string"}]},
@@ -530,7 +618,8 @@ def test_what_cannot_be_enforced_is_refused(sign):
 
 
 @pytest.mark.parametrize(
-    "schema", [5, "x", None, [], False, {"required": ["a"], "properties": {"a": False}, "type": "object"}]
+    "schema",
+    [5, "x", None, [], False, {"required": ["a"], "properties": {"a": False}, "type": "object"}],
 )
 def test_what_is_no_schema_or_allows_nothing(schema):
     with pytest.raises(BadRequest):
@@ -555,10 +644,14 @@ def follow(llm: LLM, schemas: list[dict], **params) -> int:
     for i, schema in enumerate(schemas):
         grammar = CHECKER.check(Constraint("json_schema", schema), "schema").grammar
         messages = [{"role": "user", "content": "Write Anna, who is 30, as JSON."}]
-        done = llm.chat(messages, SamplingParams(grammar=grammar, n=2, max_tokens=80, seed=i, **params))
+        done = llm.chat(
+            messages, SamplingParams(grammar=grammar, n=2, max_tokens=80, seed=i, **params)
+        )
         for output in done.outputs:
             if output.finish_reason == "stop":
-                jsonschema.validate(json.loads(output.text), schema, jsonschema.Draft202012Validator)
+                jsonschema.validate(
+                    json.loads(output.text), schema, jsonschema.Draft202012Validator
+                )
                 num_ended += 1
     return num_ended
 
@@ -598,8 +691,15 @@ def test_what_is_no_schema(schema: dict, why: str) -> None:
 
 
 def test_what_nobody_enforces_is_a_schema_all_the_same() -> None:
-    """Keywords that cannot be enforced or that nobody knows, and null for what is not there; deep is too deep."""
-    schema = {"not": {"type": "string"}, "x-mine": 5, "required": None, "properties": {"type": {"type": ["null"]}}}
+    """Keywords that cannot be enforced or that nobody knows, and null for what is not there; deep
+    is too deep.
+    """
+    schema = {
+        "not": {"type": "string"},
+        "x-mine": 5,
+        "required": None,
+        "properties": {"type": {"type": ["null"]}},
+    }
     assert fault_of(schema | {"format": "what", "items": True, "enum": None}) == ""
     for _ in range(60):
         schema = {"items": schema}

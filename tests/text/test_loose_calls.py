@@ -1,4 +1,6 @@
-"""Text in which only calls are bound: every form, over vocabularies in which its marks are control tokens and not."""
+"""Text in which only calls are bound: every form, over vocabularies in which its marks are control
+tokens and not.
+"""
 
 import json
 import random
@@ -15,7 +17,17 @@ THEN = "<|end|><|start|>assistant"
 SAY = forms()["harmony"].header.final
 BARE = [name for name in CALLING if forms()[name].calls.bare]
 # Forms in which a mark alone does not begin a call yet.
-BRACKETS = ["apertus", "command", "hermes", "granite3", "mistral", "nemotron2", "tool_calls", "gigachat31", "spoken"]
+BRACKETS = [
+    "apertus",
+    "command",
+    "hermes",
+    "granite3",
+    "mistral",
+    "nemotron2",
+    "tool_calls",
+    "gigachat31",
+    "spoken",
+]
 
 
 def main_mark(name: str) -> str:
@@ -48,7 +60,14 @@ def test_text_is_free(name: str, words) -> None:
     say = SAY if form.header else ""
     for thinks in (False, True):
         grammar = loose(form, words, thinks=thinks)
-        for text in ("x", "a < b and { [ so on\n", "<tool_", "\n\nhello", 'to=functions.none {"name": "x"}', "🙂 é"):
+        for text in (
+            "x",
+            "a < b and { [ so on\n",
+            "<tool_",
+            "\n\nhello",
+            'to=functions.none {"name": "x"}',
+            "🙂 é",
+        ):
             assert words.follows(grammar, say + text), text
     assert words.follows(loose(form, words), say)
 
@@ -60,7 +79,12 @@ def test_text_about_marks_is_text(name: str, words) -> None:
     form = forms()[name]
     mark = main_mark(name)
     grammar = loose(form, words)
-    for text in (f"Calls begin with {mark}.", f"`{mark}` and `{mark}`", mark, f"{mark} is (not) a call"):
+    for text in (
+        f"Calls begin with {mark}.",
+        f"`{mark}` and `{mark}`",
+        mark,
+        f"{mark} is (not) a call",
+    ):
         assert words.follows(grammar, text), text
         assert read(form, text) == []
 
@@ -73,7 +97,9 @@ def test_calls_of_declared_functions_pass(name: str, words) -> None:
     grammar = loose(form, words)
     assert words.follows(grammar, call)
     if not form.calls.bare:
-        assert words.follows(grammar, f"{SAY}I look.{THEN}{call}" if form.header else f"I look.\n{call}")
+        assert words.follows(
+            grammar, f"{SAY}I look.{THEN}{call}" if form.header else f"I look.\n{call}"
+        )
         assert words.follows(grammar, f"{call}{THEN if form.header else ' and '}{call}")
 
 
@@ -111,7 +137,10 @@ def test_what_begins_like_a_call_of_no_declared_function_is_text(name: str, word
         ("hermes", '<tool_call>{"name":"get_time","arguments":{}}</tool_call>'),
         ("hermes", '<tool_call>\n\n{ "name": "get_time", "arguments": {} }\n</tool_call>'),
         ("llama3", '\n{"name":"get_time","parameters":{}}'),
-        ("kimi", "<|tool_call_begin|>functions.get_time:12<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        (
+            "kimi",
+            "<|tool_call_begin|>functions.get_time:12<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        ),
         ("harmony", " to=functions.get_time<|channel|>commentary json<|message|>{}"),
     ],
 )
@@ -143,10 +172,18 @@ def test_reasoning_is_free_and_what_follows_it_is_bound(name: str, words) -> Non
 
 def test_a_message_with_headers_may_have_several() -> None:
     words, form, call = WORDS["few"], forms()["harmony"], WEATHER["harmony"]
-    thought = "<|channel|>analysis<|message|>I write to=functions.get_news now.<|end|><|start|>assistant"
+    thought = (
+        "<|channel|>analysis<|message|>I write to=functions.get_news now.<|end|><|start|>assistant"
+    )
     said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     grammar = loose(form, words, thinks=True)
-    for text in (thought + call, thought + said + call, said + SAY + "hello", call + "<|call|>"[:0], thought):
+    for text in (
+        thought + call,
+        thought + said + call,
+        said + SAY + "hello",
+        call + "<|call|>"[:0],
+        thought,
+    ):
         assert words.follows(grammar, text.removesuffix("<|start|>assistant")), text
     assert words.refuses(grammar, thought + call.replace("get_weather", "get_weather2"))
     assert words.refuses(grammar, thought + call.replace("get_weather", "get_"))
@@ -161,7 +198,12 @@ def test_wrong_calls_become_calls_of_declared_functions(name: str, words) -> Non
     """Where a token of a wrong call is refused, a random one that is allowed takes its place."""
     form, call, rng = with_thoughts(name), WEATHER[name], random.Random(name)
     grammar = loose(form, words, thinks=bool(form.reasoning))
-    for wrong in (("get_weather", "get_news"), ("get_weather", "x"), ("2", '"x"'), ("city", "town")):
+    for wrong in (
+        ("get_weather", "get_news"),
+        ("get_weather", "x"),
+        ("2", '"x"'),
+        ("city", "town"),
+    ):
         said = "" if form.calls.bare else f"{SAY}I look.{THEN}" if form.header else "I look.\n"
         matcher, tokens = words.matcher(grammar), []
         for token in words.encode(said + call.replace(*wrong)):
@@ -174,7 +216,9 @@ def test_wrong_calls_become_calls_of_declared_functions(name: str, words) -> Non
         for called, arguments in calls:
             assert called in TOOLS
             if matcher.is_accepting():
-                jsonschema.validate(json.loads(arguments), {"additionalProperties": False} | TOOLS[called])
+                jsonschema.validate(
+                    json.loads(arguments), {"additionalProperties": False} | TOOLS[called]
+                )
 
 
 CITY, NUMBER = {"city": {"type": "string"}}, {"days": {"type": "integer"}}
@@ -182,7 +226,10 @@ OPEN_SCHEMAS = {
     "any object": ({"type": "object"}, False),
     "open": ({"type": "object", "additionalProperties": True}, False),
     "more properties": ({"type": "object", "properties": CITY, "additionalProperties": True}, True),
-    "reference": ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": CITY | NUMBER}}}, True),
+    "reference": (
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": CITY | NUMBER}}},
+        True,
+    ),
     "anyOf": ({"anyOf": [{"properties": CITY | NUMBER}, {"properties": CITY}]}, True),
     "allOf": ({"type": "object", "allOf": [{"properties": CITY}, {"properties": NUMBER}]}, True),
 }
@@ -191,11 +238,18 @@ NO_JSON = [name for name in CALLING if not forms()[name].calls.writes_json and n
 
 @pytest.mark.parametrize("schema", OPEN_SCHEMAS)
 @pytest.mark.parametrize("name", NO_JSON)
-def test_functions_that_do_not_list_their_arguments_can_be_called_with_some(name: str, schema: str) -> None:
+def test_functions_that_do_not_list_their_arguments_can_be_called_with_some(
+    name: str, schema: str
+) -> None:
     words, unenforced = WORDS["few"], set()
     for options in ({"is_loose": True}, {}):
         grammar = grammar_of(
-            forms()[name], {"get_weather": OPEN_SCHEMAS[schema][0]}, words, False, unenforced, **options
+            forms()[name],
+            {"get_weather": OPEN_SCHEMAS[schema][0]},
+            words,
+            False,
+            unenforced,
+            **options,
         )
         assert words.follows(grammar, WEATHER[name])
     assert bool(unenforced) == OPEN_SCHEMAS[schema][1]
@@ -224,7 +278,10 @@ STRICT_SCHEMAS = {
 @pytest.mark.parametrize("keyword", STRICT_SCHEMAS)
 @pytest.mark.parametrize("name", NO_JSON)
 def test_strict_functions_keep_what_a_form_without_json_can_keep(name: str, keyword: str) -> None:
-    """Many clients set strict by default. The value that cannot be enforced is free, the others are not."""
+    """Many clients set strict by default.
+
+    The value that cannot be enforced is free, the others are not.
+    """
     schema = {
         "type": "object",
         "properties": {"city": STRICT_SCHEMAS[keyword], "days": {"type": "integer"}},
@@ -233,7 +290,9 @@ def test_strict_functions_keep_what_a_form_without_json_can_keep(name: str, keyw
         "$defs": {"A": {"type": "string"}},
     }
     words, unenforced = WORDS["few"], set()
-    grammar = grammar_of(forms()[name], {"get_weather": schema}, words, True, unenforced, is_loose=True)
+    grammar = grammar_of(
+        forms()[name], {"get_weather": schema}, words, True, unenforced, is_loose=True
+    )
     if "$keywords" not in forms()[name].calls.write:  # those values are JSON
         assert words.follows(grammar, WEATHER[name])
         assert keyword in unenforced
@@ -245,4 +304,6 @@ def test_strict_functions_keep_what_a_form_without_json_can_keep(name: str, keyw
 def test_brackets_in_strings_do_not_end_free_arguments(name: str, words) -> None:
     grammar = loose(forms()[name], words, names_only=True)
     for arguments in ('city="a) b", days=[1, (2)]', "city='it (\\' is', more={'a': \")]\"}", ""):
-        assert words.follows(grammar, WEATHER[name].replace('city="Oslo", days=2', arguments)), arguments
+        assert words.follows(grammar, WEATHER[name].replace('city="Oslo", days=2', arguments)), (
+            arguments
+        )

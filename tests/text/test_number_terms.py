@@ -13,7 +13,11 @@ from schema_texts import BYTES
 from cllm.sampling.grammar import Grammar
 from cllm.text.number_terms import Bound, number_terminal
 
-decimals = st.decimals(-1000, 1000, places=3) | st.integers(-1200, 1200).map(Decimal) | st.integers(-5, 5).map(Decimal)
+decimals = (
+    st.decimals(-1000, 1000, places=3)
+    | st.integers(-1200, 1200).map(Decimal)
+    | st.integers(-5, 5).map(Decimal)
+)
 bounds = st.none() | st.builds(Bound, decimals, st.booleans())
 
 
@@ -26,15 +30,24 @@ def matches(terminal: str | None, text: str) -> bool:
 
 def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
     above = low is None or value > low.value or (value == low.value and not low.strict)
-    return above and (high is None or value < high.value or (value == high.value and not high.strict))
+    return above and (
+        high is None or value < high.value or (value == high.value and not high.strict)
+    )
 
 
 @given(bounds, bounds, st.lists(decimals, min_size=1, max_size=12), st.booleans())
 def test_numbers_within_the_bounds_and_no_others(low, high, values, integer) -> None:
     terminal = number_terminal(low, high, integer=integer)
-    around = [bound.value + Decimal(step) for bound in (low, high) if bound for step in ("-1", "-0.0001", "0", "0.1")]
+    around = [
+        bound.value + Decimal(step)
+        for bound in (low, high)
+        if bound
+        for step in ("-1", "-0.0001", "0", "0.1")
+    ]
     for value in [*values, *around]:
-        expected = lies_within(value, low, high) and (not integer or value == value.to_integral_value())
+        expected = lies_within(value, low, high) and (
+            not integer or value == value.to_integral_value()
+        )
         text = f"{value:f}".rstrip("0").rstrip(".") if "." in f"{value:f}" else f"{value:f}"
         assert matches(terminal, text) == expected, text
         if not integer and "." in text:

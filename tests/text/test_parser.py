@@ -16,7 +16,12 @@ from cllm.text.parser import Parser
 
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}, "any": {}},
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "any": {},
+    },
 }
 TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA, "x": {}}
 CALLING = sorted(name for name, form in forms().items() if form.calls)
@@ -33,7 +38,12 @@ def read(form: Form, chunks: list[str], tools=TOOLS, **options) -> list[tuple[st
     parser = Parser(form, tools, **options)
     merged: list[list] = []
     for part in [part for chunk in chunks for part in parser.feed(chunk)] + parser.flush():
-        if merged and not part.name and merged[-1][0] == part.channel and merged[-1][2] == part.call:
+        if (
+            merged
+            and not part.name
+            and merged[-1][0] == part.channel
+            and merged[-1][2] == part.call
+        ):
             merged[-1][3] += part.text
         elif part.text or part.name:
             merged.append([part.channel, part.name, part.call, part.text])
@@ -54,7 +64,9 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
             return how.quote + value + how.quote
         if isinstance(value, dict):
             return "{" + ",".join(f"{key}:{bare(item)}" for key, item in value.items()) + "}"
-        return "[" + ",".join(map(bare, value)) + "]" if isinstance(value, list) else json.dumps(value)
+        return (
+            "[" + ",".join(map(bare, value)) + "]" if isinstance(value, list) else json.dumps(value)
+        )
 
     def one(ordinal: int, name: str, arguments: dict) -> str:
         pairs = "".join(
@@ -77,16 +89,23 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
     return how.begin + opener.join(one(i, *call) for i, call in enumerate(calls)) + how.end
 
 
-texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="<>|[]`"), max_size=30)
+texts = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="<>|[]`"),
+    max_size=30,
+)
 arguments = st.fixed_dictionaries(
     {},
     optional={
         "city": texts.map(str.strip) | st.just('a "quoted\\" {word}'),
         "days": st.integers(-5, 10**6),
-        "deep": st.dictionaries(st.text(string.ascii_lowercase, min_size=1, max_size=5), st.integers() | st.booleans()),
+        "deep": st.dictionaries(
+            st.text(string.ascii_lowercase, min_size=1, max_size=5), st.integers() | st.booleans()
+        ),
     },
 )
-calls = st.lists(st.tuples(st.sampled_from(["get_weather", "get_time"]), arguments), min_size=1, max_size=3)
+calls = st.lists(
+    st.tuples(st.sampled_from(["get_weather", "get_time"]), arguments), min_size=1, max_size=3
+)
 places = st.lists(st.integers(0, 10**6), max_size=12)
 
 
@@ -94,7 +113,9 @@ places = st.lists(st.integers(0, 10**6), max_size=12)
 @given(calls=calls, places=places, thought=texts, said=texts)
 @settings(max_examples=60, deadline=None)
 def test_what_was_written_is_read(name, calls, places, thought, said) -> None:
-    """Reasoning, text and calls come out in order, each call's arguments as one JSON object, in any chunking."""
+    """Reasoning, text and calls come out in order, each call's arguments as one JSON object, in any
+    chunking.
+    """
     form = with_thoughts(name)
     if form.header:
         start = form.header.open[0] + "assistant"
@@ -107,7 +128,9 @@ def test_what_was_written_is_read(name, calls, places, thought, said) -> None:
         message = f"{form.reasoning.open}\n{thought}\n{form.reasoning.close}\n\n"
     message += written(form, calls)
     parts = read(form, [message])
-    expected = [("reasoning", thought.strip())] * bool(thought.strip()) + [("text", said.strip())] * bool(said.strip())
+    expected = [("reasoning", thought.strip())] * bool(thought.strip()) + [
+        ("text", said.strip())
+    ] * bool(said.strip())
     assert [(part[0], part[3]) for part in parts if part[0] != Channel.CALL] == expected
     read_calls = [part for part in parts if part[0] == Channel.CALL]
     assert [(part[1], part[2], json.loads(part[3])) for part in read_calls] == [
@@ -195,23 +218,46 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call>', '{"a": 1}'),
         ("hermes", '<tool_call>{"name": "x"}</tool_call>', "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
-        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": [1, {"b": 2}</tool_call>', '{"a": [1, {"b": 2}]}'),
-        ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>', '{"a": "</tool_call>"}'),
+        (
+            "hermes",
+            '<tool_call>{"name": "x", "arguments": {"a": [1, {"b": 2}</tool_call>',
+            '{"a": [1, {"b": 2}]}',
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            '{"a": "</tool_call>"}',
+        ),
         ("kimi", "<|tool_call_begin|>x:0<|tool_call_argument_begin|>{<|tool_call_end|>", "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": null}</tool_call>', "{}"),
         ("hermes", '<tool_call>{"name": "x", "arguments": {"a": "b', '{"a": "b'),
         (
             "hermes",
-            '<tool_call>{"type": "function", "function": {"name": "x", "arguments": {"a": 1}}}</tool_call>',
+            (
+                '<tool_call>{"type": "function", "function": {"name": "x", "arguments": {"a": '
+                "1}}}</tool_call>"
+            ),
             '{"a": 1}',
         ),
-        ("hermes", '<tool_call>{"function": {"arguments": {"a": 1}, "name": "x"}}</tool_call>', '{"a": 1}'),
+        (
+            "hermes",
+            '<tool_call>{"function": {"arguments": {"a": 1}, "name": "x"}}</tool_call>',
+            '{"a": 1}',
+        ),
         ("llama3", '[{"name": "get_time", "parameters": {"a": "]"}}]', '{"a": "]"}'),
         ("llama3", '{"function": {"name": "get_time", "parameters": {"a": 1}}}', '{"a": 1}'),
         ("glm", "<tool_call>x<arg_key>a</arg_key><arg_value>b", '{"a": "b"}'),
         ("qwen3_coder", "<tool_call><function=x>\n</function></tool_call>", "{}"),
-        ("qwen3_coder", "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>", '{"city": "12"}'),
-        ("qwen3_coder", "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", '{"any": true}'),
+        (
+            "qwen3_coder",
+            "<function=get_weather>\n<parameter=city>\n12\n</parameter>\n</function>",
+            '{"city": "12"}',
+        ),
+        (
+            "qwen3_coder",
+            "<function=get_weather>\n<parameter=any>\nTrue\n</parameter>\n</function>",
+            '{"any": true}',
+        ),
         (
             "minicpm",
             '<function name="x"><param name="a"><![CDATA[</param>\n]]></param></function>',
@@ -226,7 +272,9 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
 )
 def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
     for chunks in ([message], list(message)):
-        assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [(Channel.CALL, expected)]
+        assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [
+            (Channel.CALL, expected)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +282,20 @@ def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
     [
         ("(city='Oslo', days=2)", {"city": "Oslo", "days": 2}),
         ("()", {}),
-        ("( a = -1.5e3 , b = None, c=True,d=false )", {"a": -1500.0, "b": None, "c": True, "d": False}),
+        (
+            "( a = -1.5e3 , b = None, c=True,d=false )",
+            {"a": -1500.0, "b": None, "c": True, "d": False},
+        ),
         (r"""(a="it's \"so\"\n\t\\", b='"', c='')""", {"a": 'it\'s "so"\n\t\\', "b": '"', "c": ""}),
         (r"(a='\x41\u00e9\U0001F600\101\d')", {"a": "Aé😀A\\d"}),
         ('(a=\'\'\'one\n"two" \'\'\', b="""3 " 4""")', {"a": 'one\n"two" ', "b": '3 " 4'}),
-        ("(a=[1, 'x', (2, 3),], b={'k': [True, {}]}, c=[])", {"a": [1, "x", [2, 3]], "b": {"k": [True, {}]}, "c": []}),
+        (
+            "(a=[1, 'x', (2, 3),], b={'k': [True, {}]}, c=[])",
+            {"a": [1, "x", [2, 3]], "b": {"k": [True, {}]}, "c": []},
+        ),
         ("(unit=celsius, s='a, b=c)')", {"unit": "celsius", "s": "a, b=c)"}),
-        ("(a=NaN, b=Infinity, c=-Infinity)", {"a": "NaN", "b": "Infinity", "c": "-Infinity"}),  # which JSON lacks
+        # which JSON lacks
+        ("(a=NaN, b=Infinity, c=-Infinity)", {"a": "NaN", "b": "Infinity", "c": "-Infinity"}),
     ],
 )
 def test_keywords_in_python(written: str, expected: dict) -> None:
@@ -254,11 +309,11 @@ def test_keywords_in_python(written: str, expected: dict) -> None:
 
 
 def test_calls_in_reasoning_that_was_not_closed() -> None:
-    """They end it in families that forget to; if they are of a declared function, or else they are thoughts."""
+    """They end it in families that forget to; if they are of a declared function, or else they are
+    thoughts.
+    """
     form = with_thoughts("kimi")
-    call = (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-    )
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     for chunk in (list, lambda text: [text]):
         parts = read(form, chunk("hm " + call.format("get_time")), inside=True)
         assert parts == [(Channel.REASONING, "", 0, "hm"), (Channel.CALL, "get_time", 0, "{}")]
@@ -269,13 +324,19 @@ def test_calls_in_reasoning_that_was_not_closed() -> None:
 
 @pytest.mark.parametrize("chunk", [list, lambda text: [text]])
 def test_marks_that_are_never_text(chunk) -> None:
-    """Those around what is said are dropped, and reasoning behind text is told apart where its mark can be no text."""
+    """Those around what is said are dropped, and reasoning behind text is told apart where its mark
+    can be no text.
+    """
     form = forms()["command"]
     message = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>"
     expected = [(Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "b")]
     assert read(form, chunk(message)) == read(form, chunk(message), tools={}) == expected
     message = "b<|channel>thought\na<channel|>c<channel|>"
-    expected = [(Channel.TEXT, "", 0, "b"), (Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "c")]
+    expected = [
+        (Channel.TEXT, "", 0, "b"),
+        (Channel.REASONING, "", 0, "a"),
+        (Channel.TEXT, "", 0, "c"),
+    ]
     assert read(forms()["gemma4"], chunk(message)) == expected
 
 
@@ -292,9 +353,15 @@ def test_text_behind_a_call_that_is_closed_badly_is_not_lost(broken: str) -> Non
 def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     form = with_thoughts("hermes")
-    assert read(form, [f"<think>{call}</think>a"]) == [(Channel.REASONING, "", 0, call), (Channel.TEXT, "", 0, "a")]
+    assert read(form, [f"<think>{call}</think>a"]) == [
+        (Channel.REASONING, "", 0, call),
+        (Channel.TEXT, "", 0, "a"),
+    ]
     assert read(form, ["a <think> b"]) == [(Channel.TEXT, "", 0, "a <think> b")]
-    assert read(form, ["hm</think>a"], inside=True) == [(Channel.REASONING, "", 0, "hm"), (Channel.TEXT, "", 0, "a")]
+    assert read(form, ["hm</think>a"], inside=True) == [
+        (Channel.REASONING, "", 0, "hm"),
+        (Channel.TEXT, "", 0, "a"),
+    ]
 
 
 def test_it_is_done_after_as_many_calls_as_may_be() -> None:
@@ -313,7 +380,11 @@ def test_it_is_done_after_as_many_calls_as_may_be() -> None:
         ('{{ "<tool_call><arg_key>" }}{{ "<think>" }}', "<think>", "<arg_key>"),
         ('{{ "[TOOL_CALLS]" }}[THINK]', "[THINK]", '{"name"'),
         ('{{ "[TOOL_CALLS]" }}[ARGS]', None, "[ARGS]"),
-        ("<seed:tool_call><function=example_function_name><seed:think>", "<seed:think>", "<seed:tool_call>"),
+        (
+            "<seed:tool_call><function=example_function_name><seed:think>",
+            "<seed:think>",
+            "<seed:tool_call>",
+        ),
         ('<function=example_function_name>{"a": 1}</function>', None, "<function="),
         ("<|START_ACTION|><|START_THINKING|>", "<|START_THINKING|>", '"tool_name"'),
         ("<tool_call> so <tool_calls>[</tool_calls>", None, '{"name"'),
@@ -321,7 +392,9 @@ def test_it_is_done_after_as_many_calls_as_may_be() -> None:
         ("nothing", None, None),
     ],
 )
-def test_the_template_chooses_the_form(template: str, open_mark: str | None, begin: str | None) -> None:
+def test_the_template_chooses_the_form(
+    template: str, open_mark: str | None, begin: str | None
+) -> None:
     form = form_of(template)
     assert (form.reasoning.open if form.reasoning else None) == open_mark
     assert begin in form.calls.write + form.calls.pair if begin else form.calls is None
@@ -330,13 +403,18 @@ def test_the_template_chooses_the_form(template: str, open_mark: str | None, beg
 @pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("kind", ["text", "argument", "openers", "space"])
 def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
-    """Four times the tokens take about four times as long; looking back would make it sixteen in every attempt."""
+    """Four times the tokens take about four times as long; looking back would make it sixteen in
+    every attempt.
+    """
     form = forms()[name]
     head, _, _ = written(form, [("get_weather", {"city": "Oslo"})]).partition("slo")
     opener = form.calls.open[0] if form.calls.open else form.header.open[0]
-    begin, token = {"text": ("", "word "), "argument": (head, "word "), "openers": ("", opener), "space": ("", " ")}[
-        kind
-    ]
+    begin, token = {
+        "text": ("", "word "),
+        "argument": (head, "word "),
+        "openers": ("", opener),
+        "space": ("", " "),
+    }[kind]
 
     def seconds(num_tokens: int) -> float:
         parser = Parser(form, TOOLS)
@@ -350,15 +428,23 @@ def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
 
 
 UNDECLARED = {
-    "hermes": ['<tool_call>{"arguments": {}, "name": "y"}</tool_call>', '<tool_call>{"name": "y"}</tool_call>'],
-    "qwen3_coder": ["<function=y>\n<parameter=a>\n1\n</parameter>\n</function>", "<function=y></function>"],
+    "hermes": [
+        '<tool_call>{"arguments": {}, "name": "y"}</tool_call>',
+        '<tool_call>{"name": "y"}</tool_call>',
+    ],
+    "qwen3_coder": [
+        "<function=y>\n<parameter=a>\n1\n</parameter>\n</function>",
+        "<function=y></function>",
+    ],
     "mistral": ["[TOOL_CALLS]y[ARGS]{}"],
     "kimi": ["<|tool_call_begin|>functions.y:0<|tool_call_argument_begin|>{}"],
     "lfm2": ["<|tool_call_start|>[y(a=1)]"],
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name in UNDECLARED for text in UNDECLARED[name]])
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name in UNDECLARED for text in UNDECLARED[name]]
+)
 @pytest.mark.parametrize("said", ["", "I call. "])
 def test_a_call_of_a_function_that_is_not_declared_is_text(name: str, text: str, said: str) -> None:
     """In whatever order and form it is written, and the calls behind it are read."""
@@ -366,7 +452,9 @@ def test_a_call_of_a_function_that_is_not_declared_is_text(name: str, text: str,
     for chunks in ([said + text], [*(said + text)]):
         assert read(form, chunks) == [(Channel.TEXT, "", 0, said + text)]
     call = written(form, [("get_time", {})])
-    assert [part[1] for part in read(form, [said + text + "\n", call]) if part[0] == Channel.CALL] == ["get_time"]
+    assert [
+        part[1] for part in read(form, [said + text + "\n", call]) if part[0] == Channel.CALL
+    ] == ["get_time"]
 
 
 def test_a_message_for_a_function_that_is_not_declared_is_text() -> None:

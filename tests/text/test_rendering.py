@@ -1,4 +1,6 @@
-"""Templates in processes that can be killed: right texts, limits that hold, and nobody else who notices."""
+"""Templates in processes that can be killed: right texts, limits that hold, and nobody else who
+notices.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,14 @@ def with_renderer(source, use):
 
 
 def test_it_says_what_the_template_says():
-    """The same text as in place, with fences, tools and variables; and refusals in the template's words."""
+    """The same text as in place, with fences, tools and variables; and refusals in the template's
+    words.
+    """
     source = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ enable_thinking }}"
     here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, enable_thinking=True)
-    there = with_renderer(source, lambda renderer: renderer.render(MESSAGES, TOOLS, enable_thinking=True))
+    there = with_renderer(
+        source, lambda renderer: renderer.render(MESSAGES, TOOLS, enable_thinking=True)
+    )
     assert there == here
     with pytest.raises(BadRequest, match="no such roles") as refused:
         with_renderer("{{ raise_exception('no such roles') }}", render)
@@ -74,7 +80,10 @@ BOMBS = [
     "{{ '%999999999d' % 1 }}",
     "{{ 'a' * 10 ** 10 }}",
     "{{ 'a'.center(10 ** 10) }}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    (
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% "
+        "endfor %}{{ ns.x }}"
+    ),
     "{% for i in range(99999) %}{{ '%99999d' % 1 }}{% endfor %}",
     "{% macro m(n) %}{% for i in range(n) %}{{ m(n - 1) }}{% endfor %}{% endmacro %}{{ m(15) }}",
     ENDLESS,
@@ -86,8 +95,8 @@ BOMBS = [
 @pytest.mark.skipif(sys.platform == "win32", reason="the clock of the parent is slower")
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_bomb_ends_itself_alone(source):
-    """Its request is refused, the thread of the event loop computes next to nothing meanwhile, and the next request
-    is served.
+    """Its request is refused, the thread of the event loop computes next to nothing meanwhile, and
+    the next request is served.
     """
     guarded = "{% if messages[0].content == 'bomb' %}" + source + "{% endif %}fine"
 
@@ -111,12 +120,14 @@ def test_a_bomb_ends_itself_alone(source):
 def test_a_text_has_a_limit(monkeypatch):
     """A template that makes far more of its messages than they are is stopped, wherever it runs."""
     with pytest.raises(BadRequest, match=str(MAX_LENGTH)):
-        ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render([], [])
+        ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render(
+            [], []
+        )
 
 
 def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
-    """Where CPU time can neither be limited nor read, and a process that was ended looks like one that failed, the
-    parent ends what does not answer.
+    """Where CPU time can neither be limited nor read, and a process that was ended looks like one
+    that failed, the parent ends what does not answer.
     """
     monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
     monkeypatch.setattr(workers, "STALL_LIMIT", 0.7)
@@ -182,13 +193,18 @@ def test_one_who_does_not_wait_leaves_nothing_behind():
         assert not renderer._idle
         return await render(renderer)
 
-    assert with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use) == "x"
+    assert (
+        with_renderer("{% if messages[0].content == 'bomb' %}" + ENDLESS + "{% endif %}x", use)
+        == "x"
+    )
 
 
 def test_what_a_process_imports():
     """Nothing large: there is one of them in every server."""
     code = "import sys, cllm.text.worker, cllm.text.chat_template; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     roots = {name.split(".")[0] for name in done.stdout.split()}
     assert roots & {"jinja2"}
     assert not roots & {"asyncio", "numpy", "pydantic", "pydantic_core", "msgspec", "logging"}

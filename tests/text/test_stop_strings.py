@@ -47,7 +47,8 @@ def test_any_portions_give_the_same(stops, texts, cuts):
 
 
 @pytest.mark.parametrize(
-    ("stops", "text"), [(("abc", "b"), "abc"), (("abcd", "bc", "c"), "xabcd"), (("a\n\nb", "\n"), "a\n\nb")]
+    ("stops", "text"),
+    [(("abc", "b"), "abc"), (("abcd", "bc", "c"), "xabcd"), (("a\n\nb", "\n"), "a\n\nb")],
 )
 def test_a_stop_string_within_another(stops, text):
     """The same text is shown whether it comes at once or letter by letter."""
@@ -63,7 +64,9 @@ def test_a_stop_string_is_never_shown(stops, text, cuts):
 
 @given(stops, texts, cuts)
 def test_no_more_is_held_back_than_necessary(stops, text, cuts):
-    """What is held back is the longest end of the text with which a stop string begins, and nothing else."""
+    """What is held back is the longest end of the text with which a stop string begins, and nothing
+    else.
+    """
     stop_strings, shown, seen = StopStrings(stops), "", ""
     for portion in split(text, cuts):
         delta, stopped = stop_strings.feed(portion)
@@ -73,7 +76,9 @@ def test_no_more_is_held_back_than_necessary(stops, text, cuts):
         held = seen.removeprefix(shown)
         assert shown + held == seen
         ends = [seen[i:] for i in range(len(seen) + 1)]
-        assert held == next(end for end in ends if not end or any(s.startswith(end) and s != end for s in stops))
+        assert held == next(
+            end for end in ends if not end or any(s.startswith(end) and s != end for s in stops)
+        )
 
 
 def test_without_stop_strings_everything_passes():

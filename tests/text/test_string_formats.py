@@ -1,4 +1,6 @@
-"""Formats of strings: what is written can be read; and patterns without their look-aheads say the same."""
+"""Formats of strings: what is written can be read; and patterns without their look-aheads say the
+same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Processes that can be killed: what they answer, what they may take, and who notices when one ends."""
+"""Processes that can be killed: what they answer, what they may take, and who notices when one
+ends.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ Use = Callable[[Workers], Awaitable]
 
 @pytest.fixture(params=LOOPS, ids=lambda make: make.__module__.split(".")[0])
 def run(request, monkeypatch, caplog) -> Iterator[Callable]:
-    """``run(use, ...)``: what ``use(workers)`` gives. No process is left, and nobody else has anything to say of it."""
+    """``run(use, ...)``: what ``use(workers)`` gives.
+
+    No process is left, and nobody else has anything to say of it.
+    """
     path = [str(Path(worker_tasks.__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     launched: list[int] = []
@@ -95,12 +100,16 @@ def test_a_text_comes_back(run, text):
 
 
 def test_processes_are_kept(run):
-    """Many questions, at the same time too, go to few processes, and each answer to who has asked."""
+    """Many questions, at the same time too, go to few processes, and each answer to who has
+    asked.
+    """
 
     async def use(made):
         texts = [f"<{i}>" for i in range(40)]
         assert await asyncio.gather(*(ask(made, "echo", text) for text in texts)) == texts
-        return len({await pid_of(made) for _ in range(10)} | {process.pid for process in made._idle})
+        return len(
+            {await pid_of(made) for _ in range(10)} | {process.pid for process in made._idle}
+        )
 
     assert 1 <= run(use) <= 2
 
@@ -132,7 +141,9 @@ def test_unexpected_exception_in_a_worker_is_an_engine_error(run, capfd):
 @posix
 @pytest.mark.parametrize("what", ["spin", "eat"])
 def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
-    """Although it has all the time in the world; and the next question, which waits behind it, is answered."""
+    """Although it has all the time in the world; and the next question, which waits behind it, is
+    answered.
+    """
     monkeypatch.setattr(workers, "STALL_LIMIT", 600.0)
 
     async def use(made):
@@ -146,7 +157,9 @@ def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
 
 @posix
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_question_is_asked_again_when_its_process_was_killed_or_stopped(run, monkeypatch, tmp_path, how):
+def test_question_is_asked_again_when_its_process_was_killed_or_stopped(
+    run, monkeypatch, tmp_path, how
+):
     """By no fault of the question, so a new process gets it."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 2.0 if how == signal.SIGSTOP else 600.0)
 
@@ -197,7 +210,9 @@ def test_process_that_computes_is_not_taken_for_stopped(run, monkeypatch):
 
 def test_to_start_is_on_nobodys_account(run):
     """A question may take less CPU time than the start."""
-    assert run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, cpu_limit=0.3) == "x"
+    assert (
+        run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, cpu_limit=0.3) == "x"
+    )
 
 
 @posix
@@ -257,12 +272,16 @@ def test_an_idle_one_that_has_died_is_replaced(run):
 
 
 def test_one_who_does_not_wait_costs_the_process(run):
-    """What he has asked for is not taken for the answer to the next question, and his place is free."""
+    """What he has asked for is not taken for the answer to the next question, and his place is
+    free.
+    """
 
     async def use(made):
         for seconds in (0.0, 0.001, 0.1):
             pid = await pid_of(made)
-            asked = asyncio.create_task(ask(made, "echo", "his") if seconds == 0.0 else ask(made, "sleep", 600))
+            asked = asyncio.create_task(
+                ask(made, "echo", "his") if seconds == 0.0 else ask(made, "sleep", 600)
+            )
             await asyncio.sleep(seconds)
             asked.cancel()
             assert await ask(made, "echo", "mine") == "mine"
@@ -288,7 +307,9 @@ def test_one_who_does_not_wait_for_the_start_leaves_nothing_behind(run, prepare)
 
 @pytest.mark.parametrize("seconds", [None, 0.0, 0.002, 0.02, 0.3])
 def test_closed_while_it_is_busy(run, seconds):
-    """Who is answered, who waits, and who comes later: all are told, at whatever point of a start that is."""
+    """Who is answered, who waits, and who comes later: all are told, at whatever point of a start
+    that is.
+    """
 
     async def use(made):
         if seconds is None:
@@ -298,7 +319,9 @@ def test_closed_while_it_is_busy(run, seconds):
         async with asyncio.timeout(PATIENCE):
             await made.close()
             await made.start()
-            answers = await asyncio.gather(*asked, ask(made, "echo", "later"), return_exceptions=True)
+            answers = await asyncio.gather(
+                *asked, ask(made, "echo", "later"), return_exceptions=True
+            )
         assert [str(answer) for answer in answers] == ["The server is shutting down."] * 6
         assert {type(answer) for answer in answers} == {EngineError}
 
@@ -330,7 +353,15 @@ def test_what_a_process_has_of_ours(run, monkeypatch):
 
 def test_a_process_ends_with_its_parent():
     """When there is nobody left who could ask."""
-    command = [sys.executable, "-P", "-m", "cllm.text.worker", "cllm.text.chat_template", "prepare", "1"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "cllm.text.worker",
+        "cllm.text.chat_template",
+        "prepare",
+        "1",
+    ]
     begin = frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
     done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == (frame(READY), b"")

@@ -28,15 +28,23 @@ def main() -> None:
     llm = LLM(str(options.model), model_max_context_length=1024)
     prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
     completions = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=400))
-    right = [done.text == question.answer for question, done in zip(questions, completions, strict=True)]
+    right = [
+        done.text == question.answer for question, done in zip(questions, completions, strict=True)
+    ]
 
     asked = Counter(question.kind for question in questions)
     good = Counter(question.kind for question, ok in zip(questions, right, strict=True) if ok)
     lines = [
         "# What the built-in model scores",
         "",
-        f"{sum(right)} of {len(right)} held-out questions ({sum(right) / len(right):.1%}) answered exactly, decoded",
-        f"greedily in batches; the questions are `held_out_questions({SEED})`, none of them in the training text.",
+        (
+            f"{sum(right)} of {len(right)} held-out questions ({sum(right) / len(right):.1%}) "
+            f"answered exactly, decoded"
+        ),
+        (
+            f"greedily in batches; the questions are `held_out_questions({SEED})`, none of them in "
+            f"the training text."
+        ),
         "",
         "| kind | right | asked |",
         "|---|---|---|",
@@ -45,7 +53,9 @@ def main() -> None:
     wrong = [(q, c) for q, c, ok in zip(questions, completions, right, strict=True) if not ok]
     if wrong:
         lines += ["", "Wrong:", ""]
-        lines += [f"* {q.messages[-1]['content']!r}: {c.text!r}, not {q.answer!r}" for q, c in wrong]
+        lines += [
+            f"* {q.messages[-1]['content']!r}: {c.text!r}, not {q.answer!r}" for q, c in wrong
+        ]
     options.report.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -2,8 +2,9 @@
 
     python tools/train_builtin/train.py --out src/cllm/models/builtin/builtin.gguf
 
-Needs an environment of its own (see README.md in this folder): torch, tokenizers, gguf, jinja2, numpy.
-Takes about 70 minutes on two cores. The training text is generated, so there is nothing to download.
+Needs an environment of its own (see README.md in this folder): torch, tokenizers, gguf, jinja2,
+numpy. Takes about 70 minutes on two cores. The training text is generated, so there is nothing to
+download.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from questions import KINDS, SYSTEM_PROMPTS, Question  # type: ignore[import-not
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, FEED_FORWARD = 256, 4, 4, 2, 64, 640
 VOCABULARY, ROPE_BASE, EPSILON, CONTEXT = 1024, 100_000.0, 1e-6, 4096
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<tools>",
+    "</tools>",
+]
 MARKS += ["<think>", "</think>"]
 # The pre-tokenizer that llama.cpp knows as "qwen2": single digits, words with their leading space.
 QWEN2 = (
@@ -46,7 +54,10 @@ LONG_ROWS = (4, 1920)  # rows and tokens of the last steps of a phase, so that l
 
 
 class Phase(NamedTuple):
-    """AdamW with ``rate`` after a warm-up, falling to 0. ``mix``: weights of the kinds of questions, 1 by default."""
+    """AdamW with ``rate`` after a warm-up, falling to 0.
+
+    ``mix``: weights of the kinds of questions, 1 by default.
+    """
 
     steps: int
     rate: float
@@ -56,12 +67,21 @@ class Phase(NamedTuple):
 
 
 PHASES = [
-    Phase(1500, 3e-3, (40, 192), 0.2, {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}),
-    # the kinds that the first phase learns last; rows long enough for declared tools, a call and its result
+    Phase(
+        1500, 3e-3, (40, 192), 0.2, {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}
+    ),
+    # the kinds that the first phase learns last; rows long enough for declared tools, a call and
+    # its result
     Phase(750, 1.5e-3, (20, 384), 0.08, {"sums": 6, "tools": 6, "copying": 2, "counting": 2}),
     Phase(240, 1.2e-3, (20, 384), 0.06, {"sums": 4, "tools": 10, "capitals": 3}),
     Phase(290, 1.2e-3, (30, 256), 0.05, {"sums": 9, "counting": 4, "capitals": 3, "tools": 2}),
-    Phase(190, 1.0e-3, (50, 128), 0.03, {"sums": 14, "counting": 3, "capitals": 5, "json": 2, "tools": 2}),
+    Phase(
+        190,
+        1.0e-3,
+        (50, 128),
+        0.03,
+        {"sums": 14, "counting": 3, "capitals": 5, "json": 2, "tools": 2},
+    ),
 ]
 
 
@@ -98,7 +118,10 @@ def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
         history += question.messages
         think = question.thinking is not None and rng.random() < 0.2
         prompt = TEMPLATE.render(
-            messages=history, tools=question.tools, add_generation_prompt=True, enable_thinking=think
+            messages=history,
+            tools=question.tools,
+            add_generation_prompt=True,
+            enable_thinking=think,
         )
         if not prompt.startswith(done):  # the last turn had thoughts, which the template drops
             break
@@ -131,7 +154,8 @@ def train_tokenizer() -> Tokenizer:
             text = "".join(piece for piece, _ in dialogue(rng, PHASES[0].mix))
             for mark in marks:
                 text = text.replace(mark, "\n")
-            yield "".join(c for c in text if ord(c) < 128)  # emoji stay bytes: a token may split a character
+            # emoji stay bytes: a token may split a character
+            yield "".join(c for c in text if ord(c) < 128)
 
     tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.add_special_tokens(CONTROL)
@@ -142,7 +166,9 @@ def train_tokenizer() -> Tokenizer:
 def packed(
     tokenizer: Tokenizer, rng: random.Random, mix: dict[str, int], rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return rows filled with dialogues: token ids (rows, length + 1), and loss weights of the same shape."""
+    """Return rows filled with dialogues: token ids (rows, length + 1), and loss weights of the same
+    shape.
+    """
     ids = np.zeros((rows, length + 1), np.int64)
     weights = np.zeros((rows, length + 1), np.float32)
     for row in range(rows):
@@ -206,8 +232,15 @@ class Model(nn.Module):
         self.output_norm = Norm(WIDTH)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                scale = 1 / math.sqrt(2 * LAYERS) if name.endswith(("output.weight", "down.weight")) else 1
-                nn.init.normal_(weight, std=0.02 * scale if "embd" in name else scale / math.sqrt(weight.shape[1]))
+                scale = (
+                    1 / math.sqrt(2 * LAYERS)
+                    if name.endswith(("output.weight", "down.weight"))
+                    else 1
+                )
+                nn.init.normal_(
+                    weight,
+                    std=0.02 * scale if "embd" in name else scale / math.sqrt(weight.shape[1]),
+                )
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -247,7 +280,10 @@ def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Pat
         if step % 20 == 19 or last:
             spent = time.time() - begun
             left = spent / (step + 1) * (phase.steps - step - 1)
-            print(f"step {step + 1}/{phase.steps} loss {mean:.4f} {spent:.0f} s, {left:.0f} s left", flush=True)
+            print(
+                f"step {step + 1}/{phase.steps} loss {mean:.4f} {spent:.0f} s, {left:.0f} s left",
+                flush=True,
+            )
         if step % 200 == 199 or last:
             torch.save({"model": model.state_dict(), "tokenizer": tokenizer.to_str()}, save)
 
@@ -256,7 +292,9 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
     """Write weights (matrices Q8_0, vectors F32), tokenizer and chat template."""
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name("cLLM built-in")
-    writer.add_description("Answers questions that a program can check; trained by tools/train_builtin")
+    writer.add_description(
+        "Answers questions that a program can check; trained by tools/train_builtin"
+    )
     writer.add_license("mit")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
@@ -273,13 +311,17 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
     assert len(tokens) == VOCABULARY, len(tokens)
-    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | dict.fromkeys(MARKS, gguf.TokenType.USER_DEFINED)
+    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | dict.fromkeys(
+        MARKS, gguf.TokenType.USER_DEFINED
+    )
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    )
     writer.add_eos_token_id(vocabulary["<|im_end|>"])
     writer.add_bos_token_id(vocabulary["<|endoftext|>"])
     writer.add_pad_token_id(vocabulary["<|endoftext|>"])
@@ -302,9 +344,13 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILTIN / "builtin.gguf")
-    parser.add_argument("--resume", type=Path, help="begin with the last phase, from this checkpoint")
+    parser.add_argument(
+        "--resume", type=Path, help="begin with the last phase, from this checkpoint"
+    )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--checkpoint", type=Path, default=Path("builtin.pt"), help="written every 200 steps")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("builtin.pt"), help="written every 200 steps"
+    )
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     model = Model()

@@ -1,1 +1,4 @@
-"""Backends compute logits. ``base`` is the contract; ``fake`` and ``llama_cpp`` implement it; one test checks both."""
+"""Backends compute logits.
+
+``base`` is the contract; ``fake`` and ``llama_cpp`` implement it; one test checks both.
+"""

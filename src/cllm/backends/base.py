@@ -27,10 +27,11 @@ class StateBuffer(NamedTuple):
 class Backend(Protocol):
     """Holds a model and its KV cells. One thread calls it.
 
-    The caller guarantees that ``batch.num_tokens`` <= max_num_batched_tokens and ``batch.num_samples`` <=
-    max_num_samples. Every token id is in the vocabulary. The seq_id of a row is below max_num_seqs, that of an
-    operation below max_num_seqs + num_spare_ids. A row starts at the number of cells that its seq_id has after the
-    batch's operations. For a Load, there are free cells for the whole snapshot, although it keeps only num_tokens.
+    The caller guarantees that ``batch.num_tokens`` <= max_num_batched_tokens and
+    ``batch.num_samples`` <= max_num_samples. Every token id is in the vocabulary. The seq_id of a
+    row is below max_num_seqs, that of an operation below max_num_seqs + num_spare_ids. A row starts
+    at the number of cells that its seq_id has after the batch's operations. For a Load, there are
+    free cells for the whole snapshot, although it keeps only num_tokens.
     """
 
     @property
@@ -44,31 +45,39 @@ class Backend(Protocol):
     def forward(self, batch: Batch) -> Logits:
         """Carry out the operations, then compute the rows.
 
-        Returns the logits of the sampled positions in batch order, shape (num_samples, vocabulary_size): a view that is
-        valid until the next call and that the caller may modify. Raises EngineError if the backend fails. It is then
-        unknown which operations were carried out, and what the seq_ids of the batch contain.
+        Returns the logits of the sampled positions in batch order, shape (num_samples,
+        vocabulary_size): a view that is valid until the next call and that the caller may modify.
+        Raises EngineError if the backend fails. It is then unknown which operations were carried
+        out, and what the seq_ids of the batch contain.
         """
         ...
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
-        """Return a vector for each chunk, shape (len(chunks), embedding_size), float32, owned by the caller.
+        """Return a vector for each chunk, shape (len(chunks), embedding_size), float32, owned by
+        the caller.
 
-        By ``info.pooling`` it is the sum of the chunk's token vectors (mean), the last (last) or first (cls) of them,
-        or the score (rank). The call does not affect what ``forward`` computes.
+        By ``info.pooling`` it is the sum of the chunk's token vectors (mean), the last (last) or
+        first (cls) of them, or the score (rank). The call does not affect what ``forward``
+        computes.
 
-        The caller keeps the limits of ModelInfo and MAX_CHUNKS. A text longer than all texts before it is the first in
-        its call. All chunks but the last end their texts, and all but the first begin theirs. If the first chunk does
-        not begin a text, it continues the last chunk of the previous call. Raises EngineError; after that, no text can
-        be continued.
+        The caller keeps the limits of ModelInfo and MAX_CHUNKS. A text longer than all texts before
+        it is the first in its call. All chunks but the last end their texts, and all but the first
+        begin theirs. If the first chunk does not begin a text, it continues the last chunk of the
+        previous call. Raises EngineError; after that, no text can be continued.
         """
         ...
 
     def snapshot(self, key: int) -> memoryview:
-        """Return the bytes that Save stored under ``key``; they never change. Raises KeyError if there are none."""
+        """Return the bytes that Save stored under ``key``; they never change.
+
+        Raises KeyError if there are none.
+        """
         ...
 
     def new_state_buffer(self, num_bytes: int) -> StateBuffer:
-        """Return memory for bytes that ``snapshot`` returned, maybe in another process with the same fingerprint."""
+        """Return memory for bytes that ``snapshot`` returned, maybe in another process with the
+        same fingerprint.
+        """
         ...
 
     def install_snapshot(self, key: int, filled: StateBuffer) -> None:
@@ -76,9 +85,12 @@ class Backend(Protocol):
         ...
 
     def change_layout(self, layout: str) -> None:
-        """Lay out the cells anew, all of them empty. ``info`` changes; snapshots are kept. Requires can_change_layout.
+        """Lay out the cells anew, all of them empty.
 
-        Raises EngineError if the layout could not be changed, and StartupError if the backend is no longer usable.
+        ``info`` changes; snapshots are kept. Requires can_change_layout.
+
+        Raises EngineError if the layout could not be changed, and StartupError if the backend is no
+        longer usable.
         """
         ...
 
@@ -105,17 +117,24 @@ class Vocabulary(Protocol):
 
     @property
     def infill_tokens(self) -> tuple[int, int, int] | None:
-        """The tokens that mark the prefix, the suffix and the middle to be written; None if the model has none."""
+        """The tokens that mark the prefix, the suffix and the middle to be written; None if the
+        model has none.
+        """
         ...
 
     @property
     def repository_tokens(self) -> tuple[int, int] | None:
-        """The tokens before the name of a repository and before each of its files; None if the model has none."""
+        """The tokens before the name of a repository and before each of its files; None if the
+        model has none.
+        """
         ...
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """The names of tokens that mean more than their text, by id. A grammar allows them only by name."""
+        """The names of tokens that mean more than their text, by id.
+
+        A grammar allows them only by name.
+        """
         ...
 
     @property
@@ -128,7 +147,9 @@ class Vocabulary(Protocol):
 
     @property
     def rerank_template(self) -> str | None:
-        """The template of a reranker's input, with {query} and {document}; None if it uses ``pair_tokens`` instead."""
+        """The template of a reranker's input, with {query} and {document}; None if it uses
+        ``pair_tokens`` instead.
+        """
         ...
 
     @property
@@ -143,10 +164,14 @@ class Vocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Return the token ids of ``text``.
 
-        ``add_special`` adds the model's begin and end tokens. ``parse_special`` recognizes control tokens in the text.
+        ``add_special`` adds the model's begin and end tokens. ``parse_special`` recognizes control
+        tokens in the text.
         """
         ...
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
-        """Return the tokenizer for compiling grammars; this takes up to a second. Any of ``end_tokens`` ends a text."""
+        """Return the tokenizer for compiling grammars; this takes up to a second.
+
+        Any of ``end_tokens`` ends a text.
+        """
         ...

@@ -1,8 +1,8 @@
 """A backend without a model, with simulated costs and faults, for tests and simulations.
 
-``cllm serve --backend.name fake`` serves it. The text continues the prompt by counting: after token t comes t + 1, and
-END after ``length`` tokens, so every answer can be checked. The vector of a text is the mean of its tokens' vectors, so
-texts are similar to the extent that they share tokens.
+``cllm serve --backend.name fake`` serves it. The text continues the prompt by counting: after token
+t comes t + 1, and END after ``length`` tokens, so every answer can be checked. The vector of a text
+is the mean of its tokens' vectors, so texts are similar to the extent that they share tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ TOKEN_VECTORS = np.random.default_rng(0).normal(size=(VOCABULARY_SIZE, 32)).asty
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Seconds of a step: a fixed part, a part for each position of decoding rows, and a part for each other token."""
+    """Seconds of a step: a fixed part, a part for each position of decoding rows, and a part for
+    each other token.
+    """
 
     step: float = 0.0
     row: float = 0.0
@@ -44,7 +46,9 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """The first step, counted from 1, that fails (0: none), and the number of consecutive steps that fail."""
+    """The first step, counted from 1, that fails (0: none), and the number of consecutive steps
+    that fail.
+    """
 
     raise_at_step: int = 0
     raise_times: int = 1
@@ -133,7 +137,9 @@ class FakeBackend:
         for row in batch.rows:
             cells = self._cells[row.seq.seq_id]
             for length in range(len(cells) - row.num_samples + 1, len(cells) + 1):
-                logits[at, self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)] = 20
+                logits[
+                    at, self._next(row.seq.num_prompt_tokens, length, cells[length - 1].token)
+                ] = 20
                 at += 1
         return logits
 
@@ -151,7 +157,9 @@ class FakeBackend:
                 raise EngineError(f"a chunk from {start} of {length} after {before}")
             if not tokens or length > self.info.max_embedding_tokens:
                 raise EngineError(f"{len(tokens)} tokens of a text of {length}")
-            if start + len(tokens) > length or (start + len(tokens) < length and i + 1 < len(chunks)):
+            if start + len(tokens) > length or (
+                start + len(tokens) < length and i + 1 < len(chunks)
+            ):
                 raise EngineError(f"a chunk from {start} to {start + len(tokens)} of {length}")
         last = chunks[-1]
         self._embedded = last.start + len(last.tokens), last.length
@@ -175,7 +183,9 @@ class FakeBackend:
                     cells = [Cell(cell.token) for cell in cells]
                 self._cells[target] = cells
             case Save(seq_id, key):
-                self._snapshots[key] = msgspec.msgpack.encode([cell.token for cell in self._cells_of(seq_id)])
+                self._snapshots[key] = msgspec.msgpack.encode(
+                    [cell.token for cell in self._cells_of(seq_id)]
+                )
             case Load(key, seq_id, count):
                 tokens = self._saved(key)
                 if len(tokens) < count or (len(tokens) > count and not self.info.can_trim):
@@ -194,11 +204,19 @@ class FakeBackend:
             raise EngineError(f"there is no snapshot {key}") from None
 
     def _check_num_cells(self) -> None:
-        if len({id(cell) for cells in self._cells.values() for cell in cells}) > self.info.num_cells:
+        if (
+            len({id(cell) for cells in self._cells.values() for cell in cells})
+            > self.info.num_cells
+        ):
             raise EngineError("more cells in use than there are")
 
     def _break(self) -> None:
-        if 0 < self._faults.raise_at_step <= self.num_steps < self._faults.raise_at_step + self._faults.raise_times:
+        if (
+            0
+            < self._faults.raise_at_step
+            <= self.num_steps
+            < self._faults.raise_at_step + self._faults.raise_times
+        ):
             raise EngineError("the fake backend was told to fail")
 
     def _cells_of(self, seq_id: int) -> list[Cell]:
@@ -211,8 +229,13 @@ class FakeBackend:
         if seq_id >= self.info.max_num_seqs:
             raise EngineError(f"sequence id {seq_id} is not below {self.info.max_num_seqs}")
         if start != len(cells):
-            raise EngineError(f"sequence {seq_id} holds {len(cells)} tokens, but the row starts at {start}")
-        if self.info.layout == "partitioned" and len(cells) + len(tokens) > self.info.context_length:
+            raise EngineError(
+                f"sequence {seq_id} holds {len(cells)} tokens, but the row starts at {start}"
+            )
+        if (
+            self.info.layout == "partitioned"
+            and len(cells) + len(tokens) > self.info.context_length
+        ):
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
             raise EngineError("a token outside of the vocabulary")
@@ -252,7 +275,8 @@ class FakeVocabulary:
     special_tokens = CONTROL
     control_tokens = sorted(CONTROL.values(), key=len, reverse=True)
     chat_template = (
-        "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{%- endfor %}"
+        "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+        "}}<|im_end|>{%- endfor %}"
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
@@ -270,7 +294,11 @@ class FakeVocabulary:
         if not parse_special:
             return list(text.encode())
         parts = CONTROL_TEXTS.split(text)  # every second one is a control token
-        return [token for i, part in enumerate(parts) for token in ([CONTROL_IDS[part]] if i % 2 else part.encode())]
+        return [
+            token
+            for i, part in enumerate(parts)
+            for token in ([CONTROL_IDS[part]] if i % 2 else part.encode())
+        ]
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -287,7 +315,8 @@ class ByteTokenizer:
         self.eos_token_id = END
         self.special_token_ids = list(vocabulary.special_tokens)
         self.tokens = [
-            vocabulary.special_tokens.get(i, "").encode() or piece for i, piece in enumerate(vocabulary.pieces)
+            vocabulary.special_tokens.get(i, "").encode() or piece
+            for i, piece in enumerate(vocabulary.pieces)
         ]
 
     def __call__(self, data: bytes) -> list[int]:

@@ -1,8 +1,9 @@
-"""Compare cLLM with its peers on one machine: the same model, threads, context per sequence and requests, in turn.
+"""Compare cLLM with its peers on one machine: the same model, threads, context per sequence and
+requests, in turn.
 
-Each run starts its own server and stops it afterwards. So no other model is loaded during a run, and every start is
-timed. Every second round runs in reverse order. No prompt is sent twice. Before the clock starts, each server answers
-one short request for each concurrent client.
+Each run starts its own server and stops it afterwards. So no other model is loaded during a run,
+and every start is timed. Every second round runs in reverse order. No prompt is sent twice. Before
+the clock starts, each server answers one short request for each concurrent client.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ from cllm.bench.performance import (
     Run,
 )
 from cllm.bench.report import latencies_of
-from cllm.bench.servers import MODEL, Server, cllm, example_server, llama_server, load, memory_mb, ollama
+from cllm.bench.servers import (
+    MODEL,
+    Server,
+    cllm,
+    example_server,
+    llama_server,
+    load,
+    memory_mb,
+    ollama,
+)
 from cllm.bench.stages import Size, Work
 from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
@@ -67,7 +77,9 @@ CURVE_TOKENS = 32
 CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
 
 Opener = Callable[[int, int], AbstractContextManager[Server]]
-"""(number of concurrent sequences, context of each) -> a context manager that yields a running server."""
+"""(number of concurrent sequences, context of each) -> a context manager that yields a running
+server.
+"""
 
 Progress = Callable[[float, str], None]
 Step = tuple[str, float, Callable[[], None]]
@@ -75,7 +87,10 @@ Step = tuple[str, float, Callable[[], None]]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compare. ``peers``: folder of llama.cpp's programs. ``default_peers``: folder of its default build."""
+    """What to compare.
+
+    ``peers``: folder of llama.cpp's programs. ``default_peers``: folder of its default build.
+    """
 
     model: Path
     peers: Path
@@ -89,11 +104,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def compare(options: Options, machine: dict[str, str], progress: Progress, keep: Callable[[Results], None]) -> Results:
-    """Run all measurements. ``machine`` describes the machine on the page. ``keep`` is called with the results so far
-    after each step.
+def compare(
+    options: Options, machine: dict[str, str], progress: Progress, keep: Callable[[Results], None]
+) -> Results:
+    """Run all measurements. ``machine`` describes the machine on the page. ``keep`` is called with
+    the results so far after each step.
 
-    Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run. Other peers are skipped instead.
+    Raises StartupError if cLLM, llama-server or llama-batched-bench cannot be run. Other peers are
+    skipped instead.
     """
     comparison = Comparison(options, machine)
     steps = [*comparison.steps()]
@@ -159,7 +177,13 @@ class Comparison:
         for name in self.servers:
             if name != DEFAULT_SERVER:
                 yield self._step(
-                    results.kept, name, KEPT_SEQS, 0, waves=KEPT_WAVES, num_tokens=KEPT_TOKENS, keep_alive=True
+                    results.kept,
+                    name,
+                    KEPT_SEQS,
+                    0,
+                    waves=KEPT_WAVES,
+                    num_tokens=KEPT_TOKENS,
+                    keep_alive=True,
                 )
         if options.curves:
             yield from self._curve_steps()
@@ -176,7 +200,9 @@ class Comparison:
         room = (available_bytes() or 1 << 62) / 2 / (kv_bytes_per_token(self._header) or 1)
         for context in CURVE_CONTEXT:
             if context > most or CURVE_SEQS * (context + 2 * CELLS) > room:
-                results.skipped[f"context of {context}"] = "more than the model was made for, or than fits into memory"
+                results.skipped[f"context of {context}"] = (
+                    "more than the model was made for, or than fits into memory"
+                )
                 continue
             for do in (self._depth, self._depth_bound):
                 yield f"context of {context}", context / 50, partial(self._try_depth, do, context)
@@ -187,7 +213,7 @@ class Comparison:
         except StartupError as error:
             self.results.skipped[f"context of {context}"] = str(error)
 
-    # --- systems -----------------------------------------------------------------------------------------------------
+    # --- systems ---------------------------------------------------------------------------------
 
     def _servers(self) -> dict[str, dict[str, Opener]]:
         """Return name -> settings to try -> function that starts the server."""
@@ -198,18 +224,28 @@ class Comparison:
 
         def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
             flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
-            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)  # llama-server runs without them too
+            # llama-server runs without them too
+            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)
             return cllm(model, *flags, *off, "--log.level", "error")
 
         def theirs(program: Path) -> dict[str, Opener]:
-            def start(flags: tuple[object, ...], num_seqs: int, context: int) -> AbstractContextManager[Server]:
+            def start(
+                flags: tuple[object, ...], num_seqs: int, context: int
+            ) -> AbstractContextManager[Server]:
                 sizes = ("-np", num_seqs, "-c", num_seqs * context, "--cache-ram", 0)
                 return llama_server(model, *sizes, *flags, program=program, threads=threads)
 
-            settings: dict[str, tuple[object, ...]] = {"default": (), "-b 512": ("-b", 512), "-kvu": ("-kvu",)}
+            settings: dict[str, tuple[object, ...]] = {
+                "default": (),
+                "-b 512": ("-b", 512),
+                "-kvu": ("-kvu",),
+            }
             return {name: partial(start, flags) for name, flags in settings.items()}
 
-        servers: dict[str, dict[str, Opener]] = {CLLM: {"default": ours}, LLAMA_SERVER: theirs(program)}
+        servers: dict[str, dict[str, Opener]] = {
+            CLLM: {"default": ours},
+            LLAMA_SERVER: theirs(program),
+        }
         if default_program.exists():
             servers[DEFAULT_SERVER] = theirs(default_program.absolute())
         else:
@@ -252,7 +288,9 @@ class Comparison:
             elif name not in self.results.skipped:
                 settings = which or self._fastest(name, num_seqs)
                 try:
-                    runs.append(self._server_run(name, settings, num_seqs, i, work, keep_alive=keep_alive))
+                    runs.append(
+                        self._server_run(name, settings, num_seqs, i, work, keep_alive=keep_alive)
+                    )
                 except StartupError as error:
                     if name in (CLLM, LLAMA_SERVER):
                         raise
@@ -261,7 +299,8 @@ class Comparison:
         return f"{name}, {num_seqs} at a time", waves * num_seqs * (num_tokens + 32) / 100 + 4, do
 
     def _fastest(self, name: str, num_seqs: int) -> str:
-        """Return the settings that were fastest in the trials with the concurrency closest to ``num_seqs``.
+        """Return the settings that were fastest in the trials with the concurrency closest to
+        ``num_seqs``.
 
         llama-server's default build uses the trials of the other build.
         """
@@ -270,21 +309,30 @@ class Comparison:
         if not trials:
             return next(iter(self.servers[name]))
         nearest = min({run.num_seqs for run in trials}, key=lambda tried: abs(tried - num_seqs))
-        best = max((run for run in trials if run.num_seqs == nearest), key=lambda run: run.output_tokens_per_s)
+        best = max(
+            (run for run in trials if run.num_seqs == nearest),
+            key=lambda run: run.output_tokens_per_s,
+        )
         return best.settings
 
-    # --- runs --------------------------------------------------------------------------------------------------------
+    # --- runs ------------------------------------------------------------------------------------
 
     def _work(self, num_requests: int, num_tokens: int) -> Work:
         """Return work with prompts that no other work has."""
         self._num_works += 1
-        size = Size(num_requests, self.options.prompt_words, num_tokens, TEMPERATURE, self.options.seed)
+        size = Size(
+            num_requests, self.options.prompt_words, num_tokens, TEMPERATURE, self.options.seed
+        )
         return Work(size, self._vocabulary, self._num_works)
 
     def _job(self, num_seqs: int, work: Work, **changes: Any) -> Job:
         options: dict[str, Any] = {"context": self.context, "number": self._num_works, **changes}
         return Job(
-            model=str(self.options.model), num_seqs=num_seqs, threads=self.options.threads, size=work.size, **options
+            model=str(self.options.model),
+            num_seqs=num_seqs,
+            threads=self.options.threads,
+            size=work.size,
+            **options,
         )
 
     def _measure(self, job: Job) -> Found:
@@ -292,7 +340,9 @@ class Comparison:
         self.results.machine["llama.cpp uses"] = ", ".join(re.findall(r"(\w+) = 1", found.system))
         return found
 
-    def _server_run(self, name: str, settings: str, num_seqs: int, i: int, work: Work, *, keep_alive: bool) -> Run:
+    def _server_run(
+        self, name: str, settings: str, num_seqs: int, i: int, work: Work, *, keep_alive: bool
+    ) -> Run:
         with self.servers[name][settings](num_seqs, self.context) as server:
             if keep_alive:
                 server = msgspec.structs.replace(server, keep_alive=True)  # noqa: PLW2901  # the same server
@@ -312,15 +362,20 @@ class Comparison:
             tasks = word_tasks(SHARED["shared_requests"], words)
             self.results.shared.append(self._load(server, tasks, name, settings, num_seqs, i))
 
-    def _load(self, server: Server, tasks: list[Task], name: str, settings: str, num_seqs: int, i: int) -> Run:
+    def _load(
+        self, server: Server, tasks: list[Task], name: str, settings: str, num_seqs: int, i: int
+    ) -> Run:
         """Warm the server up, send it ``tasks`` and return the measurements."""
-        load(server, self._work(num_seqs, KEPT_TOKENS).tasks_in(server.api), num_seqs, may_fail=True)
+        load(
+            server, self._work(num_seqs, KEPT_TOKENS).tasks_in(server.api), num_seqs, may_fail=True
+        )
         cpu = cpu_seconds(server.pid)
         outcome = load(server, tasks, num_seqs, may_fail=True)
         cpu = cpu_seconds(server.pid) - cpu
         memory = memory_mb(server.pid)
         run = run_of(outcome, name, settings, num_seqs, i)
-        run.start_s = None if name == OLLAMA else server.start_s  # it loads the model on the first request
+        # it loads the model on the first request
+        run.start_s = None if name == OLLAMA else server.start_s
         run.memory_mb = memory
         if name == CLLM and run.num_succeeded and cpu:
             run.cpu_us_per_token = 1e6 * cpu / (run.output_tokens_per_s * outcome.wall)
@@ -335,14 +390,24 @@ class Comparison:
             num_requests=work.size.num_seqs,
             num_succeeded=work.size.num_seqs,
             output_tokens_per_s=found.output_tokens_per_s,
-            decode_tokens_per_s=found.decode_tokens_per_s[0] or None,  # 0: there was no step in which all decoded
+            # 0: there was no step in which all decoded
+            decode_tokens_per_s=found.decode_tokens_per_s[0] or None,
             ttft_ms=found.ttft_ms,
             load_s=found.load_s,
         )
 
     def _bound_run(self, num_seqs: int, i: int, work: Work) -> Run:
         tokens = work.size.num_tokens
-        sizes = ("-c", num_seqs * self.context, "-npp", self._prompt_tokens, "-ntg", tokens, "-npl", num_seqs)
+        sizes = (
+            "-c",
+            num_seqs * self.context,
+            "-npp",
+            self._prompt_tokens,
+            "-ntg",
+            tokens,
+            "-npl",
+            num_seqs,
+        )
         (found,) = self._batched_bench(1, *sizes)
         return Run(
             system=BOUND,
@@ -356,7 +421,9 @@ class Comparison:
 
     def _parts(self, num_seqs: int) -> None:
         work = self._work(num_seqs, CURVE_TOKENS)
-        self.results.parts.append(Parts(num_seqs, self._measure(self._job(num_seqs, work, parts=True)).step_us))
+        self.results.parts.append(
+            Parts(num_seqs, self._measure(self._job(num_seqs, work, parts=True)).step_us)
+        )
 
     def _depth(self, context: int) -> None:
         work = self._work(1, CURVE_TOKENS)
@@ -374,7 +441,16 @@ class Comparison:
     def _depth_bound(self, context: int) -> None:
         """Measure the bound. The prompt is computed once and copied, as in the engine."""
         room = -(-(context + 2 * CURVE_TOKENS) // CELLS) * CELLS
-        sizes = ("-c", CURVE_SEQS * room, "-npp", context, "-ntg", CURVE_TOKENS, "-npl", f"1,{CURVE_SEQS}")
+        sizes = (
+            "-c",
+            CURVE_SEQS * room,
+            "-npp",
+            context,
+            "-ntg",
+            CURVE_TOKENS,
+            "-npl",
+            f"1,{CURVE_SEQS}",
+        )
         lines = self._batched_bench(2, *sizes, "-pps")
         depth = Depth(
             system=BOUND,
@@ -387,21 +463,32 @@ class Comparison:
     def _batched_bench(self, num_lines: int, *flags: object) -> list[dict[str, Any]]:
         """Return the ``num_lines`` lines that llama-batched-bench prints.
 
-        It prints in a separate thread and may exit before this thread has finished, so incomplete output is retried.
-        Raises StartupError after BOUND_TRIES attempts.
+        It prints in a separate thread and may exit before this thread has finished, so incomplete
+        output is retried. Raises StartupError after BOUND_TRIES attempts.
         """
         threads = self.options.threads
         common = ("-m", self.options.model, "-b", 2048, "-ub", 512, "-t", threads, "-tb", threads)
         for _ in range(BOUND_TRIES):
             output = output_of(self._bound, *common, "--output-format", "jsonl", *flags)
-            lines = [msgspec.json.decode(line) for line in output.splitlines() if line.startswith("{")]
+            lines = [
+                msgspec.json.decode(line) for line in output.splitlines() if line.startswith("{")
+            ]
             if len(lines) == num_lines:
                 return lines
         raise StartupError(f"{self._bound} printed no result for {' '.join(map(str, flags))}")
 
     def _llama_bench(self, program: Path, rates: dict[str, list[float]]) -> None:
         """Run each test once and add its tokens/s to ``rates``."""
-        flags = ("-m", self.options.model, "-t", self.options.threads, "-p", 512, "-n", self.options.max_tokens)
+        flags = (
+            "-m",
+            self.options.model,
+            "-t",
+            self.options.threads,
+            "-p",
+            512,
+            "-n",
+            self.options.max_tokens,
+        )
         for test in msgspec.json.decode(output_of(program, *flags, "-r", 1, "-o", "json")):
             name = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
             rates.setdefault(name, []).extend(test["samples_ts"])
@@ -410,7 +497,11 @@ class Comparison:
 def output_of(program: Path, *flags: object) -> str:
     """Return what a program prints on stdout. Raises StartupError if it fails."""
     done = subprocess.run(
-        [str(program), *map(str, flags)], capture_output=True, text=True, errors="replace", check=False
+        [str(program), *map(str, flags)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -420,7 +511,9 @@ def output_of(program: Path, *flags: object) -> str:
 
 def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) -> Run:
     """Return the measurements of a load."""
-    good = [answer for answer in outcome.answers if answer.succeeded or complete_without_usage(answer)]
+    good = [
+        answer for answer in outcome.answers if answer.succeeded or complete_without_usage(answer)
+    ]
     latencies = latencies_of(good)
     gaps = latencies["itl"]
     return Run(
@@ -439,7 +532,9 @@ def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) 
 
 
 def complete_without_usage(answer: Answer) -> bool:
-    """Return whether the answer reached its length limit at a server that reports no usage: it has all its tokens."""
+    """Return whether the answer reached its length limit at a server that reports no usage: it has
+    all its tokens.
+    """
     return answer.failure == "no usage" and answer.finish_reason == "length"
 
 

@@ -1,8 +1,8 @@
 """HTTP/1.1 client for one server. It reuses connections and reads responses as they arrive.
 
-The event loop passes the bytes of a response through httptools to their consumer in one call: no task wakes up and no
-future is created for a chunk. When a model runs on the same cores, all of the client's code is cold at every chunk, so
-the client must run little code there.
+The event loop passes the bytes of a response through httptools to their consumer in one call: no
+task wakes up and no future is created for a chunk. When a model runs on the same cores, all of the
+client's code is cold at every chunk, so the client must run little code there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import quote, urlsplit
 
-from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpResponseParser
+from httptools import (
+    HttpParserCallbackError,
+    HttpParserError,
+    HttpParserUpgrade,
+    HttpResponseParser,
+)
 
 CONNECT_TIMEOUT = 10.0  # seconds
 REFUSAL = 4096  # bytes kept of the body if the status is not 200
 
 Feed = Callable[[bytes, float], bool]
-"""Takes bytes of a body, cut anywhere, and the time at which they were read. Returns True if it wants no more."""
+"""Takes bytes of a body, cut anywhere, and the time at which they were read. Returns True if it
+wants no more.
+"""
 
 
 class CannotConnect(ConnectionError):
@@ -35,7 +42,10 @@ class BrokenHTTP(ConnectionError):
 
 
 class Response:
-    """A response. The names in ``headers`` are lower case. ``body`` is empty if a ``Feed`` received it."""
+    """A response.
+
+    The names in ``headers`` are lower case. ``body`` is empty if a ``Feed`` received it.
+    """
 
     def __init__(self) -> None:
         self.status = 0
@@ -48,20 +58,30 @@ class Response:
 
     @property
     def has_length(self) -> bool:
-        """Whether the headers delimit the body. Otherwise it lasts until the connection is closed."""
-        return b"content-length" in self.headers or b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
+        """Whether the headers delimit the body.
+
+        Otherwise it lasts until the connection is closed.
+        """
+        return (
+            b"content-length" in self.headers
+            or b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
+        )
 
 
 class Connections:
     """Connections to one server. Each serves one request at a time.
 
-    ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. Raises ValueError if ``url`` is
-    not an HTTP URL.
+    ``url`` may contain a prefix for all paths. ``headers`` are sent with every request. Raises
+    ValueError if ``url`` is not an HTTP URL.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, keep_alive: bool = True) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.hostname.isprintable():
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or not parts.hostname.isprintable()
+        ):
             raise ValueError("it is no URL of HTTP")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname.encode("idna").decode()
@@ -69,18 +89,27 @@ class Connections:
         self._prefix = quote(parts.path.rstrip("/"), safe="/%!$&'()*+,;=:@")
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._address = f"{host}:{self._port}"
-        fields = {"Host": self._address if parts.port else host, "User-Agent": "cllm", "Accept": "*/*", **headers}
+        fields = {
+            "Host": self._address if parts.port else host,
+            "User-Agent": "cllm",
+            "Accept": "*/*",
+            **headers,
+        }
         if not keep_alive:
             fields["Connection"] = "close"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._keep_alive = keep_alive
         self._idle: list[Connection] = []
 
-    async def request(self, path: str, body: bytes | None = None, feed: Feed | None = None) -> Response:
-        """POST ``body``, or GET, and return the response when it is complete or ``feed`` wants no more.
+    async def request(
+        self, path: str, body: bytes | None = None, feed: Feed | None = None
+    ) -> Response:
+        """POST ``body``, or GET, and return the response when it is complete or ``feed`` wants no
+        more.
 
-        ``feed`` receives the body of a 200. A lost request is not retried. Raises CannotConnect, BrokenHTTP, another
-        OSError if the connection is lost, or TimeoutError if connecting takes too long.
+        ``feed`` receives the body of a 200. A lost request is not retried. Raises CannotConnect,
+        BrokenHTTP, another OSError if the connection is lost, or TimeoutError if connecting takes
+        too long.
         """
         length = "" if body is None else f"Content-Length: {len(body)}\r\n"
         method = "GET" if body is None else "POST"
@@ -106,9 +135,13 @@ class Connections:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    Connection, self._host, self._port, ssl=self._tls
+                )
         except TimeoutError:
-            raise TimeoutError(f"no connection to {self._address} in {CONNECT_TIMEOUT:g} s") from None
+            raise TimeoutError(
+                f"no connection to {self._address} in {CONNECT_TIMEOUT:g} s"
+            ) from None
         except OSError as error:
             raise CannotConnect(f"cannot connect to {self._address}: {reason(error)}") from None
         return connection
@@ -126,7 +159,9 @@ class Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         # errors that servers in use make and other clients accept
         self._parser.set_dangerous_leniencies(
-            lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
+            lenient_headers=True,
+            lenient_optional_cr_before_lf=True,
+            lenient_spaces_after_chunk_size=True,
         )
         self._transport: asyncio.Transport
         self._response = Response()
@@ -146,7 +181,9 @@ class Connection(asyncio.Protocol):
         return response
 
     def readable(self) -> bool:
-        """Return whether bytes or the end of the stream can be read. Either makes an idle connection unusable.
+        """Return whether bytes or the end of the stream can be read.
+
+        Either makes an idle connection unusable.
 
         The event loop would see it too, but only in its next iteration. Always False on Windows.
         """
@@ -188,7 +225,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.reusable = False
         response = self._response
-        if response.status and (response.status != 200 or (not response.has_length and error is None)):
+        if response.status and (
+            response.status != 200 or (not response.has_length and error is None)
+        ):
             self._end()
         else:
             self._end(ConnectionError(error or "closed by the server before the end of the answer"))

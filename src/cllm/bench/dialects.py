@@ -1,7 +1,8 @@
-"""What the load client knows about its two APIs: OpenAI's chat completions and Ollama's own chat, both streamed.
+"""What the load client knows about its two APIs: OpenAI's chat completions and Ollama's own chat,
+both streamed.
 
-A chunk is a line: an event of OpenAI's stream, or an object of Ollama's NDJSON. Two searches in its bytes classify it.
-JSON is decoded only at the end of a stream.
+A chunk is a line: an event of OpenAI's stream, or an object of Ollama's NDJSON. Two searches in its
+bytes classify it. JSON is decoded only at the end of a stream.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """One API. ``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError for invalid input.
+    """One API.
 
-    ``exact_lengths``: requests can make the server ignore end tokens, so that answers have exactly the requested
-    number of tokens.
+    ``decode`` and ``decode_models`` raise msgspec.DecodeError or UnicodeDecodeError for invalid
+    input.
+
+    ``exact_lengths``: requests can make the server ignore end tokens, so that answers have exactly
+    the requested number of tokens.
     """
 
     chat_path: str
@@ -49,14 +53,17 @@ class Dialect(msgspec.Struct, frozen=True):
     decode: Callable[[bytes], Event]
     decode_models: Callable[[bytes], list[str]]
     body: Callable[[str, Messages, dict[str, Any]], bytes]
-    """Returns the body of a chat request from the model's name, the messages and options with OpenAI's names."""
+    """Returns the body of a chat request from the model's name, the messages and options with
+    OpenAI's names.
+    """
     exact_lengths: bool
 
 
-# Quotation marks are escaped inside a JSON string, so the patterns below never match generated text.
+# Quotation marks are escaped inside a JSON string, so the patterns below never match generated
+# text.
 
 
-# --- OpenAI ----------------------------------------------------------------------------------------------------------
+# --- OpenAI -------------------------------------------------------------------------------------
 
 
 class Delta(msgspec.Struct):
@@ -79,7 +86,11 @@ class OpenAIUsage(msgspec.Struct):
 
     def neutral(self) -> Usage:
         details = self.prompt_tokens_details
-        return Usage(self.completion_tokens, self.prompt_tokens, (details.cached_tokens or 0) if details else 0)
+        return Usage(
+            self.completion_tokens,
+            self.prompt_tokens,
+            (details.cached_tokens or 0) if details else 0,
+        )
 
 
 class OpenAIChunk(msgspec.Struct):
@@ -117,7 +128,7 @@ def openai_body(model: str, messages: Messages, options: dict[str, Any]) -> byte
     return msgspec.json.encode({"model": model, "messages": messages, **options, **rest})
 
 
-# --- Ollama ----------------------------------------------------------------------------------------------------------
+# --- Ollama -------------------------------------------------------------------------------------
 
 
 class OllamaChunk(msgspec.Struct):
@@ -159,8 +170,14 @@ OLLAMA_NAMES = {"max_tokens": "num_predict"}
 
 
 def ollama_body(model: str, messages: Messages, options: dict[str, Any]) -> bytes:
-    renamed = {OLLAMA_NAMES.get(name, name): value for name, value in options.items() if name != "ignore_eos"}
-    return msgspec.json.encode({"model": model, "messages": messages, "stream": True, "options": renamed})
+    renamed = {
+        OLLAMA_NAMES.get(name, name): value
+        for name, value in options.items()
+        if name != "ignore_eos"
+    }
+    return msgspec.json.encode(
+        {"model": model, "messages": messages, "stream": True, "options": renamed}
+    )
 
 
 DIALECTS: dict[Api, Dialect] = {

@@ -20,4 +20,9 @@ class Distribution(msgspec.Struct, frozen=True):
         values = np.fromiter(seconds, np.float64) * 1e3
         if not len(values):
             return None
-        return cls(*(round(float(value), 3) for value in (values.mean(), *np.percentile(values, (50, 95, 99)))))
+        return cls(
+            *(
+                round(float(value), 3)
+                for value in (values.mean(), *np.percentile(values, (50, 95, 99)))
+            )
+        )

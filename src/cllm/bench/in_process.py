@@ -1,4 +1,5 @@
-"""Measures the engine alone in its own process, for comparison with the servers and with llama-batched-bench.
+"""Measures the engine alone in its own process, for comparison with the servers and with
+llama-batched-bench.
 
 ``measure`` starts the process, sends it a ``Job`` and receives a ``Found``, both as JSON.
 """
@@ -29,11 +30,12 @@ from cllm.process.launch import engine_environment
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One of three measurements with ``num_seqs`` concurrent sequences, each with ``context`` tokens.
+    """One of three measurements with ``num_seqs`` concurrent sequences, each with ``context``
+    tokens.
 
-    The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the next one. ``parts``
-    times the parts of a step with such prompts. ``depth`` computes one prompt of that many tokens, continues it with
-    one sequence and then with all.
+    The default runs the prompts of ``Work(size, ..., number)``: each finished request starts the
+    next one. ``parts`` times the parts of a step with such prompts. ``depth`` computes one prompt
+    of that many tokens, continues it with one sequence and then with all.
     """
 
     model: str
@@ -47,9 +49,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """Results. load_s: seconds to load the model. Speeds are in tokens/s. Decoding speed covers the steps in which all
-    sequences decode; ``depth`` measures it with one sequence and with all. ttft_ms: mean. step_us: microseconds of a
-    step by part.
+    """Results. load_s: seconds to load the model. Speeds are in tokens/s. Decoding speed covers the
+    steps in which all sequences decode; ``depth`` measures it with one sequence and with all.
+    ttft_ms: mean. step_us: microseconds of a step by part.
     """
 
     load_s: float
@@ -72,7 +74,9 @@ def measure(job: Job) -> Found:
     )
     if child.returncode:
         lines = child.stderr.decode(errors="replace").strip().splitlines()
-        raise StartupError(f"the engine in a process of its own failed: {lines[-1] if lines else child.returncode}")
+        raise StartupError(
+            f"the engine in a process of its own failed: {lines[-1] if lines else child.returncode}"
+        )
     return msgspec.json.decode(child.stdout.splitlines()[-1], type=Found)
 
 
@@ -100,29 +104,39 @@ def run(job: Job) -> Found:
     found = Found(load_s=time.perf_counter() - begun, system=backend.info.system)
     engine = build_engine(backend, params)
     vocabulary = build_vocabulary(params)
-    warm_up = Work(msgspec.structs.replace(job.size, num_seqs=job.num_seqs, prompt_words=4, num_tokens=4), vocabulary)
+    warm_up = Work(
+        msgspec.structs.replace(job.size, num_seqs=job.num_seqs, prompt_words=4, num_tokens=4),
+        vocabulary,
+    )
     closed_loop(engine, warm_up.requests(), job.num_seqs)
     forget(engine)
     if job.depth:
         go_deep(engine, job, found)
     elif job.parts:
-        work = Work(msgspec.structs.replace(job.size, num_seqs=job.num_seqs), vocabulary, job.number)
+        work = Work(
+            msgspec.structs.replace(job.size, num_seqs=job.num_seqs), vocabulary, job.number
+        )
         found.step_us = step_parts(engine, work)
     else:
         requests = Work(job.size, vocabulary, job.number).requests()
         begun = time.perf_counter()
         decode, ttfts = closed_loop(engine, requests, job.num_seqs)
-        found.output_tokens_per_s = len(requests) * job.size.num_tokens / (time.perf_counter() - begun)
+        found.output_tokens_per_s = (
+            len(requests) * job.size.num_tokens / (time.perf_counter() - begun)
+        )
         found.decode_tokens_per_s = [decode]
         found.ttft_ms = 1e3 * statistics.fmean(ttfts)
     backend.close()
     return found
 
 
-def closed_loop(engine: Engine, requests: list[Request], num_seqs: int) -> tuple[float, list[float]]:
+def closed_loop(
+    engine: Engine, requests: list[Request], num_seqs: int
+) -> tuple[float, list[float]]:
     """Run ``requests``, ``num_seqs`` at a time.
 
-    Return tokens/s of the steps in which ``num_seqs`` sequences decode (0 if there is none), and the TTFTs in seconds.
+    Return tokens/s of the steps in which ``num_seqs`` sequences decode (0 if there is none), and
+    the TTFTs in seconds.
     """
     waiting = iter(requests)
     sent: dict[str, float] = {}
@@ -143,7 +157,9 @@ def closed_loop(engine: Engine, requests: list[Request], num_seqs: int) -> tuple
         if decoding:
             tokens += len(outputs)
             seconds += now - begun
-        ttfts += [now - sent.pop(output.request_id) for output in outputs if output.request_id in sent]
+        ttfts += [
+            now - sent.pop(output.request_id) for output in outputs if output.request_id in sent
+        ]
         add(islice(waiting, sum(bool(output.finish) for output in outputs)))
     return tokens / seconds if seconds else 0.0, ttfts
 
@@ -154,7 +170,10 @@ def all_decode(engine: Engine, num_seqs: int) -> bool:
 
 
 def go_deep(engine: Engine, job: Job, found: Found) -> None:
-    """Measure ``job.depth``. The first request computes the prompt; the others reuse it in cells of their own."""
+    """Measure ``job.depth``.
+
+    The first request computes the prompt; the others reuse it in cells of their own.
+    """
     vocabulary_size = engine.backend.info.vocabulary_size
     prompt = [(7919 * (i + 1)) % (vocabulary_size - 300) for i in range(job.depth)]
     params = SamplingParams(temperature=0, max_tokens=job.size.num_tokens, ignore_eos=True)

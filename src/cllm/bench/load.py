@@ -1,13 +1,13 @@
 """A load client for servers with OpenAI's chat completions or Ollama's own chat, streamed.
 
-Closed loop: a fixed number of requests at a time; each finished request starts the next one. Open loop: requests are
-sent at given times, even if earlier ones have not finished.
+Closed loop: a fixed number of requests at a time; each finished request starts the next one. Open
+loop: requests are sent at given times, even if earlier ones have not finished.
 
-The client knows the server only through HTTP, and the API only through its ``Dialect``. On small machines it shares the
-cores with the server, so reading a chunk must cost little.
+The client knows the server only through HTTP, and the API only through its ``Dialect``. On small
+machines it shares the cores with the server, so reading a chunk must cost little.
 
-Times are seconds of ``time.perf_counter``, taken when bytes are read. Events that arrive in one packet have the same
-time.
+Times are seconds of ``time.perf_counter``, taken when bytes are read. Events that arrive in one
+packet have the same time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ DETAIL = 200  # characters kept of a server's message
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each request, from sending to
-    the last byte. Without ``keep_alive``, each request has a connection of its own.
+    """The server to measure. ``url`` excludes the API's path. ``timeout``: seconds for each
+    request, from sending to the last byte. Without ``keep_alive``, each request has a connection of
+    its own.
     """
 
     url: str
@@ -67,15 +68,22 @@ class Answer:
         self.cancelled = False
         """The client disconnected, as the task required."""
         self.refused = False
-        """The server rejected the request because of overload (429 or 503). A failure unless the task allows it."""
+        """The server rejected the request because of overload (429 or 503). A failure unless
+        the task allows it.
+        """
         self.failure = ""
-        """Why the request did not succeed, in a few words that all failures of the kind share. Empty for a success."""
+        """Why the request did not succeed, in a few words that all failures of the kind share.
+        Empty for a success.
+        """
         self.detail = ""
         self._rest = b""
         self._content: list[bytes] = []
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Process bytes that were read at ``now``, cut anywhere. Return True if the client must disconnect now."""
+        """Process bytes that were read at ``now``, cut anywhere.
+
+        Return True if the client must disconnect now.
+        """
         self.ended = now
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -137,7 +145,9 @@ class Answer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the model ended the text before the requested length, at a server that cannot ignore end tokens."""
+        """Whether the model ended the text before the requested length, at a server that cannot
+        ignore end tokens.
+        """
         wanted = self.task.num_tokens
         return (
             not self.dialect.exact_lengths
@@ -165,8 +175,8 @@ class Answer:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU seconds of this
-    process in that time.
+    """A measured run. ``wall``: seconds from the first request sent to the last byte. ``cpu``: CPU
+    seconds of this process in that time.
     """
 
     answers: list[Answer]
@@ -193,9 +203,10 @@ def run_load(
 ) -> Outcome:
     """Send all tasks, ``concurrency`` at a time, each as soon as an earlier one has ended.
 
-    The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The measured tasks
-    reuse the connections of the warm-up. With ``arrivals``, in seconds, they are sent at these times, and
-    ``concurrency`` applies to the warm-up only. A failure is an answer, never an exception.
+    The first ``warmup`` tasks are sent before the clock starts and are not part of the outcome. The
+    measured tasks reuse the connections of the warm-up. With ``arrivals``, in seconds, they are
+    sent at these times, and ``concurrency`` applies to the warm-up only. A failure is an answer,
+    never an exception.
     """
     return _run(_run_load(target, tasks, concurrency, warmup, progress, arrivals))
 
@@ -236,8 +247,13 @@ class Client:
         self._dialect = target.dialect
         self._timeout = target.timeout
 
-    async def closed_loop(self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]) -> list[Answer]:
-        """Send ``tasks``, ``concurrency`` at a time. Return the answers in the order in which they ended."""
+    async def closed_loop(
+        self, tasks: Sequence[Task], concurrency: int, ended: Callable[[], None]
+    ) -> list[Answer]:
+        """Send ``tasks``, ``concurrency`` at a time.
+
+        Return the answers in the order in which they ended.
+        """
         waiting = iter(tasks)
         answers: list[Answer] = []
 
@@ -269,7 +285,9 @@ class Client:
             answer = await self.ask(following)
             answers.append(answer)
             ended()
-            following = following.follow(answer.text()) if following.follow and not answer.failure else None
+            following = (
+                following.follow(answer.text()) if following.follow and not answer.failure else None
+            )
 
     async def ask(self, task: Task) -> Answer:
         answer = Answer(task, time.perf_counter(), self._dialect)
@@ -290,18 +308,24 @@ class Client:
         return answer
 
     async def _read(self, answer: Answer) -> None:
-        response = await self._server.request(self._dialect.chat_path, answer.task.body, answer.feed)
+        response = await self._server.request(
+            self._dialect.chat_path, answer.task.body, answer.feed
+        )
         if response.status == 200:
             return
         answer.refused = response.status in REFUSALS
         if not (answer.refused and answer.task.may_be_refused):
             answer.fail(f"HTTP {response.status}", response.body.decode(errors="replace"))
-        elif not says_when(retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")):
+        elif not says_when(
+            retry_after := response.headers.get(b"retry-after", b"").decode(errors="replace")
+        ):
             answer.fail(f"HTTP {response.status} without Retry-After", retry_after)
 
 
 def says_when(retry_after: str) -> bool:
-    """Return whether the value is valid for the header Retry-After: seconds, or a date (RFC 9110, 10.2.3)."""
+    """Return whether the value is valid for the header Retry-After: seconds, or a date (RFC 9110,
+    10.2.3).
+    """
     return retry_after.isdecimal() or parsedate(retry_after) is not None
 
 
@@ -318,7 +342,10 @@ async def _find_model(target: Target, wanted: str | None) -> str:
     if wanted is not None:
         return wanted
     if response.status != 200:
-        _refuse(target, f"{path} answered {response.status}: {response.body[:DETAIL].decode(errors='replace')}")
+        _refuse(
+            target,
+            f"{path} answered {response.status}: {response.body[:DETAIL].decode(errors='replace')}",
+        )
     try:
         return target.dialect.decode_models(response.body)[0]
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
@@ -330,7 +357,10 @@ def _refuse(target: Target, reason: str) -> NoReturn:
 
 
 def connections(target: Target) -> Connections:
-    """Return connections, which the caller closes. Raises StartupError if the target's URL is not an HTTP URL."""
+    """Return connections, which the caller closes.
+
+    Raises StartupError if the target's URL is not an HTTP URL.
+    """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"

@@ -1,4 +1,5 @@
-"""Makes a model with the shape of a real one and random weights, to measure speed where nothing can be downloaded.
+"""Makes a model with the shape of a real one and random weights, to measure speed where nothing can
+be downloaded.
 
 Each token costs as much time and memory as with the real model. The output is noise.
 """
@@ -54,11 +55,14 @@ SHAPES = {
 }
 
 # The name on the command line -> llama.cpp's file type.
-QUANTS = {name.lower(): name for name in ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0")}
+QUANTS = {
+    name.lower(): name for name in ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0")
+}
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 EPSILON = 1e-6
@@ -74,11 +78,12 @@ def make_model(
     threads: int | None = None,
     progress: Progress,
 ) -> None:
-    """Write the model ``SHAPES[shape]``, quantized to ``QUANTS[quant]``, to ``out``, completely or not at all.
+    """Write the model ``SHAPES[shape]``, quantized to ``QUANTS[quant]``, to ``out``, completely or
+    not at all.
 
-    The same arguments give the same weights. Needs the ``bench`` extra, and space for the model in F16 in the folder of
-    ``out``, in addition to the result. Raises StartupError for an unknown name, a missing extra or folder, or too
-    little space.
+    The same arguments give the same weights. Needs the ``bench`` extra, and space for the model in
+    F16 in the folder of ``out``, in addition to the result. Raises StartupError for an unknown
+    name, a missing extra or folder, or too little space.
     """
     _check(shape, SHAPES, "shape")
     _check(quant, QUANTS, "quantization")
@@ -91,7 +96,11 @@ def make_model(
         if QUANTS[quant] != "F16":
             result = Path(folder) / "quantized.gguf"
             quantize(
-                source, result, QUANTS[quant], threads=threads, progress=lambda share: progress("quantizing", share)
+                source,
+                result,
+                QUANTS[quant],
+                threads=threads,
+                progress=lambda share: progress("quantizing", share),
             )
         result.replace(out)
 
@@ -106,11 +115,12 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[str]]:
-    """Return the tokens and merges of a byte-level BPE with ``size`` tokens, the control tokens last.
+    """Return the tokens and merges of a byte-level BPE with ``size`` tokens, the control tokens
+    last.
 
-    The tokens are all bytes, then all strings of 2, 3, 4 lower-case letters in order, with and without a leading space.
-    Each token is merged from the token that is a letter shorter, so every token can be reached. English text needs a
-    token for every 3 letters.
+    The tokens are all bytes, then all strings of 2, 3, 4 lower-case letters in order, with and
+    without a leading space. Each token is merged from the token that is a letter shorter, so every
+    token can be reached. English text needs a token for every 3 letters.
     """
     tokens = [_byte_characters()[byte] for byte in range(256)]
     merges = list(islice(_merges(), size - len(tokens) - len(CONTROL)))
@@ -126,7 +136,10 @@ def _check_space(shape: Shape, folder: Path) -> None:
     needed = 2 * sum(2 * math.prod(dims) for _, dims in tensors(shape))
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise StartupError(f"Making this model needs {size_text(needed)} in {folder}, which has {size_text(free)} free")
+        raise StartupError(
+            f"Making this model needs {size_text(needed)} in {folder}, which has "
+            f"{size_text(free)} free"
+        )
 
 
 def _layer_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -149,7 +162,9 @@ def _byte_characters() -> dict[int, str]:
     """Return GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
 
 
 def _merges() -> Iterator[str]:
@@ -166,25 +181,30 @@ def _write_f16(shape: Shape, name: str, path: Path, seed: int, progress: Progres
     every = list(tensors(shape))
     for tensor, dims in every:
         kind = np.float32 if len(dims) == 1 else np.float16
-        writer.add_tensor_info(tensor, dims, np.dtype(kind), math.prod(dims) * np.dtype(kind).itemsize)
+        writer.add_tensor_info(
+            tensor, dims, np.dtype(kind), math.prod(dims) * np.dtype(kind).itemsize
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     total, done = sum(math.prod(dims) for _, dims in every), 0
     weights = _Weights(seed)
     for _, dims in every:
-        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else weights.matrix(*dims))
+        writer.write_tensor_data(
+            np.ones(dims, np.float32) if len(dims) == 1 else weights.matrix(*dims)
+        )
         done += math.prod(dims)
         progress("writing random weights", done / total)
     writer.close()
 
 
 class _Weights:
-    """Matrices with normally distributed entries of standard deviation 1/sqrt(columns), so that activations keep their
-    size.
+    """Matrices with normally distributed entries of standard deviation 1/sqrt(columns), so that
+    activations keep their size.
 
-    Drawing 600 million entries would take half a minute. Instead, each matrix is assembled from pieces of one block of
-    eight million numbers, cut at random places. This affects neither the model's speed nor its size.
+    Drawing 600 million entries would take half a minute. Instead, each matrix is assembled from
+    pieces of one block of eight million numbers, cut at random places. This affects neither the
+    model's speed nor its size.
     """
 
     def __init__(self, seed: int) -> None:
@@ -195,7 +215,9 @@ class _Weights:
     def matrix(self, rows: int, columns: int) -> npt.NDArray[np.float16]:
         block = self.scaled.get(columns)
         if block is None:
-            block = self.scaled[columns] = (self.block * np.float32(columns**-0.5)).astype(np.float16)
+            block = self.scaled[columns] = (self.block * np.float32(columns**-0.5)).astype(
+                np.float16
+            )
         values = np.empty(rows * columns, np.float16)
         at = 0
         while at < len(values):
@@ -210,7 +232,9 @@ def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
     try:
         import gguf
     except ImportError:
-        raise StartupError("Making a model needs the extra `bench`: pip install 'cllm[bench]'") from None
+        raise StartupError(
+            "Making a model needs the extra `bench`: pip install 'cllm[bench]'"
+        ) from None
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"{name} with random weights")
     writer.add_context_length(shape.context)
@@ -232,7 +256,9 @@ def _writer(shape: Shape, name: str, path: Path) -> gguf.GGUFWriter:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(shape.tokenizer)
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * normal + [gguf.TokenType.CONTROL] * len(CONTROL))
+    writer.add_token_types(
+        [gguf.TokenType.NORMAL] * normal + [gguf.TokenType.CONTROL] * len(CONTROL)
+    )
     writer.add_token_merges(merges)
     writer.add_bos_token_id(tokens.index("<|endoftext|>"))
     writer.add_pad_token_id(tokens.index("<|endoftext|>"))

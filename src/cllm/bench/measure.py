@@ -1,8 +1,9 @@
-"""Measures the speed and quality of a model with given parameters, in a child process that they may crash.
+"""Measures the speed and quality of a model with given parameters, in a child process that they may
+crash.
 
-The child keeps the weights loaded and opens a context for each job. A candidate that crashes, exhausts the memory or
-never ends is ruled out, and the next job gets a new child. The child reads one job per line on stdin and answers with
-one line on stdout. The last line on stderr is the error.
+The child keeps the weights loaded and opens a context for each job. A candidate that crashes,
+exhausts the memory or never ends is ruled out, and the next job gets a new child. The child reads
+one job per line on stdin and answers with one line on stdout. The last line on stderr is the error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
 
 WINDOW = 512  # tokens of a text that attend to each other
-LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0  # seconds; multiple of the longest measurement so far
+# seconds; multiple of the longest measurement so far
+LONG_TIMEOUT, TIMEOUT, TIMES_LONGEST = 900.0, 60.0, 10.0
 
 
 class CandidateError(Exception):
@@ -45,7 +47,9 @@ class CandidateError(Exception):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """``num_seqs`` unrelated prompts of ``prompt_tokens`` tokens, then ``steps`` steps in which all of them decode."""
+    """``num_seqs`` unrelated prompts of ``prompt_tokens`` tokens, then ``steps`` steps in which all
+    of them decode.
+    """
 
     num_seqs: int
     prompt_tokens: int
@@ -69,7 +73,8 @@ class Measure(msgspec.Struct, tag=True, frozen=True):
 class Judge(msgspec.Struct, tag=True, frozen=True):
     """A job to compute the logits after each of ``tokens``.
 
-    With ``write``, the child writes them to ``file``. Otherwise it compares them with ``file`` and returns Quality.
+    With ``write``, the child writes them to ``file``. Otherwise it compares them with ``file`` and
+    returns Quality.
     """
 
     params: EngineParams
@@ -102,8 +107,13 @@ class Bench:
         self._ask(Judge(params, tokens, str(file), write=True))
 
     def quality(self, params: EngineParams, tokens: list[int], file: Path) -> Quality:
-        """Compare with the logits that ``write_logits`` wrote for the same tokens. Raises CandidateError."""
-        return msgspec.json.decode(self._ask(Judge(params, tokens, str(file), write=False)), type=Quality)
+        """Compare with the logits that ``write_logits`` wrote for the same tokens.
+
+        Raises CandidateError.
+        """
+        return msgspec.json.decode(
+            self._ask(Judge(params, tokens, str(file), write=False)), type=Quality
+        )
 
     def _ask(self, job: Measure | Judge) -> bytes:
         child = self._child_for(job.params.path)
@@ -172,7 +182,7 @@ class Bench:
         self._child = None
 
 
-# --- the child -------------------------------------------------------------------------------------------------------
+# --- the child ----------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -198,7 +208,9 @@ def sized(job: Measure | Judge) -> EngineParams:
         num_seqs, context = job.work.num_seqs, job.work.prompt_tokens + job.work.steps + 1
     else:
         num_seqs, context = 1, WINDOW
-    return msgspec.structs.replace(job.params, max_num_seqs=num_seqs, context_length=context, kv_memory=1 << 62)
+    return msgspec.structs.replace(
+        job.params, max_num_seqs=num_seqs, context_length=context, kv_memory=1 << 62
+    )
 
 
 def run(backend: Backend, work: Work) -> Speeds:
@@ -218,12 +230,16 @@ def run(backend: Backend, work: Work) -> Speeds:
         backend.forward(Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], []))
     ended = time.perf_counter()
     return Speeds(
-        work.num_seqs * work.prompt_tokens / (between - begun), work.num_seqs * work.steps / (ended - between)
+        work.num_seqs * work.prompt_tokens / (between - begun),
+        work.num_seqs * work.steps / (ended - between),
     )
 
 
 def prompt_rows(seqs: list[Sequence], space: int) -> Iterator[list[Row]]:
-    """Yield the rows of the prompts for each step. A step takes as many prompts as fit into ``space`` tokens."""
+    """Yield the rows of the prompts for each step.
+
+    A step takes as many prompts as fit into ``space`` tokens.
+    """
     rows: list[Row] = []
     left = space
     for seq in seqs:
@@ -265,7 +281,9 @@ def logits_of(backend: Backend, tokens: list[int]) -> Iterator[tuple[int, Logits
         seq.seq_id = 0
         for start in range(0, len(text), space):
             draft = tuple(text[start + 1 : start + space])
-            batch = Batch([Row(seq, start, 1, 1 + len(draft), draft)], [] if start else [Trim(0, 0)])
+            batch = Batch(
+                [Row(seq, start, 1, 1 + len(draft), draft)], [] if start else [Trim(0, 0)]
+            )
             yield window + start, backend.forward(batch)
 
 

@@ -21,9 +21,12 @@ svg { width: 100%; height: auto }
 @media print { body { margin: 0; max-width: none } }
 """
 CAPTION = (
-    "Of successful requests: which share took at most so long. TTFT: from sending to the first text. ITL: from one "
-    "chunk to the next. TPOT: per token after the first. E2E: from sending to the last byte. Then the tokens of "
-    "successful requests, and all requests that had been sent and had not ended, over time. Dotted: the limits of "
+    "Of successful requests: which share took at most so long. TTFT: from sending to the first "
+    "text. ITL: from one "
+    "chunk to the next. TPOT: per token after the first. E2E: from sending to the last byte. "
+    "Then the tokens of "
+    "successful requests, and all requests that had been sent and had not ended, over time. "
+    "Dotted: the limits of "
     "the goodput, where there are any."
 )
 
@@ -43,12 +46,18 @@ def diff_page(before: Report, after: Report) -> str:
     ]
     parts.append(picture_of(both))
     for name, report in both.items():
-        parts += [f"<h2>{name}: {escape(report.model)} at {escape(report.url)}</h2>", *summary(report)]
+        parts += [
+            f"<h2>{name}: {escape(report.model)} at {escape(report.url)}</h2>",
+            *summary(report),
+        ]
     return page("Two reports", parts)
 
 
 def summary(report: Report) -> list[str]:
-    rows = [(name, *(f"{ms:,.1f}" for ms in msgspec.structs.astuple(of))) for name, of in report.latencies.items()]
+    rows = [
+        (name, *(f"{ms:,.1f}" for ms in msgspec.structs.astuple(of)))
+        for name, of in report.latencies.items()
+    ]
     return [
         lines([*results(report), *remarks(report)]),
         table(["milliseconds", "mean", "p50", "p95", "p99"], rows),

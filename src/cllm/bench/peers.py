@@ -1,9 +1,10 @@
 """The programs that cLLM is compared with: where they are, and how they are built.
 
-Two questions need two builds of one source, the llama.cpp tree in the llama-cpp-python sdist that uv.lock names.
-What does the server add? This needs the compiler switches of pyproject.toml, with which cLLM's own llama.cpp is built.
-SKBUILD_CMAKE_ARGS from the environment is added, as when uv builds llama-cpp-python: -DGGML_CUDA=ON;-D...
-What does a user gain over llama-server as it is usually built? This needs the default build, without any switches.
+Two questions need two builds of one source, the llama.cpp tree in the llama-cpp-python sdist that
+uv.lock names. What does the server add? This needs the compiler switches of pyproject.toml, with
+which cLLM's own llama.cpp is built. SKBUILD_CMAKE_ARGS from the environment is added, as when uv
+builds llama-cpp-python: -DGGML_CUDA=ON;-D... What does a user gain over llama-server as it is
+usually built? This needs the default build, without any switches.
 """
 
 from __future__ import annotations
@@ -59,13 +60,18 @@ def needed(program: str, folder: Path = FOLDER) -> Path:
     """Return the path of the program. Raises StartupError if it is not found."""
     if found := find(program, folder):
         return found
-    raise StartupError(f"{program} is neither in {folder} nor on PATH; cllm bench compare --build builds it")
+    raise StartupError(
+        f"{program} is neither in {folder} nor on PATH; cllm bench compare --build builds it"
+    )
 
 
 def find_example_server(folder: Path = FOLDER) -> Path:
-    """Return the script of llama-cpp-python's example server. Raises StartupError naming what is missing.
+    """Return the script of llama-cpp-python's example server.
 
-    The script loads libmtmd, which is built together with llama-server, so it uses llama.cpp from ``folder`` too.
+    Raises StartupError naming what is missing.
+
+    The script loads libmtmd, which is built together with llama-server, so it uses llama.cpp from
+    ``folder`` too.
     """
     script = folder / EXAMPLE_SERVER
     if not script.exists():
@@ -76,25 +82,36 @@ def find_example_server(folder: Path = FOLDER) -> Path:
 
 
 def build(folder: Path, tell: Tell) -> None:
-    """Fetch the source and make both builds, in ``folder``/build and ``folder``/default. Raises StartupError if that
-    fails.
+    """Fetch the source and make both builds, in ``folder``/build and ``folder``/default. Raises
+    StartupError if that fails.
     """
     if not (ROOT / "uv.lock").exists():
-        raise StartupError("peers can be built in a checkout of cLLM only: uv.lock names their source")
+        raise StartupError(
+            "peers can be built in a checkout of cLLM only: uv.lock names their source"
+        )
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     source, example = folder / "llama.cpp", folder / "build" / "bin" / EXAMPLE_SERVER
     if not (source.exists() and example.exists()):
         put_sources(folder, source, example, tell)
 
-    variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["extra-build-variables"][PACKAGE]
-    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get("SKBUILD_CMAKE_ARGS", "").split(";")
+    variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"][
+        "extra-build-variables"
+    ][PACKAGE]
+    arguments = shlex.split(variables.get("CMAKE_ARGS", "")) + os.environ.get(
+        "SKBUILD_CMAKE_ARGS", ""
+    ).split(";")
     build_programs(folder, "build", variables, [*filter(None, arguments)], PROGRAMS, tell)
     build_programs(folder, "default", {"CFLAGS": "", "CXXFLAGS": ""}, [], DEFAULT_PROGRAMS, tell)
 
 
 def build_programs(
-    folder: Path, name: str, variables: dict[str, str], arguments: list[str], programs: tuple[str, ...], tell: Tell
+    folder: Path,
+    name: str,
+    variables: dict[str, str],
+    arguments: list[str],
+    programs: tuple[str, ...],
+    tell: Tell,
 ) -> None:
     """Build ``programs`` in ``folder``/``name``. Raises StartupError if that fails."""
     build_folder, log, cmake = folder / name, folder / f"{name}.log", find_cmake(folder)
@@ -105,18 +122,34 @@ def build_programs(
     with log.open("w") as output:
         for command in (
             [cmake, "-S", str(folder / "llama.cpp"), "-B", str(build_folder), *arguments],
-            [cmake, "--build", str(build_folder), "--parallel", str(os.cpu_count()), "--target", *programs],
+            [
+                cmake,
+                "--build",
+                str(build_folder),
+                "--parallel",
+                str(os.cpu_count()),
+                "--target",
+                *programs,
+            ],
         ):
             if run(command, environment, output, tell):
                 raise StartupError(f"the build failed, see the end of {log}")
 
 
 def run(command: list[str], environment: dict[str, str], log: TextIO, tell: Tell) -> int:
-    """Run a command and return its exit status. Its output goes to ``log``; ``tell`` reports every ten percent."""
+    """Run a command and return its exit status.
+
+    Its output goes to ``log``; ``tell`` reports every ten percent.
+    """
     print(f"$ {shlex.join(command)}", file=log, flush=True)
     shown = 0
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     ) as process:
         for line in process.stdout or ():
             print(line, end="", file=log, flush=True)
@@ -128,11 +161,15 @@ def run(command: list[str], environment: dict[str, str], log: TextIO, tell: Tell
 
 
 def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
-    """Copy llama.cpp and the example server from the sdist, which is taken from uv's cache or else from PyPI."""
+    """Copy llama.cpp and the example server from the sdist, which is taken from uv's cache or else
+    from PyPI.
+    """
     package = locked_package()
     cache = Path(os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv")
     pattern = f"sdists-v*/pypi/{PACKAGE}/{package['version']}/*/src/vendor/llama.cpp"
-    sdist = next((found.parents[1] for found in cache.glob(pattern)), None) or fetch(package["sdist"], folder, tell)
+    sdist = next((found.parents[1] for found in cache.glob(pattern)), None) or fetch(
+        package["sdist"], folder, tell
+    )
     if not source.exists():
         tell(f"copying llama.cpp from {sdist}")
         partial = source.with_suffix(".partial")
@@ -143,7 +180,10 @@ def put_sources(folder: Path, source: Path, example: Path, tell: Tell) -> None:
 
 
 def fetch(sdist: dict[str, str], folder: Path, tell: Tell) -> Path:
-    """Download and unpack the sdist from PyPI, and return its folder. Raises StartupError if that fails."""
+    """Download and unpack the sdist from PyPI, and return its folder.
+
+    Raises StartupError if that fails.
+    """
     archive = folder / sdist["url"].rsplit("/", 1)[-1]
     tell(f"fetching {sdist['url']}")
     try:

@@ -1,4 +1,6 @@
-"""The results of ``cllm bench compare``, their targets, and the page and pictures that show them."""
+"""The results of ``cllm bench compare``, their targets, and the page and pictures that show
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,23 @@ import msgspec
 from cllm.errors import StartupError
 from cllm.models.gguf import size_text
 
-CLLM, ENGINE, BOUND, LLAMA_SERVER = "cLLM", "engine in process", "llama-batched-bench", "llama-server"
+CLLM, ENGINE, BOUND, LLAMA_SERVER = (
+    "cLLM",
+    "engine in process",
+    "llama-batched-bench",
+    "llama-server",
+)
 DEFAULT_SERVER = "llama-server, default build"
 OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One system at one concurrency in one round. Rates and latencies are those of successful requests. None: not
-    measured.
+    """One system at one concurrency in one round. Rates and latencies are those of successful
+    requests. None: not measured.
 
-    output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s: of steps in which
-    all sequences decode. load_s: loading the model alone. memory_mb: PSS of all the system's processes after the work.
-    cpu_us_per_token: CPU time of cLLM's API process.
+    output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s:
+    of steps in which all sequences decode. load_s: loading the model alone. memory_mb: PSS of all
+    the system's processes after the work. cpu_us_per_token: CPU time of cLLM's API process.
     """
 
     system: str
@@ -94,12 +101,12 @@ def read_results(path: Path) -> Results:
         raise StartupError(f"{path} holds no results of cllm bench compare: {error}") from None
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A number with a target. ``values``: one for each round. Their median, or with ``every`` each of them, must be at
-    least ``target``; without ``at_least``, at most ``target``.
+    """A number with a target. ``values``: one for each round. Their median, or with ``every`` each
+    of them, must be at least ``target``; without ``at_least``, at most ``target``.
     """
 
     name: str
@@ -146,19 +153,30 @@ def figures(results: Results) -> list[Figure]:
             found.append(Figure(name, values, target, **how))
 
     for test, rates in results.llama_bench.items():
-        ratios = [ratio(a, b) for a, b in zip(rates, results.default_bench.get(test, []), strict=False)]
+        ratios = [
+            ratio(a, b) for a, b in zip(rates, results.default_bench.get(test, []), strict=False)
+        ]
         target = TO_DEFAULT_BUILD if test.startswith("pp") and is_avx2(results) else None
         add(f"llama-bench {test}, cLLM's compiler switches / default build", ratios, target)
     sizes = sorted({run.num_seqs for run in results.runs})
     for num_seqs in sizes:
         pair = paired(results.runs, num_seqs, lambda run: run.decode_tokens_per_s)
-        add(f"decoding, engine in process / llama-batched-bench, {num_seqs}", pair(ENGINE, BOUND, ratio), TO_BOUND)
-    speed = {size: paired(results.runs, size, lambda run: run.output_tokens_per_s) for size in sizes}
+        add(
+            f"decoding, engine in process / llama-batched-bench, {num_seqs}",
+            pair(ENGINE, BOUND, ratio),
+            TO_BOUND,
+        )
+    speed = {
+        size: paired(results.runs, size, lambda run: run.output_tokens_per_s) for size in sizes
+    }
     for num_seqs in sizes:
         name = f"output tokens/s, HTTP streaming / engine in process, {num_seqs}"
         add(name, speed[num_seqs](CLLM, ENGINE, ratio), TO_ENGINE)
     for num_seqs in sizes:
-        name, target = f"output tokens/s, cLLM / llama-server, {num_seqs}", TO_LLAMA_SERVER.get(num_seqs)
+        name, target = (
+            f"output tokens/s, cLLM / llama-server, {num_seqs}",
+            TO_LLAMA_SERVER.get(num_seqs),
+        )
         add(name, speed[num_seqs](CLLM, LLAMA_SERVER, ratio), target)
         name = f"the bound of it, llama-batched-bench / llama-server, {num_seqs}"
         add(name, speed[num_seqs](BOUND, LLAMA_SERVER, ratio), None)
@@ -167,10 +185,17 @@ def figures(results: Results) -> list[Figure]:
     for system, targets in TTFT.items():
         for num_seqs in sizes:
             values = paired(results.runs, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
-            add(f"mean TTFT, cLLM / {system}, {num_seqs}", values, targets.get(num_seqs), at_least=False)
+            add(
+                f"mean TTFT, cLLM / {system}, {num_seqs}",
+                values,
+                targets.get(num_seqs),
+                at_least=False,
+            )
     for system in TTFT:
         for num_seqs in sorted({run.num_seqs for run in results.shared}):
-            speeds = paired(results.shared, num_seqs, lambda run: run.output_tokens_per_s)(CLLM, system, ratio)
+            speeds = paired(results.shared, num_seqs, lambda run: run.output_tokens_per_s)(
+                CLLM, system, ratio
+            )
             add(f"shared prefix, output tokens/s, cLLM / {system}, {num_seqs}", speeds, None)
             values = paired(results.shared, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
             add(f"shared prefix, mean TTFT, cLLM / {system}, {num_seqs}", values, None)
@@ -189,12 +214,22 @@ def figures(results: Results) -> list[Figure]:
     starts = [
         value
         for size in sizes
-        for value in paired(results.runs, size, lambda run: run.load_s if run.system == ENGINE else run.start_s)(
-            CLLM, ENGINE, difference
-        )
+        for value in paired(
+            results.runs, size, lambda run: run.load_s if run.system == ENGINE else run.start_s
+        )(CLLM, ENGINE, difference)
     ]
-    add("start of cLLM until ready - loading of the model", starts, START_S, at_least=False, unit=" s")
-    costs = [run.cpu_us_per_token for run in results.runs if run.system == CLLM and run.cpu_us_per_token is not None]
+    add(
+        "start of cLLM until ready - loading of the model",
+        starts,
+        START_S,
+        at_least=False,
+        unit=" s",
+    )
+    costs = [
+        run.cpu_us_per_token
+        for run in results.runs
+        if run.system == CLLM and run.cpu_us_per_token is not None
+    ]
     add("CPU of the API process for a streamed token", costs, None, unit=" µs")
     return found
 
@@ -208,7 +243,9 @@ def is_avx2(results: Results) -> bool:
 def paired(
     runs: Iterable[Run], num_seqs: int, value: Callable[[Run], float | None]
 ) -> Callable[[str, str, Callable[[float, float], float]], list[float]]:
-    """Return a function that combines the values of two systems round by round, where both were measured."""
+    """Return a function that combines the values of two systems round by round, where both were
+    measured.
+    """
     values = {(run.system, run.round): value(run) for run in runs if run.num_seqs == num_seqs}
 
     def join(one: str, other: str, how: Callable[[float, float], float]) -> list[float]:
@@ -230,7 +267,7 @@ def success(run: Run) -> float:
     return run.num_succeeded / run.num_requests
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------------------
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
@@ -263,7 +300,9 @@ continue with {own_words} words of their own. Answers have {shared_tokens} token
 
 
 def write_page(results: Results, path: Path) -> list[Path]:
-    """Write the page, and its pictures next to it. Keeps the notes in an existing page. Returns the written paths.
+    """Write the page, and its pictures next to it.
+
+    Keeps the notes in an existing page. Returns the written paths.
 
     Raises StartupError if a file cannot be written.
     """
@@ -271,12 +310,17 @@ def write_page(results: Results, path: Path) -> list[Path]:
 
     try:
         notes = dict(NOTES.findall(path.read_text("utf-8"))) if path.exists() else {}
-        pictures = {path.with_name(f"{path.stem}-{name}.svg"): figure for name, figure in drawn(results).items()}
+        pictures = {
+            path.with_name(f"{path.stem}-{name}.svg"): figure
+            for name, figure in drawn(results).items()
+        }
         for file, figure in pictures.items():
             file.write_bytes(picture(figure, file.suffix))
         path.write_text(page(results, path.stem, notes), "utf-8")
     except OSError as error:
-        raise StartupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
+        raise StartupError(
+            f"{error.filename or path} cannot be written: {error.strerror}"
+        ) from None
     return [path, *pictures]
 
 
@@ -285,7 +329,10 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     setup = results.setup
     parts = [
         "# Performance",
-        f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the curves are written by hand.",
+        (
+            f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the "
+            f"curves are written by hand."
+        ),
         "## Figures and targets",
         "The number at the end of a name is the number of concurrent requests.",
         figure_table(figures(results)),
@@ -308,10 +355,16 @@ def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     if results.shared:
         parts += ["## Shared prefix", SHARED.format(**setup), systems(results.shared)]
     if results.kept:
-        rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in results.kept]
+        rows = [
+            (run.system, f"{run.num_succeeded} of {run.num_requests}", why(run))
+            for run in results.kept
+        ]
         parts += [
             "## Kept-alive connections",
-            f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for all its requests.",
+            (
+                f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for "
+                f"all its requests."
+            ),
             table(("", "succeeded", "failures"), rows, "lrl"),
         ]
     if results.curve:
@@ -359,10 +412,17 @@ def systems(runs: Sequence[Run]) -> str:
     rows = []
     for system in dict.fromkeys(run.system for run in runs):
         mine = [run for run in runs if run.system == system]
-        cells = [spread([found for run in mine if (found := value(run)) is not None]) for value in columns.values()]
-        succeeded = f"{sum(run.num_succeeded for run in mine)}/{sum(run.num_requests for run in mine)}"
+        cells = [
+            spread([found for run in mine if (found := value(run)) is not None])
+            for value in columns.values()
+        ]
+        succeeded = (
+            f"{sum(run.num_succeeded for run in mine)}/{sum(run.num_requests for run in mine)}"
+        )
         chosen = mine[0].settings
-        rows.append((f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded))
+        rows.append(
+            (f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded)
+        )
     return table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))
 
 
@@ -384,18 +444,34 @@ def curve_table(results: Results) -> str:
         )
         for run in sorted(results.curve, key=lambda run: (run.num_seqs, run.system))
     ]
-    head = ("at a time", "", "output tokens/s", "mean TTFT ms", "ITL p50 ms", "ITL p99 ms", "host µs a row")
+    head = (
+        "at a time",
+        "",
+        "output tokens/s",
+        "mean TTFT ms",
+        "ITL p50 ms",
+        "ITL p99 ms",
+        "host µs a row",
+    )
     return table(head, rows, "rlrrrrr")
 
 
 def depth_table(depths: Sequence[Depth]) -> str:
     counts = sorted({count for depth in depths for count in depth.decode_tokens_per_s})
-    head = [f"{what}, {count} at a time" for count in counts for what in ("decoding tokens/s", "ITL ms")]
+    head = [
+        f"{what}, {count} at a time" for count in counts for what in ("decoding tokens/s", "ITL ms")
+    ]
     rows = []
     for depth in sorted(depths, key=lambda depth: (depth.context, depth.system)):
         speeds = [(count, depth.decode_tokens_per_s.get(count) or None) for count in counts]
-        cells = [cell for count, speed in speeds for cell in (number(speed), number(speed and 1e3 * count / speed))]
-        rows.append((f"{depth.context:,}", depth.system, number(depth.prefill_tokens_per_s), *cells))
+        cells = [
+            cell
+            for count, speed in speeds
+            for cell in (number(speed), number(speed and 1e3 * count / speed))
+        ]
+        rows.append(
+            (f"{depth.context:,}", depth.system, number(depth.prefill_tokens_per_s), *cells)
+        )
     return table(("context", "", "prefill tokens/s", *head), rows, "rl" + "r" * (1 + len(head)))
 
 
@@ -406,25 +482,37 @@ def host_us(parts: Parts) -> float:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
     lines = [head, ["---" if which == "l" else "---:" for which in align], *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines
+    )
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Return "median (least to most)"; the median alone if there is one value; "" if there is none."""
+    """Return "median (least to most)"; the median alone if there is one value; "" if there is
+    none.
+    """
     if not values:
         return ""
     middle = number(statistics.median(values)) + unit
-    return middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
+    return (
+        middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
+    )
 
 
 def number(value: float | None) -> str:
     """Return the number with three or four digits, or "" for None."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3f}"
+    )
 
 
-# --- the pictures ----------------------------------------------------------------------------------------------------
+# --- the pictures -------------------------------------------------------------------------------
 
 CONCURRENCY_PICTURES = {
     "tokens": "Output tokens per second over requests at a time",
@@ -465,12 +553,17 @@ def drawn(results: Results) -> dict[str, Any]:
         host: dict[float, list[float]] = {}
         for parts in results.parts:
             host.setdefault(parts.num_seqs, []).append(host_us(parts))
-        pictures["host"] = curves({"schedule, build, sample, advance, send": host}, x=AT_A_TIME, y="host µs a row")
+        pictures["host"] = curves(
+            {"schedule, build, sample, advance, send": host}, x=AT_A_TIME, y="host µs a row"
+        )
     if results.depths:
         systems = list(dict.fromkeys(depth.system for depth in results.depths))
         of = {name: [depth for depth in results.depths if depth.system == name] for name in systems}
         prefill: dict[str, dict[float, list[float]]]
-        prefill = {name: {depth.context: [depth.prefill_tokens_per_s] for depth in of[name]} for name in systems}
+        prefill = {
+            name: {depth.context: [depth.prefill_tokens_per_s] for depth in of[name]}
+            for name in systems
+        }
         pictures["prefill"] = curves(prefill, x=CONTEXT, y="prefill tokens/s")
         speeds: dict[str, dict[float, list[float]]] = {}
         gaps = {}
@@ -481,7 +574,9 @@ def drawn(results: Results) -> dict[str, Any]:
                         continue
                     label = f"{name}, {count} at a time"
                     speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
-                    gaps.setdefault(label, {}).setdefault(depth.context, []).append(1e3 * count / speed)
+                    gaps.setdefault(label, {}).setdefault(depth.context, []).append(
+                        1e3 * count / speed
+                    )
         pictures["decode"] = curves(speeds, x=CONTEXT, y="decoding tokens/s")
         pictures["context-itl"] = curves(gaps, x=CONTEXT, y="ITL (ms)")
     return pictures

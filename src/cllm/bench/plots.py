@@ -56,7 +56,8 @@ STYLE: Any = {
     "svg.hashsalt": "cllm",  # the same picture has the same bytes
     "text.parse_math": False,
 }
-LOGARITHMIC = 20  # medians; a longer maximum makes the axis logarithmic, because it would squeeze all other times
+# medians; a longer maximum makes the axis logarithmic, because it would squeeze all other times
+LOGARITHMIC = 20
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 Measured = Mapping[str, Mapping[float, Sequence[float]]]
@@ -73,7 +74,9 @@ def picture(figure: Figure, suffix: str) -> bytes:
     """Return the content of the picture's file. ``suffix`` is one of SUFFIXES."""
     content = io.BytesIO()
     with style():
-        figure.savefig(content, format=suffix[1:], metadata={"Date": None} if suffix == ".svg" else None)
+        figure.savefig(
+            content, format=suffix[1:], metadata={"Date": None} if suffix == ".svg" else None
+        )
     return content.getvalue()
 
 
@@ -86,7 +89,8 @@ def style() -> Iterator[None]:
 
 
 def curves(lines: Measured, *, x: str, y: str) -> Figure:
-    """Draw the medians, and the spread from least to most, of ``lines``: name -> x -> values measured there.
+    """Draw the medians, and the spread from least to most, of ``lines``: name -> x -> values
+    measured there.
 
     The x axis is logarithmic. ``x`` and ``y`` name the axes, with units.
     """
@@ -96,7 +100,14 @@ def curves(lines: Measured, *, x: str, y: str) -> Figure:
         for (color, line, marker), points in zip(looks(len(lines)), lines.values(), strict=True):
             middles, spread = medians_and_spread(points.values())
             axes.errorbar(
-                list(points), middles, spread, color=color, linestyle=line, marker=marker, capsize=3, elinewidth=1
+                list(points),
+                middles,
+                spread,
+                color=color,
+                linestyle=line,
+                marker=marker,
+                capsize=3,
+                elinewidth=1,
             )
         places = sorted({at for points in lines.values() for at in points})
         axes.set_xscale("log")
@@ -109,7 +120,8 @@ def curves(lines: Measured, *, x: str, y: str) -> Figure:
 
 
 def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figure:
-    """Draw ``groups``, as in ``curves``: name of a group -> name of a bar, the same in all groups -> measured values.
+    """Draw ``groups``, as in ``curves``: name of a group -> name of a bar, the same in all groups
+    -> measured values.
 
     In each group, the colours change from dark to light. ``y`` names the axis, with its unit.
     """
@@ -118,13 +130,21 @@ def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figu
         width = 0.86 / len(names)
         figure = Figure(figsize=(max(6.4, 0.36 * len(names) * len(groups) + 1), 4))
         axes = figure.subplots()
-        shades = mpl.colormaps["cividis"]([0.35 + 0.65 * i / max(1, len(names) - 1) for i in range(len(names))])
+        shades = mpl.colormaps["cividis"](
+            [0.35 + 0.65 * i / max(1, len(names) - 1) for i in range(len(names))]
+        )
         drawn = []
         for i, (name, shade) in enumerate(zip(names, shades, strict=True)):
             middles, spread = medians_and_spread([group[name] for group in groups.values()])
             places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(groups))]
-            drawn.append(axes.bar(places, middles, 0.9 * width, color=shade, edgecolor="#333333", linewidth=0.5))
-            axes.errorbar(places, middles, spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+            drawn.append(
+                axes.bar(
+                    places, middles, 0.9 * width, color=shade, edgecolor="#333333", linewidth=0.5
+                )
+            )
+            axes.errorbar(
+                places, middles, spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2
+            )
         axes.set_xticks(range(len(groups)), list(groups))
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
@@ -134,7 +154,8 @@ def bars(groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> Figu
 
 
 def load_figure(reports: Mapping[str, Report]) -> Figure:
-    """Draw the cumulative distributions of the latencies, and the rate and the running requests over time.
+    """Draw the cumulative distributions of the latencies, and the rate and the running requests
+    over time.
 
     Several reports share the same axes. Reports from a version without percentiles have no lines.
     """
@@ -155,7 +176,9 @@ def draw_shares(axes: Axes, name: str, reports: list[Report]) -> None:
     found = [report.percentiles_ms.get(name, []) for report in reports]
     for (color, line, _), percentiles in zip(looks(len(found)), found, strict=True):
         axes.plot(percentiles, range(len(percentiles)), color=color, linestyle=line)
-    for limit in {limit for report in reports if isinstance(limit := report.settings.get(name), (int, float))}:
+    for limit in {
+        limit for report in reports if isinstance(limit := report.settings.get(name), (int, float))
+    }:
         axes.axvline(limit, color="#888888", linewidth=1, linestyle=(0, (2, 2)))
     drawn = [percentiles for percentiles in found if percentiles]
     if any(percentiles[-1] > LOGARITHMIC * percentiles[50] > 0 for percentiles in drawn):
@@ -180,8 +203,12 @@ def draw_over_time(axes: Axes, what: str, timelines: list[Timeline | None], fiel
     axes.set_ylim(0)
 
 
-def medians_and_spread(measured: Iterable[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Return the medians, and the distances of the least and the greatest value from each median."""
+def medians_and_spread(
+    measured: Iterable[Sequence[float]],
+) -> tuple[list[float], list[list[float]]]:
+    """Return the medians, and the distances of the least and the greatest value from each
+    median.
+    """
     values = [(min(found), statistics.median(found), max(found)) for found in measured]
     below = [middle - least for least, middle, _ in values]
     above = [most - middle for _, middle, most in values]

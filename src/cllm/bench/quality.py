@@ -1,7 +1,8 @@
-"""The quality that another form of a model loses: how far its next-token distributions are from the original's.
+"""The quality that another form of a model loses: how far its next-token distributions are from the
+original's.
 
-Mean Kullback-Leibler divergence and top-1 agreement over the positions of a text, as in llama.cpp's perplexity tool
-(https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity).
+Mean Kullback-Leibler divergence and top-1 agreement over the positions of a text, as in llama.cpp's
+perplexity tool (https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ lighthouse opens his door, although the rules, which his grandfather wrote in 19
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """Mean divergence from the original in nats, and the share of positions with the same most probable token."""
+    """Mean divergence from the original in nats, and the share of positions with the same most
+    probable token.
+    """
 
     kl: float
     top1: float
@@ -50,7 +53,8 @@ class Quality(msgspec.Struct, frozen=True):
 
 
 def compare(original: Logits, other: Logits) -> tuple[Rows, npt.NDArray[np.bool_]]:
-    """Return KL(original || other) of each row, in nats, and whether its most probable token is the same.
+    """Return KL(original || other) of each row, in nats, and whether its most probable token is the
+    same.
 
     Both arguments have the shape (rows, vocabulary). Computed in float64.
     """

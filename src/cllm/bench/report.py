@@ -2,13 +2,16 @@
 
 Latencies are those of successful requests, in milliseconds:
 
-- TTFT: from sending to the first chunk that contains text (a chunk that only opens the answer does not count),
-- ITL: from one such chunk to the next; a chunk may contain several tokens, see ``tokens_per_chunk``,
+- TTFT: from sending to the first chunk that contains text (a chunk that only opens the answer does
+  not count),
+- ITL: from one such chunk to the next; a chunk may contain several tokens, see
+  ``tokens_per_chunk``,
 - TPOT: (E2E - TTFT) / (tokens - 1), one value per request,
 - E2E: from sending to the last byte, ``[DONE]`` included.
 
-Rates are successful requests and their tokens divided by the wall time, including the ramps at both ends. A request
-that is cancelled or rejected as the workload intends is neither a success nor a failure.
+Rates are successful requests and their tokens divided by the wall time, including the ramps at both
+ends. A request that is cancelled or rejected as the workload intends is neither a success nor a
+failure.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ Bins = Annotated[list[float], msgspec.Meta(min_length=1)]
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What happened when, in bins of ``bin_s`` seconds from the first request sent to the last byte.
+    """What happened when, in bins of ``bin_s`` seconds from the first request sent to the last
+    byte.
 
-    The tokens of an answer are spread evenly over its chunks, because a chunk does not say how many it contains.
+    The tokens of an answer are spread evenly over its chunks, because a chunk does not say how many
+    it contains.
     """
 
     bin_s: float
@@ -51,7 +56,10 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, answers: list[Answer], good: list[Answer]) -> Timeline | None:
-        """Return the timeline of ``answers``, or None if it has no duration. ``good``: the successful answers."""
+        """Return the timeline of ``answers``, or None if it has no duration.
+
+        ``good``: the successful answers.
+        """
         sent = np.array([answer.sent for answer in answers])
         ended = np.array([answer.ended for answer in answers])
         if not len(answers) or sent.min() == ended.max():
@@ -59,9 +67,13 @@ class Timeline(msgspec.Struct, frozen=True):
         edges = np.linspace(sent.min(), ended.max(), BINS + 1)
         bin_s = edges[1] - edges[0]
         times = [answer.content_times or [answer.ended] for answer in good]
-        shares = [np.full(len(at), answer.output_tokens / len(at)) for at, answer in zip(times, good, strict=True)]
+        shares = [
+            np.full(len(at), answer.output_tokens / len(at))
+            for at, answer in zip(times, good, strict=True)
+        ]
         tokens = np.histogram(concatenated(times), edges, weights=concatenated(shares))[0]
-        waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])  # request-seconds until edge
+        # request-seconds until edge
+        waited = np.array([(np.clip(edge, sent, ended) - sent).sum() for edge in edges])
         return cls(float(bin_s), rounded(tokens / bin_s), rounded(np.diff(waited) / bin_s))
 
 
@@ -82,11 +94,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_succeeded: int
     num_short: int = 0
-    """Successful requests with fewer tokens than requested, where the API cannot request an exact number."""
+    """Successful requests with fewer tokens than requested, where the API cannot request an
+    exact number.
+    """
     num_cancelled: int
     """Cancelled by the client, as the workload intends."""
     num_refused: int
-    """Rejected by the server because of overload. These are failures unless the workload allows them."""
+    """Rejected by the server because of overload. These are failures unless the workload allows
+    them.
+    """
     num_failed: int
     failures: dict[str, int]
     """Reason -> number of failures."""
@@ -100,7 +116,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     requests_per_s: float
     good_requests_per_s: float | None
-    """Goodput: successes per second within the limits ``ttft`` and ``tpot`` of the settings. None without limits."""
+    """Goodput: successes per second within the limits ``ttft`` and ``tpot`` of the settings.
+    None without limits.
+    """
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
     tpot_ms: Distribution | None
@@ -110,7 +128,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Share of one core. Near 1, the client was the bottleneck."""
     client_us_per_chunk: float | None
     percentiles_ms: dict[str, Percentiles] = {}
-    """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e. A latency without values is missing."""
+    """The percentiles 0, 1 to 100 of ttft, itl, tpot and e2e. A latency without values is
+    missing.
+    """
     timeline: Timeline | None = None
 
     @property
@@ -153,7 +173,9 @@ def summarize(outcome: Outcome, *, url: str, model: str, settings: dict[str, Any
         client_cpu_share=round(outcome.cpu / wall, 3),
         client_us_per_chunk=round(outcome.cpu / chunks * 1e6, 1) if chunks else None,
         percentiles_ms={
-            name: rounded(1e3 * np.percentile(values, range(101))) for name, values in latencies.items() if len(values)
+            name: rounded(1e3 * np.percentile(values, range(101)))
+            for name, values in latencies.items()
+            if len(values)
         },
         timeline=Timeline.of(outcome.answers, good),
     )
@@ -235,7 +257,11 @@ def differences(before: Report, after: Report) -> list[str]:
         name: (before.settings.get(name), after.settings.get(name))
         for name in dict.fromkeys([*before.settings, *after.settings])
     }
-    return [printable(f"{name}: {old} before, {new} after") for name, (old, new) in pairs.items() if old != new]
+    return [
+        printable(f"{name}: {old} before, {new} after")
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
 
 
 def compared(before: Report, after: Report) -> list[tuple[str, str, str, str]]:
@@ -257,24 +283,39 @@ def figures(report: Report) -> dict[str, float]:
         "good requests/s": report.good_requests_per_s,
     }
     for name, values in report.latencies.items():
-        found |= {f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()}
+        found |= {
+            f"{name} {which} ms": value for which, value in msgspec.structs.asdict(values).items()
+        }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def results(report: Report) -> list[str]:
-    lines = [f"{report.num_succeeded} of {report.num_requests} requests succeeded in {report.wall_s:.2f} s"]
+    lines = [
+        (
+            f"{report.num_succeeded} of {report.num_requests} requests succeeded in "
+            f"{report.wall_s:.2f} s"
+        )
+    ]
     for reason, count in report.failures.items():
         example = f", such as: {report.examples[reason]}" if reason in report.examples else ""
         lines.append(f"  {count} failed: {reason}{example}")
     if report.num_cancelled:
         lines.append(f"  {report.num_cancelled} were cancelled, as the workload wants")
-    rightly_refused = report.num_requests - report.num_succeeded - report.num_cancelled - report.num_failed
+    rightly_refused = (
+        report.num_requests - report.num_succeeded - report.num_cancelled - report.num_failed
+    )
     if rightly_refused:
         lines.append(f"  {rightly_refused} were refused with Retry-After, as the workload allows")
     if report.num_short:
         mean = report.output_tokens / report.num_succeeded
-        lines.append(f"  {report.num_short} of them ended before the tokens asked for; {mean:,.1f} tokens on average")
-    rates = f"{report.output_tokens_per_s:,.1f} output tokens/s, {report.requests_per_s:,.2f} requests/s"
+        lines.append(
+            f"  {report.num_short} of them ended before the tokens asked for; {mean:,.1f} tokens "
+            f"on average"
+        )
+    rates = (
+        f"{report.output_tokens_per_s:,.1f} output tokens/s, {report.requests_per_s:,.2f} "
+        f"requests/s"
+    )
     if report.good_requests_per_s is not None:
         rates += f", {report.good_requests_per_s:,.2f} of them good"
     tokens = f"{report.output_tokens:,} output tokens, {report.prompt_tokens:,} prompt tokens"
@@ -283,10 +324,21 @@ def results(report: Report) -> list[str]:
 
 
 def remarks(report: Report) -> list[str]:
-    per_chunk = f", {report.client_us_per_chunk:.0f} µs a chunk" if report.client_us_per_chunk is not None else ""
-    lines = [f"client: {report.client_cpu_s:.2f} s CPU, {report.client_cpu_share:.0%} of a core{per_chunk}"]
+    per_chunk = (
+        f", {report.client_us_per_chunk:.0f} µs a chunk"
+        if report.client_us_per_chunk is not None
+        else ""
+    )
+    lines = [
+        (
+            f"client: {report.client_cpu_s:.2f} s CPU, {report.client_cpu_share:.0%} of a "
+            f"core{per_chunk}"
+        )
+    ]
     if report.client_cpu_share > BUSY:
-        lines.append("The client was busy nearly all the time: this may be its speed and not the server's.")
+        lines.append(
+            "The client was busy nearly all the time: this may be its speed and not the server's."
+        )
     if report.settings.get("workload") == "overload" and not report.num_refused:
         lines.append("Nothing was refused: the server took it all, so this was no overload.")
     return lines

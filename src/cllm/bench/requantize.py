@@ -1,8 +1,10 @@
-"""Tries other types for the weights: what they gain in speed on this machine, and what they cost in quality.
+"""Tries other types for the weights: what they gain in speed on this machine, and what they cost in
+quality.
 
-A form of a model is named by the types of its body and its head, such as Q4_0+Q6_K. The head is the matrix that
-computes the logits. It is used for every decoded token, and it is large if the vocabulary is. Its best type differs
-from CPU to CPU. So heads are tried first, with the body unchanged, and then bodies with the best head.
+A form of a model is named by the types of its body and its head, such as Q4_0+Q6_K. The head is the
+matrix that computes the logits. It is used for every decoded token, and it is large if the
+vocabulary is. Its best type differs from CPU to CPU. So heads are tried first, with the body
+unchanged, and then bodies with the best head.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Progress = Callable[[str, float], None]
 
 
 class Form(msgspec.Struct, frozen=True):
-    """The types of a model's body and head. ``body`` is a file type, or the original's tensor type for an unchanged
-    body.
+    """The types of a model's body and head. ``body`` is a file type, or the original's tensor type
+    for an unchanged body.
     """
 
     body: str
@@ -58,7 +60,11 @@ class Requantized(msgspec.Struct, frozen=True):
 
     @property
     def recommended(self) -> bool:
-        return self.quality is not None and self.quality.kl <= KL_LIMIT and self.outcome.beats(LEAST_GAIN)
+        return (
+            self.quality is not None
+            and self.quality.kl <= KL_LIMIT
+            and self.outcome.beats(LEAST_GAIN)
+        )
 
 
 def original_form(header: GgufHeader) -> Form:
@@ -68,7 +74,10 @@ def original_form(header: GgufHeader) -> Form:
     for tensor in header.tensors:
         if tensor.name != head:
             sizes[tensor.type] += tensor.num_bytes
-    return Form(sizes.most_common(1)[0][0], next(tensor.type for tensor in header.tensors if tensor.name == head))
+    return Form(
+        sizes.most_common(1)[0][0],
+        next(tensor.type for tensor in header.tensors if tensor.name == head),
+    )
 
 
 def read_form(text: str, header: GgufHeader) -> Form:
@@ -77,7 +86,8 @@ def read_form(text: str, header: GgufHeader) -> Form:
     known, heads = {*BODIES, original_form(header).body}, possible_heads(header)
     if body not in known or head not in heads:
         raise StartupError(
-            f"{text} is not a form: write BODY+HEAD, with a body of {', '.join(sorted(known))} and a head of "
+            f"{text} is not a form: write BODY+HEAD, with a body of {', '.join(sorted(known))} "
+            f"and a head of "
             f"{', '.join(heads)}"
         )
     return Form(body, head)
@@ -85,12 +95,15 @@ def read_form(text: str, header: GgufHeader) -> Form:
 
 def heads_to_try(header: GgufHeader) -> list[Form]:
     original = original_form(header)
-    return small_ones([Form(original.body, head) for head in possible_heads(header) if head != original.head], header)
+    return small_ones(
+        [Form(original.body, head) for head in possible_heads(header) if head != original.head],
+        header,
+    )
 
 
 def possible_heads(header: GgufHeader) -> list[str]:
-    """Return the types whose block size divides the head's rows. llama.cpp replaces unsuitable types in the body, but
-    not in the head.
+    """Return the types whose block size divides the head's rows. llama.cpp replaces unsuitable
+    types in the body, but not in the head.
     """
     blocks = {name: elements for name, elements, _ in TENSOR_TYPES.values()}
     row = next(tensor.shape[0] for tensor in header.tensors if tensor.name == head_name(header))
@@ -99,12 +112,16 @@ def possible_heads(header: GgufHeader) -> list[str]:
 
 def bodies_to_try(header: GgufHeader, head: str) -> list[Form]:
     original = original_form(header)
-    return small_ones([Form(body, head) for body, kind in BODIES.items() if kind != original.body], header)
+    return small_ones(
+        [Form(body, head) for body, kind in BODIES.items() if kind != original.body], header
+    )
 
 
 def small_ones(forms: list[Form], header: GgufHeader) -> list[Form]:
     """Return the forms whose estimated size is at most SIZE_LIMIT times the original's."""
-    return [form for form in forms if estimated_bytes(form, header) <= SIZE_LIMIT * header.tensor_bytes]
+    return [
+        form for form in forms if estimated_bytes(form, header) <= SIZE_LIMIT * header.tensor_bytes
+    ]
 
 
 def estimated_bytes(form: Form, header: GgufHeader) -> int:
@@ -134,12 +151,16 @@ def write_form(source: Path, target: Path, form: Form, progress: Callable[[float
 
 @contextmanager
 def workplace(num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder for files of ``num_bytes`` in all. Raises StartupError if there is too little space."""
+    """Yield a temporary folder for files of ``num_bytes`` in all.
+
+    Raises StartupError if there is too little space.
+    """
     with tempfile.TemporaryDirectory(prefix="cllm-tune-") as folder:
         free = shutil.disk_usage(folder).free
         if free < SHARE_OF_ROOM * num_bytes:
             raise StartupError(
-                f"this needs {size_text(int(SHARE_OF_ROOM * num_bytes))} in {Path(folder).parent}, which has "
+                f"this needs {size_text(int(SHARE_OF_ROOM * num_bytes))} in "
+                f"{Path(folder).parent}, which has "
                 f"{size_text(free)} free; TMPDIR names another folder"
             )
         yield Path(folder)
@@ -154,10 +175,11 @@ def try_forms(
     folder: Path,
     progress: Progress,
 ) -> list[Requantized]:
-    """Measure ``forms``, or by default those worth trying, and return the results in the order of the measurements.
+    """Measure ``forms``, or by default those worth trying, and return the results in the order of
+    the measurements.
 
-    tokens: the text on which quality is judged. Each form exists in ``folder`` only while it is measured. Raises
-    StartupError if the original cannot be measured.
+    tokens: the text on which quality is judged. Each form exists in ``folder`` only while it is
+    measured. Raises StartupError if the original cannot be measured.
     """
     source, logits = Path(params.path), folder / "logits"
     header = read_header(source)
@@ -179,7 +201,11 @@ def try_forms(
                 progress(f"measuring {form}", 1.0)
                 return figures_of(figures, lambda work: bench.measure(model, work))
 
-            outcomes = race({"the original": params, str(form): candidate}, measure, lambda done: done < MIN_ROUNDS)
+            outcomes = race(
+                {"the original": params, str(form): candidate},
+                measure,
+                lambda done: done < MIN_ROUNDS,
+            )
             original, outcome = outcomes.values()
             quality = None
             if not outcome.failure:
@@ -199,4 +225,6 @@ def try_forms(
 
 def best_of(found: list[Requantized]) -> Requantized | None:
     """Return the fastest recommended form, or None if there is none."""
-    return max((one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None)
+    return max(
+        (one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None
+    )

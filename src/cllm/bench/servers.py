@@ -61,10 +61,18 @@ def running(
     words = [str(word).replace("PORT", str(port)) for word in command]
     begun = time.perf_counter()
     # The user's settings would affect some of the compared servers and not the others.
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("CLLM_", "LLAMA_ARG_"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CLLM_", "LLAMA_ARG_"))
+    }
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            words, env={**ours, **environment}, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            words,
+            env={**ours, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
         )
         url = f"http://127.0.0.1:{port}"
         try:
@@ -73,7 +81,14 @@ def running(
                     raise StartupError(f"{Path(words[0]).name} does not start: {last_line(errors)}")
                 time.sleep(0.01)
             start_s = time.perf_counter() - begun
-            yield Server(url, timeout=1800.0, keep_alive=keep_alive, api=api, pid=process.pid, start_s=start_s)
+            yield Server(
+                url,
+                timeout=1800.0,
+                keep_alive=keep_alive,
+                api=api,
+                pid=process.pid,
+                start_s=start_s,
+            )
         finally:
             try:
                 process.terminate()
@@ -120,16 +135,25 @@ def cllm(model: Path | None, *flags: object) -> contextlib.AbstractContextManage
 def llama_server(
     model: Path, *flags: object, program: Path = LLAMA_SERVER, threads: int | None = None
 ) -> contextlib.AbstractContextManager[Server]:
-    """Start llama-server with ``flags``. Each request opens a connection, because it drops some kept-alive ones."""
+    """Start llama-server with ``flags``.
+
+    Each request opens a connection, because it drops some kept-alive ones.
+    """
     threads = threads or os.cpu_count()
     return running(
-        [program, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags], "/health", keep_alive=False
+        [program, "-m", model, "--port", "PORT", "--no-webui", "-t", threads, *flags],
+        "/health",
+        keep_alive=False,
     )
 
 
 @contextlib.contextmanager
-def ollama(program: Path, model: Path, threads: int, num_seqs: int, context: int) -> Iterator[Server]:
-    """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary folder."""
+def ollama(
+    program: Path, model: Path, threads: int, num_seqs: int, context: int
+) -> Iterator[Server]:
+    """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary
+    folder.
+    """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         environment = {
@@ -139,11 +163,21 @@ def ollama(program: Path, model: Path, threads: int, num_seqs: int, context: int
             "OLLAMA_KEEP_ALIVE": "-1",
         }
         modelfile = Path(folder, "Modelfile")
-        modelfile.write_text(f"FROM {model.absolute()}\nPARAMETER num_ctx {context}\nPARAMETER num_thread {threads}\n")
-        with running([program, "serve"], "/api/version", port=port, api="ollama", environment=environment) as server:
+        modelfile.write_text(
+            f"FROM {model.absolute()}\nPARAMETER num_ctx {context}\nPARAMETER num_thread "
+            f"{threads}\n"
+        )
+        with running(
+            [program, "serve"], "/api/version", port=port, api="ollama", environment=environment
+        ) as server:
             command = [str(program), "create", MODEL, "-f", str(modelfile)]
             done = subprocess.run(
-                command, env=os.environ | environment, capture_output=True, text=True, errors="replace", check=False
+                command,
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
             )
             if done.returncode:
                 raise StartupError(f"ollama create failed: {' '.join(done.stderr.split()[-30:])}")
@@ -172,12 +206,16 @@ def example_server(
         config = Path(folder, "config.json")
         config.write_bytes(msgspec.json.encode({"server": {"port": port}, "model": options}))
         libraries = dict.fromkeys(("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"), str(script.parent))
-        with running([sys.executable, script, "-C", config], "/healthz", port=port, environment=libraries) as server:
+        with running(
+            [sys.executable, script, "-C", config], "/healthz", port=port, environment=libraries
+        ) as server:
             yield server
 
 
 def memory_mb(pid: int) -> float | None:
-    """Return the proportional set size of a process and its descendants in MB, or None if there is no /proc."""
+    """Return the proportional set size of a process and its descendants in MB, or None if there is
+    no /proc.
+    """
     if not Path("/proc/self/smaps_rollup").exists():
         return None
     parents: dict[int, int] = {}
@@ -188,15 +226,25 @@ def memory_mb(pid: int) -> float | None:
     for member in family:
         family += [child for child, parent in parents.items() if parent == member]
         with contextlib.suppress(OSError):
-            found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE)
+            found = re.search(
+                r"^Pss: +(\d+) kB", Path(f"/proc/{member}/smaps_rollup").read_text(), re.MULTILINE
+            )
             total += int(found[1]) if found else 0
     return total * 1024 / 1e6
 
 
 def load(
-    target: Target, tasks: Sequence[Task], concurrency: int, *, api_key: str | None = None, may_fail: bool = False
+    target: Target,
+    tasks: Sequence[Task],
+    concurrency: int,
+    *,
+    api_key: str | None = None,
+    may_fail: bool = False,
 ) -> Outcome:
-    """Send ``tasks``, ``concurrency`` at a time, without warm-up. Raises StartupError if one fails and may not."""
+    """Send ``tasks``, ``concurrency`` at a time, without warm-up.
+
+    Raises StartupError if one fails and may not.
+    """
     target = msgspec.structs.replace(target, api_key=api_key)
     outcome = run_load(target, tasks, concurrency=concurrency, warmup=0, progress=lambda _: None)
     if not may_fail and (failed := failures(outcome)):

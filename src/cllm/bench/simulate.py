@@ -1,8 +1,9 @@
 """Replays a trace through the real scheduler with a simulated clock.
 
-Engines, schedulers, policies and the KV cache ledger are the real code. Only the model and the time are simulated: each
-step takes the time that the cost model gives. Events happen in global order. A request that arrives in the middle of a
-replica's step is seen by the next step. The outputs of a step are known when it ends.
+Engines, schedulers, policies and the KV cache ledger are the real code. Only the model and the time
+are simulated: each step takes the time that the cost model gives. Events happen in global order. A
+request that arrives in the middle of a replica's step is seen by the next step. The outputs of a
+step are known when it ends.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry
 from cllm.scheduler.policy import OUTPUT_WEIGHT
 
-SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)  # a model of 0.6 billion weights on two cores
+# a model of 0.6 billion weights on two cores
+SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)
 MAX_SEQ_IDS = 256  # libllama's limit; in the unified layout, spare seq_ids can keep prefixes
 NEVER = 1 << 62
 CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
@@ -45,7 +47,9 @@ Progress = Callable[[int], None]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated system. Sizes are those of one replica. ``num_cells`` is for the unified layout only.
+    """The simulated system.
+
+    Sizes are those of one replica. ``num_cells`` is for the unified layout only.
 
     Raises StartupError for inconsistent sizes.
     """
@@ -72,9 +76,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 f"--max-num-seqs {self.max_num_seqs}"
             )
         if self.num_cells is not None and self.layout == "partitioned":
-            raise StartupError("--num-cells needs --layout unified: else each sequence has --context cells of its own")
+            raise StartupError(
+                "--num-cells needs --layout unified: else each sequence has --context cells of "
+                "its own"
+            )
         if self.num_cells is not None and self.num_cells < self.context:
-            raise StartupError(f"--num-cells {self.num_cells} must not be below --context {self.context}")
+            raise StartupError(
+                f"--num-cells {self.num_cells} must not be below --context {self.context}"
+            )
 
     @property
     def cells(self) -> int:
@@ -83,7 +92,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Course:
-    """The course of one request. Times are in seconds of the trace; ``times`` are those of its tokens."""
+    """The course of one request.
+
+    Times are in seconds of the trace; ``times`` are those of its tokens.
+    """
 
     __slots__ = ("ended", "entry", "failure", "num_cached", "replica", "times")
 
@@ -97,7 +109,9 @@ class Course:
 
 
 class Timekeeper(FakeBackend):
-    """Has the costs and outputs of the fake backend, but is much faster: it keeps no cells and checks nothing."""
+    """Has the costs and outputs of the fake backend, but is much faster: it keeps no cells and
+    checks nothing.
+    """
 
     def forward(self, batch: Batch) -> Logits:
         self.num_steps += 1
@@ -156,13 +170,18 @@ class Replica:
         if not self.is_stepping:
             self.now = entry.arrived
         self.courses[name] = course
-        params = SamplingParams(max_tokens=entry.output_length, temperature=0, seed=0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=entry.output_length, temperature=0, seed=0, ignore_eos=True
+        )
         deadline = None if entry.deadline_ms is None else entry.deadline_ms / 1000
         request = Request(name, entry.prompt(), params, entry.key, entry.service_class, deadline)
         self._outputs += self.engine.handle(Add(request))
 
     def finish_step(self) -> int:
-        """Record the outputs of the step that ends now. Return the number of requests that end with it."""
+        """Record the outputs of the step that ends now.
+
+        Return the number of requests that end with it.
+        """
         num_ended = 0
         for output in self._outputs:
             course = self.courses[output.request_id]
@@ -194,7 +213,8 @@ class Router:
         self._replicas = replicas
         self._rng = random.Random(setup.seed)
         self._last = -1
-        self._seen: OrderedDict[int, int] = OrderedDict()  # block -> bit mask of replicas, least recently used first
+        # block -> bit mask of replicas, least recently used first
+        self._seen: OrderedDict[int, int] = OrderedDict()
         self._max_seen = setup.cells * setup.replicas // block_size
 
     def choose(self, entry: Entry) -> int:
@@ -215,7 +235,9 @@ class Router:
         return self._rng.choice([i for i, load in enumerate(loads) if load == least])
 
     def _homes(self, entry: Entry) -> list[int]:
-        """Return the replicas that have seen the longest prefix of the request's blocks; empty if none has seen any."""
+        """Return the replicas that have seen the longest prefix of the request's blocks; empty if
+        none has seen any.
+        """
         bits = (1 << len(self._replicas)) - 1
         found = 0
         for block_id in entry.hash_ids:
@@ -235,14 +257,18 @@ class Router:
 def simulate(
     entries: list[Entry], setup: Setup, progress: Progress = lambda _: None
 ) -> tuple[list[Course], list[Replica]]:
-    """Run ``entries``, which are in order of time, on the replicas until all requests have ended."""
+    """Run ``entries``, which are in order of time, on the replicas until all requests have
+    ended.
+    """
     replicas = [Replica(setup) for _ in range(setup.replicas)]
     router = Router(setup, replicas, entries[0].block_size)
     courses = [Course(entry) for entry in entries]
     stepping: list[tuple[float, int]] = []  # heap of (end of the step, index of the replica)
     num_arrived = num_ended = 0
     while num_arrived < len(courses) or stepping:
-        if num_arrived < len(courses) and (not stepping or entries[num_arrived].arrived <= stepping[0][0]):
+        if num_arrived < len(courses) and (
+            not stepping or entries[num_arrived].arrived <= stepping[0][0]
+        ):
             course = courses[num_arrived]
             num_arrived += 1
             if course.entry.input_length >= setup.context:
@@ -268,7 +294,7 @@ def simulate(
     return courses, replicas
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -284,8 +310,9 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one key. ``served``: prompt tokens computed for it plus OUTPUT_WEIGHT times the tokens of its answers,
-    as the policy fair counts."""
+    """Results of one key. ``served``: prompt tokens computed for it plus OUTPUT_WEIGHT times the
+    tokens of its answers, as the policy fair counts.
+    """
 
     num_requests: int
     num_succeeded: int
@@ -295,9 +322,11 @@ class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fairness(msgspec.Struct, frozen=True, kw_only=True):
-    """What the compared keys were served while each of them had a request that waited for its first token.
+    """What the compared keys were served while each of them had a request that waited for its first
+    token.
 
-    jain_index: 1 if all got the same, 1 / (number of keys) if one got everything, None if none got anything.
+    jain_index: 1 if all got the same, 1 / (number of keys) if one got everything, None if none got
+    anything.
     """
 
     seconds: float
@@ -306,11 +335,13 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The object that ``--json`` prints. Latencies are those of successful requests, as in bench/report.py.
+    """The object that ``--json`` prints.
 
-    num_cut: answers cut short by the context length. prefill_tokens: prompt tokens computed in all, including what
-    parked sequences computed again. Rates are over ``wall_s``, simulated seconds from the first arrival to the last
-    end. Good requests are those within the limits.
+    Latencies are those of successful requests, as in bench/report.py.
+
+    num_cut: answers cut short by the context length. prefill_tokens: prompt tokens computed in all,
+    including what parked sequences computed again. Rates are over ``wall_s``, simulated seconds
+    from the first arrival to the last end. Good requests are those within the limits.
     """
 
     trace: str
@@ -362,7 +393,10 @@ def summarize(
     limits: Limits = Limits(),  # noqa: B008  # immutable
     keys: Sequence[str] = (),
 ) -> SimulationReport:
-    """Return the report. ``keys``: keys of the trace to compare for fairness; by default all, if there are several."""
+    """Return the report.
+
+    ``keys``: keys of the trace to compare for fairness; by default all, if there are several.
+    """
     good = [course for course in courses if not course.failure]
     bad = [course for course in courses if course.failure]
     wall = max(max(course.ended for course in courses) - courses[0].entry.arrived, 1e-9)
@@ -388,7 +422,9 @@ def summarize(
         good_requests_per_s=round(num_kept / wall, 3),
         good_share=round(num_kept / len(courses), 4),
         ttft_ms=Distribution.of(map(ttft, good)),
-        itl_ms=Distribution.of(np.concatenate([np.diff(course.times) for course in good] or [np.zeros(0)])),
+        itl_ms=Distribution.of(
+            np.concatenate([np.diff(course.times) for course in good] or [np.zeros(0)])
+        ),
         tpot_ms=Distribution.of(tpot(course) for course in good if len(course.times) > 1),
         e2e_ms=Distribution.of(map(e2e, good)),
         prompt_tokens=sum(course.entry.input_length for course in good),
@@ -396,7 +432,9 @@ def summarize(
         prefill_tokens=sum(scheduler.num_prefill_tokens for scheduler in schedulers),
         num_steps=sum(scheduler.num_steps for scheduler in schedulers),
         num_parked=sum(scheduler.num_parked for scheduler in schedulers),
-        requests_per_replica=[sum(course.replica == i for course in courses) for i in range(len(replicas))],
+        requests_per_replica=[
+            sum(course.replica == i for course in courses) for i in range(len(replicas))
+        ],
         keys={key: key_report(of_key) for key, of_key in sorted(by_key.items())},
         fairness=fairness(compared) if len(compared) > 1 else None,
     )
@@ -414,7 +452,9 @@ def key_report(courses: list[Course]) -> KeyReport:
 
 
 Interval = tuple[float, float]
-"""(begin, end], without begin and with end, because the outputs of a step belong to the time before it ends."""
+"""(begin, end], without begin and with end, because the outputs of a step belong to the time
+before it ends.
+"""
 
 
 def fairness(compared: dict[str, list[Course]]) -> Fairness:
@@ -426,13 +466,18 @@ def fairness(compared: dict[str, list[Course]]) -> Fairness:
     return Fairness(
         seconds=round(sum(end - begin for begin, end in common), 4),
         served=amounts,
-        jain_index=round(sum(amounts.values()) ** 2 / (len(amounts) * squares), 4) if squares else None,
+        jain_index=round(sum(amounts.values()) ** 2 / (len(amounts) * squares), 4)
+        if squares
+        else None,
     )
 
 
 def backlog(courses: list[Course]) -> list[Interval]:
     """Return the intervals in which a request waited for its first token, in order and disjoint."""
-    waits = [(course.entry.arrived, course.times[0] if course.times else course.ended) for course in courses]
+    waits = [
+        (course.entry.arrived, course.times[0] if course.times else course.ended)
+        for course in courses
+    ]
     merged: list[Interval] = []
     for begin, end in sorted(waits):
         if merged and begin <= merged[-1][1]:
@@ -457,12 +502,20 @@ def overlap(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def served(courses: list[Course], intervals: list[Interval]) -> int:
-    """Return what was served in these intervals, as in KeyReport. A prompt counts at the time of the first token."""
+    """Return what was served in these intervals, as in KeyReport.
+
+    A prompt counts at the time of the first token.
+    """
     begins, ends = (np.array([interval[side] for interval in intervals]) for side in (0, 1))
     amount = 0
     for course in courses:
-        at = np.searchsorted(begins, course.times) - 1  # the last interval that began before each token
-        inside = (at >= 0) & (np.array(course.times) <= ends[at]) if len(intervals) else np.zeros(len(at), bool)
+        # the last interval that began before each token
+        at = np.searchsorted(begins, course.times) - 1
+        inside = (
+            (at >= 0) & (np.array(course.times) <= ends[at])
+            if len(intervals)
+            else np.zeros(len(at), bool)
+        )
         amount += OUTPUT_WEIGHT * int(inside.sum())
         if len(inside) and inside[0]:
             amount += course.entry.input_length - course.num_cached

@@ -1,10 +1,11 @@
-"""Measures the speed that is lost between llama_decode and the socket, with the same work at every stage.
+"""Measures the speed that is lost between llama_decode and the socket, with the same work at every
+stage.
 
-The work: N prompts together, each continued by D tokens. The prompts are already in the cells, so this measures
-decoding, and not how the engine chunks prompts that arrive one after the other. Stages: the backend alone; with
-sampling; with scheduler (the engine in this process); the engine in its own process; with detokenizing (the service);
-over HTTP in one piece; over HTTP as streams. Speed is N * D tokens divided by the time from the first request to the
-last token.
+The work: N prompts together, each continued by D tokens. The prompts are already in the cells, so
+this measures decoding, and not how the engine chunks prompts that arrive one after the other.
+Stages: the backend alone; with sampling; with scheduler (the engine in this process); the engine in
+its own process; with detokenizing (the service); over HTTP in one piece; over HTTP as streams.
+Speed is N * D tokens divided by the time from the first request to the last token.
 """
 
 from __future__ import annotations
@@ -58,14 +59,18 @@ STAGES = (
 )
 BY_HAND = STAGES[:2]
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
-SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")  # servers' own defaults differ
+# servers' own defaults differ
+SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")
 PAUSE = 0.3  # seconds between two runs, until spinning threads go to sleep
 
 Progress = Callable[[float, str], None]
 
 
 class Size(msgspec.Struct, frozen=True):
-    """The work of each stage. ``temperature`` 0 is greedy; other temperatures use top-k 40 and top-p 0.95."""
+    """The work of each stage.
+
+    ``temperature`` 0 is greedy; other temperatures use top-k 40 and top-p 0.95.
+    """
 
     num_seqs: int
     prompt_words: int
@@ -86,7 +91,10 @@ class StageResult(msgspec.Struct, frozen=True):
 
 
 class SizeResult(msgspec.Struct, frozen=True):
-    """All stages of one size. step_us: microseconds of a decoding step of the engine in this process, by part."""
+    """All stages of one size.
+
+    step_us: microseconds of a decoding step of the engine in this process, by part.
+    """
 
     num_seqs: int
     stages: list[StageResult]
@@ -102,10 +110,16 @@ class Work:
         self.number = number
         self._vocabulary = vocabulary
         self.params = SamplingParams(
-            temperature=size.temperature, top_k=40, top_p=0.95, max_tokens=size.num_tokens, ignore_eos=True
+            temperature=size.temperature,
+            top_k=40,
+            top_p=0.95,
+            max_tokens=size.num_tokens,
+            ignore_eos=True,
         )
         words = random.Random(f"{size.seed} {number}")
-        texts = ["".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)]
+        texts = [
+            "".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)
+        ]
         starts = range(0, len(texts), size.prompt_words)
         prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]
         self.talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -118,12 +132,17 @@ class Work:
         return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
 
     def before(self) -> Work:
-        """Return the same prompts with one output token each. Running it computes the prompts into the cells."""
+        """Return the same prompts with one output token each.
+
+        Running it computes the prompts into the cells.
+        """
         return Work(msgspec.structs.replace(self.size, num_tokens=1), self._vocabulary, self.number)
 
     @property
     def context(self) -> int:
-        """A context length that suffices for this work and for works of the same size with other words."""
+        """A context length that suffices for this work and for works of the same size with other
+        words.
+        """
         return int(1.2 * max(map(len, self.prompts))) + self.size.num_tokens + 32
 
     @property
@@ -131,11 +150,17 @@ class Work:
         return self.size.num_seqs * self.size.num_tokens
 
     def requests(self) -> list[Request]:
-        return [Request(f"{time.monotonic_ns()}-{i}", prompt, self.params) for i, prompt in enumerate(self.prompts)]
+        return [
+            Request(f"{time.monotonic_ns()}-{i}", prompt, self.params)
+            for i, prompt in enumerate(self.prompts)
+        ]
 
 
 def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -> list[SizeResult]:
-    """Measure all stages of each size, in turn, ``rounds`` times. Raises StartupError if the model cannot be loaded."""
+    """Measure all stages of each size, in turn, ``rounds`` times.
+
+    Raises StartupError if the model cannot be loaded.
+    """
     vocabulary = build_vocabulary(EngineParams(path=str(path)))
     results = []
     for i, size in enumerate(sizes):
@@ -169,13 +194,18 @@ def run_size(
                     found[stage].append(round(work.num_tokens / (time.perf_counter() - begun), 2))
                 progress(count / (rounds + 1) / len(STAGES))
         parts = step_parts(engine, Work(size, vocabulary, count + 1))
-    return SizeResult(size.num_seqs, [StageResult(stage, speeds) for stage, speeds in found.items()], parts)
+    return SizeResult(
+        size.num_seqs, [StageResult(stage, speeds) for stage, speeds in found.items()], parts
+    )
 
 
 def open_stages(
     path: Path, work: Work, vocabulary: Vocabulary, stack: ExitStack
 ) -> tuple[dict[str, Callable[[Work], object]], Engine]:
-    """Return the function that runs each stage, and the engine. All is loaded once and closed with ``stack``."""
+    """Return the function that runs each stage, and the engine.
+
+    All is loaded once and closed with ``stack``.
+    """
     num_seqs = work.size.num_seqs
     params = EngineParams(
         path=str(path),
@@ -212,7 +242,9 @@ async def started(params: EngineParams) -> EngineClient:
 
 
 def losses(result: SizeResult) -> list[float]:
-    """Return the share of the speed that each stage loses compared with the one before; 0 for the first."""
+    """Return the share of the speed that each stage loses compared with the one before; 0 for the
+    first.
+    """
     medians = [stage.median for stage in result.stages]
     return [0.0, *(1 - after / before for before, after in pairwise(medians))]
 
@@ -221,7 +253,8 @@ def shares(results: list[SizeResult]) -> dict[str, dict[str, list[float]]]:
     """Return size -> stage -> the speed of each round as a share of the backend's median speed."""
     return {
         sequences(result.num_seqs): {
-            stage.stage: [speed / result.stages[0].median for speed in stage.tokens_per_s] for stage in result.stages
+            stage.stage: [speed / result.stages[0].median for speed in stage.tokens_per_s]
+            for stage in result.stages
         }
         for result in results
     }
@@ -232,7 +265,15 @@ def print_stages(results: list[SizeResult], console: Console) -> None:
     from rich.table import Table
 
     for result in results:
-        table = Table("stage", "tokens/s", "least", "most", "of the backend", "loss", title=sequences(result.num_seqs))
+        table = Table(
+            "stage",
+            "tokens/s",
+            "least",
+            "most",
+            "of the backend",
+            "loss",
+            title=sequences(result.num_seqs),
+        )
         for column in table.columns[1:]:
             column.justify = "right"
         first = result.stages[0].median
@@ -243,31 +284,41 @@ def print_stages(results: list[SizeResult], console: Console) -> None:
         console.print(table)
         parts = ", ".join(f"{part} {us:,.0f}" for part, us in result.step_us.items())
         host = sum(us for part, us in result.step_us.items() if part != "decode")
-        console.print(f"a decoding step in microseconds: {parts}; {host:,.0f} beside the decode", highlight=False)
+        console.print(
+            f"a decoding step in microseconds: {parts}; {host:,.0f} beside the decode",
+            highlight=False,
+        )
 
 
 def sequences(count: int) -> str:
     return "1 sequence" if count == 1 else f"{count} sequences"
 
 
-# --- the stages ------------------------------------------------------------------------------------------------------
+# --- the stages ---------------------------------------------------------------------------------
 
 
 def sequences_of(backend: Backend, work: Work) -> list[Sequence]:
     """Return the work's sequences as the engine would make them. The seq_id is the index."""
-    seqs = [Sequence(request, 0, i, backend.info.context_length) for i, request in enumerate(work.requests())]
+    seqs = [
+        Sequence(request, 0, i, backend.info.context_length)
+        for i, request in enumerate(work.requests())
+    ]
     for seq_id, seq in enumerate(seqs):
         seq.seq_id = seq_id
     return seqs
 
 
 def prefill_by_hand(engine: Engine, work: Work) -> None:
-    """Empty the engine's cells, and compute all tokens of each prompt except the last one into them."""
+    """Empty the engine's cells, and compute all tokens of each prompt except the last one into
+    them.
+    """
     forget(engine)
     space = engine.backend.info.max_num_batched_tokens
     for seq in sequences_of(engine.backend, work):
         for start in range(0, seq.num_prompt_tokens - 1, space):
-            engine.backend.forward(Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], []))
+            engine.backend.forward(
+                Batch([Row(seq, start, min(space, seq.num_prompt_tokens - 1 - start), 0)], [])
+            )
 
 
 def forget(engine: Engine) -> None:
@@ -276,7 +327,10 @@ def forget(engine: Engine) -> None:
 
 
 def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
-    """Run the batches that the engine would make, without the engine. Without a sampler, every token is 1."""
+    """Run the batches that the engine would make, without the engine.
+
+    Without a sampler, every token is 1.
+    """
     seqs = sequences_of(backend, work)
     for _ in range(work.size.num_tokens):
         batch = Batch([Row(seq, seq.num_tokens - 1, 1, 1) for seq in seqs], [])
@@ -284,7 +338,8 @@ def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
         tokens = sampler.sample(batch, logits) if sampler else [1] * len(seqs)
         for seq, token in zip(seqs, tokens, strict=True):
             seq.append(token)
-    backend.forward(Batch([], [Trim(seq_id, 0) for seq_id in range(len(seqs))]))  # empty, as the engine left them
+    # empty, as the engine left them
+    backend.forward(Batch([], [Trim(seq_id, 0) for seq_id in range(len(seqs))]))
 
 
 def step_engine(engine: Engine, work: Work) -> None:
@@ -308,7 +363,9 @@ async def read_streams(client: EngineClient, work: Work) -> None:
 
 async def read_answers(service: Service, work: Work) -> None:
     async def read(request: Request) -> None:
-        with service.submit(Generation(request.request_id, [request.prompt], work.params)) as answer:
+        with service.submit(
+            Generation(request.request_id, [request.prompt], work.params)
+        ) as answer:
             async for _ in answer:
                 pass
 
@@ -323,14 +380,19 @@ async def post_all(target: Target, work: Work) -> None:
             del body["stream_options"]
             response = await server.request(target.dialect.chat_path, msgspec.json.encode(body))
             if response.status != 200:
-                raise StartupError(f"a request failed: HTTP {response.status}: {printable(response.body.decode())}")
-            assert msgspec.json.decode(response.body)["usage"]["completion_tokens"] == work.size.num_tokens
+                raise StartupError(
+                    f"a request failed: HTTP {response.status}: {printable(response.body.decode())}"
+                )
+            assert (
+                msgspec.json.decode(response.body)["usage"]["completion_tokens"]
+                == work.size.num_tokens
+            )
 
         async with asyncio.timeout(target.timeout):
             await asyncio.gather(*map(post, work.tasks))
 
 
-# --- the parts of a step ---------------------------------------------------------------------------------------------
+# --- the parts of a step ------------------------------------------------------------------------
 
 
 class Stopwatch:
@@ -359,15 +421,20 @@ class Stopwatch:
 
 
 def step_parts(engine: Engine, work: Work) -> dict[str, float]:
-    """Return the microseconds of a decoding step by part: the mean over the steps of one run in which all decode.
+    """Return the microseconds of a decoding step by part: the mean over the steps of one run in
+    which all decode.
 
-    "decode" is the backend's forward without the filling of its arrays. "send" is what the engine process does in
-    addition: it encodes the message about the step and writes it, here to the null device.
+    "decode" is the backend's forward without the filling of its arrays. "send" is what the engine
+    process does in addition: it encodes the message about the step and writes it, here to the null
+    device.
     """
     watch = Stopwatch()
     for request in work.requests():
         engine.handle(Add(request))
-    while any(seq.num_lacking_tokens > 1 for seq in engine.scheduler.running) or engine.scheduler.waiting:
+    while (
+        any(seq.num_lacking_tokens > 1 for seq in engine.scheduler.running)
+        or engine.scheduler.waiting
+    ):
         engine.step()
     num_steps = 0
     with ExitStack() as stack:
@@ -387,4 +454,6 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
     while engine.scheduler.has_work():
         engine.step()
     watch.seconds["decode"] -= watch.seconds["build"]
-    return {part: round(seconds / max(1, num_steps) * 1e6, 1) for part, seconds in watch.seconds.items()}
+    return {
+        part: round(seconds / max(1, num_steps) * 1e6, 1) for part, seconds in watch.seconds.items()
+    }

@@ -10,7 +10,8 @@ import numpy as np
 
 from cllm.observe.trace_file import Entry
 
-BLOCK_SIZE = 16  # tokens; small, so that short prompts can share. Every prompt is a whole number of blocks
+# tokens; small, so that short prompts can share. Every prompt is a whole number of blocks
+BLOCK_SIZE = 16
 NUM_SYSTEM_PROMPTS, SYSTEM_PROMPT = 8, 1024
 MEAN_TURNS = 5
 
@@ -31,7 +32,9 @@ class Source:
             yield at
 
     def lognormal(self, median: float, sigma: float = 0.8) -> float:
-        """Return a random value of at most 16 times the median, so that one request does not decide the result."""
+        """Return a random value of at most 16 times the median, so that one request does not decide
+        the result.
+        """
         return min(float(self.rng.lognormal(np.log(median), sigma)), 16 * median)
 
     def blocks(self, num_tokens: float) -> list[int]:
@@ -63,7 +66,10 @@ def shared_prefix(source: Source) -> Iterator[Entry]:
 
 
 def multi_turn(source: Source) -> Iterator[Entry]:
-    """Yield requests in order of time. Conversations are generated whole, so later requests wait in a heap."""
+    """Yield requests in order of time.
+
+    Conversations are generated whole, so later requests wait in a heap.
+    """
     ahead: list[tuple[float, int, Entry]] = []
     numbers = count()
     for begun in source.arrivals(1 / MEAN_TURNS):
@@ -93,8 +99,14 @@ def two_keys(source: Source) -> Iterator[Entry]:
 
 WORKLOADS: dict[str, tuple[Callable[[Source], Iterator[Entry]], str]] = {
     "chat": (chat, "unrelated prompts of about 200 tokens, answers of about 200"),
-    "shared-prefix": (shared_prefix, "one of 8 system prompts of 1,024 tokens, then about 100; answers of about 100"),
-    "multi-turn": (multi_turn, "talks of about 5 turns, 20 s apart; each prompt holds all that was said"),
+    "shared-prefix": (
+        shared_prefix,
+        "one of 8 system prompts of 1,024 tokens, then about 100; answers of about 100",
+    ),
+    "multi-turn": (
+        multi_turn,
+        "talks of about 5 turns, 20 s apart; each prompt holds all that was said",
+    ),
     "long-prefill": (long_prefill, "chat, but every fifth prompt has about 8,000 tokens"),
     "two-keys": (two_keys, "chat, nine of ten requests from the key heavy and one from light"),
 }

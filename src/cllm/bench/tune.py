@@ -1,9 +1,11 @@
-"""Finds the settings that make a model fastest on this machine, one setting after the other, the most important first.
+"""Finds the settings that make a model fastest on this machine, one setting after the other, the
+most important first.
 
-All candidates for a setting, and its present value, are measured in turn, round after round, so that a slow minute of
-the machine affects all of them. What counts is the ratio to the present value in the same round: a candidate is chosen
-if the median of these ratios is better by more than their noise. At the end, the original settings and all choices are
-measured against each other once more. Choices that are not faster in this measurement are not recommended.
+All candidates for a setting, and its present value, are measured in turn, round after round, so
+that a slow minute of the machine affects all of them. What counts is the ratio to the present value
+in the same round: a candidate is chosen if the median of these ratios is better by more than their
+noise. At the end, the original settings and all choices are measured against each other once more.
+Choices that are not faster in this measurement are not recommended.
 """
 
 from __future__ import annotations
@@ -39,15 +41,18 @@ FIELDS = {
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 ENOUGH = 5  # rounds from which the median distance is meaningful
-LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1  # least gain worth a line in a config file; least gain worth giving up `auto`
+# least gain worth a line in a config file; least gain worth giving up `auto`
+LEAST_GAIN, CLEAR_GAIN = 0.02, 0.1
 KV_KL_LIMIT = 0.01  # nats; a change that the user did not request must not alter the answers more
-HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}  # rounds -> ratio; a candidate below it in all of these rounds is dropped
-MEASUREMENTS = 60  # approximate number of measurements, of one candidate each, that must fit into the time
+# rounds -> ratio; a candidate below it in all of these rounds is dropped
+HOPELESS = {1: 0.0, 2: 0.7, 3: 0.95}
+# approximate number of measurements, of one candidate each, that must fit into the time
+MEASUREMENTS = 60
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The result of one candidate. speeds: figure -> tokens/s of each round. gain, noise: shares of the speed of the
-    candidate that it was compared with.
+    """The result of one candidate. speeds: figure -> tokens/s of each round. gain, noise: shares of
+    the speed of the candidate that it was compared with.
 
     failure: why it could not be measured; "" if it could.
     """
@@ -72,11 +77,11 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The result. before and after: the original settings and all choices, measured in turn; None if nothing was
-    chosen.
+    """The result. before and after: the original settings and all choices, measured in turn; None
+    if nothing was chosen.
 
-    confirmed: the choices are faster in this last measurement too. skipped: settings with nothing to try or no time
-    left.
+    confirmed: the choices are faster in this last measurement too. skipped: settings with nothing
+    to try or no time left.
     """
 
     tried: list[Tried]
@@ -106,7 +111,9 @@ class Figure(NamedTuple):
 
 
 class Works(NamedTuple):
-    """The works to measure: one sequence; several; several with longer prompts; the most that can run, up to 32."""
+    """The works to measure: one sequence; several; several with longer prompts; the most that can
+    run, up to 32.
+    """
 
     one: Work
     many: Work
@@ -115,7 +122,9 @@ class Works(NamedTuple):
 
 
 class Knob(NamedTuple):
-    """A setting, the values to try in addition to the present one, the figures to measure, and the least gain."""
+    """A setting, the values to try in addition to the present one, the figures to measure, and the
+    least gain.
+    """
 
     key: str
     values: list[object]
@@ -124,13 +133,16 @@ class Knob(NamedTuple):
 
 
 def race(
-    runners: Mapping[str, T], measure: Callable[[T], dict[str, float]], going_on: Callable[[int], bool]
+    runners: Mapping[str, T],
+    measure: Callable[[T], dict[str, float]],
+    going_on: Callable[[int], bool],
 ) -> dict[str, Outcome]:
     """Measure all runners in turn, round after round. The others are compared with the first one.
 
-    measure: returns tokens/s by figure; a CandidateError removes the runner. ``going_on`` is called with the number of
-    rounds after each of them. A runner's value in a round is the geometric mean of its figures' ratios to those of the
-    first runner. Raises StartupError if the first runner fails.
+    measure: returns tokens/s by figure; a CandidateError removes the runner. ``going_on`` is called
+    with the number of rounds after each of them. A runner's value in a round is the geometric mean
+    of its figures' ratios to those of the first runner. Raises StartupError if the first runner
+    fails.
     """
     first, *others = runners
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
@@ -138,7 +150,10 @@ def race(
 
     def ratios(name: str) -> list[float]:
         pairs = zip(found[name], found[first], strict=False)
-        return [statistics.geometric_mean(own[figure] / its[figure] for figure in own) for own, its in pairs]
+        return [
+            statistics.geometric_mean(own[figure] / its[figure] for figure in own)
+            for own, its in pairs
+        ]
 
     for num_rounds in count(1):
         order = [first, *others]
@@ -157,10 +172,12 @@ def race(
 
 
 def outcome_of(rounds: list[dict[str, float]], ratios: list[float], failure: str) -> Outcome:
-    """Return gain and noise. The noise is twice the median distance of the rounds from their median; with few rounds,
-    it is the largest distance.
+    """Return gain and noise. The noise is twice the median distance of the rounds from their
+    median; with few rounds, it is the largest distance.
     """
-    speeds = {figure: [found[figure] for found in rounds] for figure in (rounds[0] if rounds else ())}
+    speeds = {
+        figure: [found[figure] for found in rounds] for figure in (rounds[0] if rounds else ())
+    }
     if failure or not ratios:
         return Outcome(speeds, failure=failure or "not measured")
     middle = statistics.median(ratios)
@@ -186,19 +203,26 @@ def search(
 ) -> Tuned:
     """Coordinate descent: settle one setting after the other, beginning with ``start``.
 
-    refuse: returns why a faster choice must not be taken, or "" if it may. Each setting gets time in proportion to the
-    measurements it needs, but at least MIN_ROUNDS once it has begun. Raises StartupError if ``start`` fails.
+    refuse: returns why a faster choice must not be taken, or "" if it may. Each setting gets time
+    in proportion to the measurements it needs, but at least MIN_ROUNDS once it has begun. Raises
+    StartupError if ``start`` fails.
     """
     end = clock() + seconds
-    sizes = [(1 + len(knob.values)) * len({figure.work for figure in knob.figures}) for knob in knobs]
+    sizes = [
+        (1 + len(knob.values)) * len({figure.work for figure in knob.figures}) for knob in knobs
+    ]
     sizes.append(2 * len({figure.work for figure in final}))
     choice, tried, skipped = dict(start), list[Tried](), list[str]()
 
-    def raced(runners: dict[str, Choice], figures: list[Figure], until: float) -> dict[str, Outcome]:
+    def raced(
+        runners: dict[str, Choice], figures: list[Figure], until: float
+    ) -> dict[str, Outcome]:
         def going_on(num_rounds: int) -> bool:
             return num_rounds < MIN_ROUNDS or (num_rounds < MAX_ROUNDS and clock() < until)
 
-        return race(runners, lambda it: figures_of(figures, lambda work: measure(it, work)), going_on)
+        return race(
+            runners, lambda it: figures_of(figures, lambda work: measure(it, work)), going_on
+        )
 
     for i, knob in enumerate(knobs):
         if not knob.values or clock() >= end:
@@ -221,10 +245,13 @@ def search(
 
 
 def pick(
-    candidates: dict[str, Choice], outcomes: dict[str, Outcome], knob: Knob, refuse: Callable[[str, Choice], str]
+    candidates: dict[str, Choice],
+    outcomes: dict[str, Outcome],
+    knob: Knob,
+    refuse: Callable[[str, Choice], str],
 ) -> tuple[str, dict[str, str]]:
-    """Return the name of the best candidate, which may be the first one (the present value), and why faster ones were
-    rejected.
+    """Return the name of the best candidate, which may be the first one (the present value), and
+    why faster ones were rejected.
     """
     present, *others = candidates
     notes = {}
@@ -238,8 +265,8 @@ def pick(
 
 
 def changed(start: Choice, choice: Choice) -> Choice:
-    """Return the settings that differ. If one of the two thread counts does, return both, because an unset one follows
-    the other.
+    """Return the settings that differ. If one of the two thread counts does, return both, because
+    an unset one follows the other.
     """
     keys = {key for key in choice if choice[key] != start[key]}
     if keys & {THREADS, BATCH_THREADS}:
@@ -247,7 +274,7 @@ def changed(start: Choice, choice: Choice) -> Choice:
     return {key: choice[key] for key in choice if key in keys}
 
 
-# --- candidates ------------------------------------------------------------------------------------------------------
+# --- candidates ---------------------------------------------------------------------------------
 
 
 def starting_choice(params: EngineParams, cores: int) -> Choice:
@@ -267,7 +294,10 @@ def applied(params: EngineParams, choice: Choice) -> EngineParams:
 
 
 def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) -> Works:
-    """Return works that take as long as one measurement may. They are smaller on a slower machine."""
+    """Return works that take as long as one measurement may.
+
+    They are smaller on a slower machine.
+    """
     several = min(8, max_num_seqs)
     one, many = measure(Work(1, 16, 8)), measure(Work(several, 16, 4))
     time_each = seconds / MEASUREMENTS
@@ -286,14 +316,21 @@ def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) 
 
 
 def knobs(start: Choice, works: Works, cores: int, max_num_batched_tokens: int) -> list[Knob]:
-    """Return what to try for each setting. One sequence decodes with n_threads; everything else uses n_threads_batch.
+    """Return what to try for each setting.
 
-    Values of n_ubatch above the number of tokens in a step of the work have the same effect, so one of them is enough.
+    One sequence decodes with n_threads; everything else uses n_threads_batch.
+
+    Values of n_ubatch above the number of tokens in a step of the work have the same effect, so one
+    of them is enough.
     """
     shares = {cores, cores * 3 // 4, cores // 2, cores // 4, 1 if cores <= 4 else cores}
     threads = sorted(shares - {0}, reverse=True)
     step = min(max_num_batched_tokens, works.long.num_seqs * works.long.prompt_tokens)
-    passes = [size for size in (2048, 1024, 512, 256, 128) if size <= step and size != min(start[UBATCH], step)]
+    passes = [
+        size
+        for size in (2048, 1024, 512, 256, 128)
+        if size <= step and size != min(start[UBATCH], step)
+    ]
     several = [Figure("prompt", works.many), Figure("decode", works.many)]
     prompt, decode = Figure("prompt", works.long), Figure("decode", works.long)
     tries: list[tuple[str, list[object], list[Figure], float]] = [

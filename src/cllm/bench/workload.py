@@ -1,4 +1,7 @@
-"""The requests of the load client. They are made before the clock starts, and the same seed gives the same ones."""
+"""The requests of the load client.
+
+They are made before the clock starts, and the same seed gives the same ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ LONG_EVERY, LONG_TIMES = 5, 25  # in long-prefill, every fifth prompt is 25 time
 CANCELLED_EVERY = 2  # in cancel-storm, every second client disconnects
 TURNS = 4
 SHARED = 0.75  # share of a prompt that is common in shared-prefix
-BURSTINESS = 0.25  # shape of the gamma distribution of the gaps in bursty arrivals; 1 would be Poisson
+# shape of the gamma distribution of the gaps in bursty arrivals; 1 would be Poisson
+BURSTINESS = 0.25
 
 Arrivals = Literal["poisson", "bursty", "even"]
 
@@ -48,8 +52,9 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The first ``shared_words``
-    are the same in all prompts. Each answer must have ``max_tokens``, so the server must support ``ignore_eos``.
+    """Prompts of random words. Lengths of prompts are in words, those of answers in tokens. The
+    first ``shared_words`` are the same in all prompts. Each answer must have ``max_tokens``, so the
+    server must support ``ignore_eos``.
     """
 
     api: Api = "openai"
@@ -68,25 +73,38 @@ def word_tasks(count: int, words: Words) -> list[Task]:
 
 
 def chat_tasks(count: int, words: Words) -> list[Task]:
-    """Return tasks with lognormal lengths of prompts and answers. The lengths in ``words`` are the medians."""
+    """Return tasks with lognormal lengths of prompts and answers.
+
+    The lengths in ``words`` are the medians.
+    """
     source = Source(words)
-    return [source.task(source.about(words.prompt_words), source.about(words.max_tokens)) for _ in range(count)]
+    return [
+        source.task(source.about(words.prompt_words), source.about(words.max_tokens))
+        for _ in range(count)
+    ]
 
 
 def long_prefill_tasks(count: int, words: Words) -> list[Task]:
     """Return tasks in which every fifth prompt is very long."""
     source = Source(words)
-    sizes = [words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1) for i in range(count)]
+    sizes = [
+        words.prompt_words * (LONG_TIMES if i % LONG_EVERY == LONG_EVERY - 1 else 1)
+        for i in range(count)
+    ]
     return [source.task(size, words.max_tokens) for size in sizes]
 
 
 def cancel_tasks(count: int, words: Words) -> list[Task]:
-    """Return tasks in which every second client disconnects at a random point in the first half of its answer."""
+    """Return tasks in which every second client disconnects at a random point in the first half of
+    its answer.
+    """
     source = Source(words)
     tasks = [source.task(words.prompt_words, words.max_tokens) for _ in range(count)]
     leaves = [source.random.randint(1, max(1, words.max_tokens // 2)) for _ in tasks]
     return [
-        msgspec.structs.replace(task, num_tokens=None, cancel_after=leaves[i]) if i % CANCELLED_EVERY else task
+        msgspec.structs.replace(task, num_tokens=None, cancel_after=leaves[i])
+        if i % CANCELLED_EVERY
+        else task
         for i, task in enumerate(tasks)
     ]
 
@@ -97,9 +115,14 @@ def overload_tasks(count: int, words: Words) -> list[Task]:
 
 
 def multi_turn_tasks(count: int, words: Words) -> list[Task]:
-    """Return conversations of a few turns, ``count`` turns in all. Each prompt contains all earlier messages."""
+    """Return conversations of a few turns, ``count`` turns in all.
+
+    Each prompt contains all earlier messages.
+    """
     source = Source(words)
-    talks = [[source.text(words.prompt_words) for _ in range(TURNS)] for _ in range(-(-count // TURNS))]
+    talks = [
+        [source.text(words.prompt_words) for _ in range(TURNS)] for _ in range(-(-count // TURNS))
+    ]
     talks[-1] = talks[-1][: (count - 1) % TURNS + 1]
     return [turn(words, [], texts) for texts in talks]
 
@@ -118,19 +141,33 @@ def turn(words: Words, messages: Messages, texts: list[str]) -> Task:
 WORKLOADS: dict[str, tuple[Callable[[int, Words], list[Task]], str]] = {
     "words": (word_tasks, "random words, all of one size"),
     "chat": (chat_tasks, "the same with lognormal lengths around the given ones"),
-    "shared-prefix": (word_tasks, "words that begin alike, by three quarters of a prompt or --shared-words"),
-    "multi-turn": (multi_turn_tasks, f"talks of {TURNS} turns, each of which sends all that was said"),
-    "long-prefill": (long_prefill_tasks, f"words, but every fifth prompt is {LONG_TIMES} times as long"),
+    "shared-prefix": (
+        word_tasks,
+        "words that begin alike, by three quarters of a prompt or --shared-words",
+    ),
+    "multi-turn": (
+        multi_turn_tasks,
+        f"talks of {TURNS} turns, each of which sends all that was said",
+    ),
+    "long-prefill": (
+        long_prefill_tasks,
+        f"words, but every fifth prompt is {LONG_TIMES} times as long",
+    ),
     "cancel-storm": (cancel_tasks, "words, but every second client goes away before the end"),
     "overload": (
         overload_tasks,
-        "words, by default all at once: to refuse (429, 503) is right with Retry-After, all others must succeed",
+        (
+            "words, by default all at once: to refuse (429, 503) is right with Retry-After, all "
+            "others must succeed"
+        ),
     ),
 }
 
 
 def num_requests(tasks: list[Task]) -> int:
-    """Return the number of requests in ``tasks``, including all that follow if every answer is a success."""
+    """Return the number of requests in ``tasks``, including all that follow if every answer is a
+    success.
+    """
     count = 0
     for task in tasks:
         following: Task | None = task
@@ -140,16 +177,25 @@ def num_requests(tasks: list[Task]) -> int:
     return count
 
 
-def question_tasks(count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai") -> list[Task]:
-    """Return questions that the built-in model was not trained on but can answer, the kinds in turn."""
+def question_tasks(
+    count: int, *, model: str, max_tokens: int, seed: int, api: Api = "openai"
+) -> list[Task]:
+    """Return questions that the built-in model was not trained on but can answer, the kinds in
+    turn.
+    """
     options = {"max_tokens": max_tokens, "temperature": 0}
     questions = islice(held_out_questions(seed, QUESTION_KINDS), count)
     body = DIALECTS[api].body
-    return [Task(body(model, question.messages, options), answer=question.answer) for question in questions]
+    return [
+        Task(body(model, question.messages, options), answer=question.answer)
+        for question in questions
+    ]
 
 
 def arrival_times(count: int, rate: float, kind: Arrivals, seed: int) -> list[float]:
-    """Return the times to send requests, in seconds from the start, ``rate`` per second on average."""
+    """Return the times to send requests, in seconds from the start, ``rate`` per second on
+    average.
+    """
     gaps = random.Random(seed)
     shape = {"poisson": 1.0, "bursty": BURSTINESS, "even": math.inf}[kind]
     at, times = 0.0, []
@@ -165,7 +211,10 @@ class Source:
     def __init__(self, words: Words) -> None:
         """Raises StartupError if ``shared_words`` is more than ``prompt_words``."""
         if words.shared_words > words.prompt_words:
-            raise StartupError(f"--shared-words {words.shared_words} is more than --prompt-words {words.prompt_words}")
+            raise StartupError(
+                f"--shared-words {words.shared_words} is more than --prompt-words "
+                f"{words.prompt_words}"
+            )
         self.random = random.Random(words.seed)
         self._options = words
         self._words = self._all_words()
@@ -176,15 +225,26 @@ class Source:
             yield "".join(self.random.choices(SYLLABLES, k=self.random.randint(1, LONGEST_WORD)))
 
     def about(self, median: int) -> int:
-        return max(1, round(min(self.random.lognormvariate(math.log(median), SPREAD), LONGEST * median)))
+        return max(
+            1, round(min(self.random.lognormvariate(math.log(median), SPREAD), LONGEST * median))
+        )
 
     def text(self, num_words: int) -> str:
-        return " ".join([*self._shared, *islice(self._words, max(1, num_words - len(self._shared)))])
+        return " ".join(
+            [*self._shared, *islice(self._words, max(1, num_words - len(self._shared)))]
+        )
 
     def task(self, num_words: int, num_tokens: int) -> Task:
-        return task_of(self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens)
+        return task_of(
+            self._options, [{"role": "user", "content": self.text(num_words)}], num_tokens
+        )
 
 
 def task_of(words: Words, messages: Messages, num_tokens: int) -> Task:
-    options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": words.temperature, "seed": words.seed}
+    options = {
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": words.temperature,
+        "seed": words.seed,
+    }
     return Task(DIALECTS[words.api].body(words.model, messages, options), num_tokens)

@@ -1,4 +1,6 @@
-"""The page docs/api.md, read off the code: every route, and whether a parameter is done, ignored or refused."""
+"""The page docs/api.md, read off the code: every route, and whether a parameter is done, ignored or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
         shown[model] = name
     rows = [*query_rows(route), *(body_rows(model) if model else ())]
     if rows:
-        text += f"\n{HEAD}" + "".join(f"| `{name}` | {state} | {cell(what)} |\n" for name, state, what in rows)
+        text += f"\n{HEAD}" + "".join(
+            f"| `{name}` | {state} | {cell(what)} |\n" for name, state, what in rows
+        )
     return text
 
 
@@ -123,14 +127,18 @@ def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
         yield f"?{field.alias}", "done", ""
 
 
-def body_rows(model: type[Body], path: str = "", above: tuple[type[Body], ...] = ()) -> Iterator[tuple[str, str, str]]:
+def body_rows(
+    model: type[Body], path: str = "", above: tuple[type[Body], ...] = ()
+) -> Iterator[tuple[str, str, str]]:
     """Name, state and meaning of every parameter of a body; those of an object follow it as a.b.
 
     ``above``: the models around this one, which are not described in themselves again.
     """
     schema = model.model_json_schema()
     definitions = schema.get("$defs", {})
-    properties = (definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema).get("properties", {})
+    properties = (
+        definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    ).get("properties", {})
     for name, field in model.model_fields.items():
         shown = field.alias or name
         about = properties[shown]
@@ -164,7 +172,12 @@ def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         return described(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "enum" in schema or "const" in schema:
         return ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
-    members = [member for key in ("anyOf", "oneOf") for member in schema.get(key, ()) if member.get("type") != "null"]
+    members = [
+        member
+        for key in ("anyOf", "oneOf")
+        for member in schema.get(key, ())
+        if member.get("type") != "null"
+    ]
     if members:
         return " or ".join(dict.fromkeys(described(member, definitions) for member in members))
     kind = schema.get("type")
@@ -172,7 +185,9 @@ def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         return f"list of {described(schema.get('items', {}), definitions)}"
     if kind in ("integer", "number"):
         return f"{kind}{bounds(schema)}"
-    return {"string": "text", "boolean": "true or false", "object": "object"}.get(str(kind), "anything")
+    return {"string": "text", "boolean": "true or false", "object": "object"}.get(
+        str(kind), "anything"
+    )
 
 
 def bounds(schema: dict[str, Any]) -> str:

@@ -59,7 +59,8 @@ else:
 
 app = App(name="bench", help="Measure servers and compare them; make stand-in models.")
 
-REQUESTS = {"overload": 500}  # 100 in the other workloads; many systems give a process 1024 open files
+# 100 in the other workloads; many systems give a process 1024 open files
+REQUESTS = {"overload": 500}
 MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
 
 PAGE = Path("docs/performance.md")  # of cllm bench compare
@@ -68,39 +69,55 @@ Positive = Number(gte=1)
 AboveZero = Number(gt=0)
 NotNegative = Number(gte=0)
 
-Plot = Annotated[Path | None, Parameter(help="File for a picture: .png or .svg.", show_default=False)]
-Html = Annotated[Path | None, Parameter(help="File for an HTML report with pictures.", show_default=False)]
+Plot = Annotated[
+    Path | None, Parameter(help="File for a picture: .png or .svg.", show_default=False)
+]
+Html = Annotated[
+    Path | None, Parameter(help="File for an HTML report with pictures.", show_default=False)
+]
 
 
 @app.command
 def load(
-    url: Annotated[str, Parameter(env_var="CLLM_URL", help="The server, such as http://127.0.0.1:8000.")],
+    url: Annotated[
+        str, Parameter(env_var="CLLM_URL", help="The server, such as http://127.0.0.1:8000.")
+    ],
     /,
     *,
-    api: Annotated[Api, Parameter(help="The server's API: OpenAI's chat completions, or Ollama's /api/chat.")] = (
-        "openai"
-    ),
+    api: Annotated[
+        Api, Parameter(help="The server's API: OpenAI's chat completions, or Ollama's /api/chat.")
+    ] = ("openai"),
     workload: Annotated[
         Workload,
         Parameter(
             help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
-            + "in all of these, each answer must have exactly --max-tokens tokens (Ollama's may be shorter). "
-            "questions: questions for the built-in model at temperature 0; each answer must be correct."
+            + "in all of these, each answer must have exactly --max-tokens tokens (Ollama's may "
+            "be shorter). "
+            "questions: questions for the built-in model at temperature 0; each answer must be "
+            "correct."
         ),
     ] = "words",
     preset: Annotated[
         Preset | None,
-        Parameter(help="Sets --requests, --concurrency and --max-tokens; these flags override it.", show_default=False),
+        Parameter(
+            help="Sets --requests, --concurrency and --max-tokens; these flags override it.",
+            show_default=False,
+        ),
     ] = None,
     requests: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Requests to measure. [default: 100, 500 overload]", show_default=False),
+        Parameter(
+            validator=Positive,
+            help="Requests to measure. [default: 100, 500 overload]",
+            show_default=False,
+        ),
     ] = None,
     concurrency: Annotated[
         int | None,
         Parameter(
             validator=Positive,
-            help="Concurrent requests; when one ends, the next one starts. [default: 8; overload: all]",
+            help="Concurrent requests; when one ends, the next one starts. [default: 8; "
+            "overload: all]",
             show_default=False,
         ),
     ] = None,
@@ -108,33 +125,45 @@ def load(
         float | None,
         Parameter(
             validator=AboveZero,
-            help="Mean requests a second, sent independently of the answers, instead of --concurrency.",
+            help="Mean requests a second, sent independently of the answers, instead of "
+            "--concurrency.",
             show_default=False,
         ),
     ] = None,
     arrivals: Annotated[
-        Arrivals, Parameter(help="Arrivals with --rate: poisson, bursty (gamma distributed gaps) or even.")
+        Arrivals,
+        Parameter(help="Arrivals with --rate: poisson, bursty (gamma distributed gaps) or even."),
     ] = "poisson",
     max_tokens: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Tokens of an answer. [default: 64, 320 questions]", show_default=False),
+        Parameter(
+            validator=Positive,
+            help="Tokens of an answer. [default: 64, 320 questions]",
+            show_default=False,
+        ),
     ] = None,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 64,
     shared_words: Annotated[
         int | None,
         Parameter(
             validator=NotNegative,
-            help="How many words at the beginning are the same in all prompts. [default: 0; shared-prefix: three "
+            help="How many words at the beginning are the same in all prompts. [default: 0; "
+            "shared-prefix: three "
             "quarters]",
             show_default=False,
         ),
     ] = None,
     temperature: Annotated[
-        float, Parameter(validator=NotNegative, help="Temperature of all workloads except questions.")
+        float,
+        Parameter(validator=NotNegative, help="Temperature of all workloads except questions."),
     ] = 0.0,
     ttft: Annotated[
         float | None,
-        Parameter(validator=AboveZero, help="Goodput limit: milliseconds to the first token.", show_default=False),
+        Parameter(
+            validator=AboveZero,
+            help="Goodput limit: milliseconds to the first token.",
+            show_default=False,
+        ),
     ] = None,
     tpot: Annotated[
         float | None,
@@ -152,33 +181,46 @@ def load(
             show_default=False,
         ),
     ] = None,
-    timeout: Annotated[float, Parameter(validator=AboveZero, help="Seconds for each request.")] = 600.0,
-    keep_alive: Annotated[bool, Parameter(help="Reuse connections; some servers lose requests then.")] = True,
-    seed: Annotated[int, Parameter(help="The same seed gives the same prompts; it is sent with them.")] = 0,
+    timeout: Annotated[
+        float, Parameter(validator=AboveZero, help="Seconds for each request.")
+    ] = 600.0,
+    keep_alive: Annotated[
+        bool, Parameter(help="Reuse connections; some servers lose requests then.")
+    ] = True,
+    seed: Annotated[
+        int, Parameter(help="The same seed gives the same prompts; it is sent with them.")
+    ] = 0,
     model: Annotated[
         str | None,
-        Parameter(help="The model to request. [default: the server's first model]", show_default=False),
+        Parameter(
+            help="The model to request. [default: the server's first model]", show_default=False
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False)
+        str | None,
+        Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False)
+        Path | None,
+        Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False),
     ] = None,
     plot: Plot = None,
     html: Html = None,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
-    """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report latencies and rates.
+    """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report
+    latencies and rates.
 
-    Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of overload do not
-    count.
+    Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
+    overload do not count.
     """
     from cllm.bench.load import Target, find_model, run_load
     from cllm.bench.report import print_report, summarize
 
     check_files(out, plot, html)
-    preset_requests, at_once, preset_tokens = PRESETS[preset] if preset else (REQUESTS.get(workload, 100), 8, None)
+    preset_requests, at_once, preset_tokens = (
+        PRESETS[preset] if preset else (REQUESTS.get(workload, 100), 8, None)
+    )
     requests, at_once = requests or preset_requests, concurrency or at_once
     concurrency = requests if workload == "overload" and concurrency is None else at_once
     max_tokens = max_tokens or preset_tokens or MAX_TOKENS.get(workload, 64)
@@ -192,15 +234,23 @@ def load(
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    settings |= {"concurrency": concurrency} if rate is None else {"rate": rate, "arrivals": arrivals}
+    settings |= (
+        {"concurrency": concurrency} if rate is None else {"rate": rate, "arrivals": arrivals}
+    )
     settings |= {"warmup": warmup, "keep_alive": keep_alive, "ttft": ttft, "tpot": tpot}
     tasks: list[Task]
     if workload == "questions":
-        tasks = question_tasks(warmup + requests, model=model, max_tokens=max_tokens, seed=seed, api=api)
+        tasks = question_tasks(
+            warmup + requests, model=model, max_tokens=max_tokens, seed=seed, api=api
+        )
     else:
         if shared_words is None:
             shared_words = int(SHARED * prompt_words) if workload == "shared-prefix" else 0
-        sizes: dict[str, Any] = {"prompt_words": prompt_words, "shared_words": shared_words, "temperature": temperature}
+        sizes: dict[str, Any] = {
+            "prompt_words": prompt_words,
+            "shared_words": shared_words,
+            "temperature": temperature,
+        }
         words = Words(api=api, model=model, max_tokens=max_tokens, seed=seed, **sizes)
         settings |= sizes
         # the warm-up shares no prefix with the measured requests
@@ -215,7 +265,9 @@ def load(
             concurrency=concurrency,
             warmup=warmup,
             progress=lambda ended: bar.update(ended / total, f"{ended} of {total} requests"),
-            arrivals=None if rate is None else arrival_times(len(tasks) - warmup, rate * share, arrivals, seed),
+            arrivals=None
+            if rate is None
+            else arrival_times(len(tasks) - warmup, rate * share, arrivals, seed),
         )
     settings = {name: value for name, value in settings.items() if value is not None}
     report = summarize(outcome, url=target.url, model=model, settings=settings)
@@ -282,7 +334,8 @@ def diff(
 @app.command
 def stages(
     model: Annotated[
-        Path | None, Parameter(help="A GGUF file. [default: the built-in model]", show_default=False)
+        Path | None,
+        Parameter(help="A GGUF file. [default: the built-in model]", show_default=False),
     ] = None,
     /,
     *,
@@ -296,16 +349,20 @@ def stages(
         ),
     ] = (1, 8, 32),
     rounds: Annotated[
-        int, Parameter(validator=Positive, help="Runs of each stage, in turn, after one for warm-up.")
+        int,
+        Parameter(validator=Positive, help="Runs of each stage, in turn, after one for warm-up."),
     ] = 5,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 48,
+    max_tokens: Annotated[
+        int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")
+    ] = 48,
     temperature: Annotated[float, Parameter(validator=NotNegative, help="0 is greedy.")] = 0.8,
     budget: Annotated[
         float | None,
         Parameter(
             validator=Number(gte=0, lt=1),
-            help="Largest median loss of speed of a stage against the one before, as a share; more gives exit code 1.",
+            help="Largest median loss of speed of a stage against the one before, as a share; "
+            "more gives exit code 1.",
             show_default=False,
         ),
     ] = None,
@@ -313,7 +370,9 @@ def stages(
     plot: Plot = None,
     json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run the same work at every stage from llama_decode to the socket, and show what each stage costs."""
+    """Run the same work at every stage from llama_decode to the socket, and show what each stage
+    costs.
+    """
     begin_like_an_engine()
     from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
 
@@ -324,30 +383,42 @@ def stages(
     if plot is not None:
         from cllm.bench.plots import bars, picture
 
-        write_file(plot, picture(bars(shares(results), y="share of the backend's speed"), plot.suffix.lower()))
+        write_file(
+            plot,
+            picture(bars(shares(results), y="share of the backend's speed"), plot.suffix.lower()),
+        )
     if json:
         print(msgspec.json.format(msgspec.json.encode(results)).decode())
     else:
         from rich.console import Console
 
         print_stages(results, Console())
-    if budget is not None and any(loss > budget for result in results for loss in losses(result)[1:]):
+    if budget is not None and any(
+        loss > budget for result in results for loss in losses(result)[1:]
+    ):
         sys.exit(1)
 
 
 def begin_like_an_engine() -> None:
-    """Restart this process with an engine process's environment, so that an engine in it runs under the same terms."""
+    """Restart this process with an engine process's environment, so that an engine in it runs under
+    the same terms.
+    """
     from cllm.process.launch import with_big_pages
 
     environment = with_big_pages(os.environ)
-    if sys.argv[1:3] == ["bench", "stages"] and sys.platform == "linux" and environment != dict(os.environ):
+    if (
+        sys.argv[1:3] == ["bench", "stages"]
+        and sys.platform == "linux"
+        and environment != dict(os.environ)
+    ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # ourselves
 
 
 @app.command
 def compare(
     model: Annotated[
-        Path | None, Parameter(help="A GGUF file. [default: the built-in model]", show_default=False)
+        Path | None,
+        Parameter(help="A GGUF file. [default: the built-in model]", show_default=False),
     ] = None,
     /,
     *,
@@ -360,32 +431,56 @@ def compare(
             help="Numbers of concurrent requests, such as 1 8 32.",
         ),
     ] = (1, 8, 32),
-    rounds: Annotated[int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")] = 3,
+    rounds: Annotated[
+        int, Parameter(validator=Number(gte=3), help="Runs of each system, in turn; at least 3.")
+    ] = 3,
     prompt_words: Annotated[int, Parameter(validator=Positive, help="Words of a prompt.")] = 16,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")] = 64,
+    max_tokens: Annotated[
+        int, Parameter(validator=Number(gte=2), help="Tokens of an answer.")
+    ] = 64,
     threads: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Threads of each system. [default: all cores]", show_default=False),
+        Parameter(
+            validator=Positive,
+            help="Threads of each system. [default: all cores]",
+            show_default=False,
+        ),
     ] = None,
     peers: Annotated[
-        Path, Parameter(help="The folder of llama-server, llama-batched-bench and llama-bench, before PATH.")
+        Path,
+        Parameter(
+            help="The folder of llama-server, llama-batched-bench and llama-bench, before PATH."
+        ),
     ] = FOLDER,
     build: Annotated[
-        bool, Parameter(negative="", help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses.")
+        bool,
+        Parameter(
+            negative="",
+            help="First build the peers in .tools/peers, from the llama.cpp that cLLM uses.",
+        ),
     ] = False,
     curves: Annotated[
         bool, Parameter(help="Also measure by number of concurrent requests and by context length.")
     ] = True,
-    out: Annotated[Path, Parameter(help="The page to write, or its folder; pictures go into the same folder.")] = PAGE,
-    json: Annotated[Path | None, Parameter(help="File for all results.", show_default=False)] = None,
+    out: Annotated[
+        Path, Parameter(help="The page to write, or its folder; pictures go into the same folder.")
+    ] = PAGE,
+    json: Annotated[
+        Path | None, Parameter(help="File for all results.", show_default=False)
+    ] = None,
     source: Annotated[
         Path | None,
-        Parameter(name="--from", help="Write the page from a file of --json, without measuring.", show_default=False),
+        Parameter(
+            name="--from",
+            help="Write the page from a file of --json, without measuring.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Measure cLLM and its peers in turn on one model, and write a page with the results.
 
-    Peers: llama-server, llama-batched-bench and, if installed, llama-bench, Ollama, llama-cpp-python's example server.
+    Peers: llama-server, llama-batched-bench and, if installed, llama-bench, Ollama,
+    llama-cpp-python's example server.
     """
     from cllm.bench.performance import Results, figures, read_results, write_page
 
@@ -422,7 +517,10 @@ def compare(
         print(path)
     for figure in figures(results):
         if figure.met is False:
-            print(f"missed: {figure.name}: {figure.judged:.3f}{figure.unit}, target {figure.target:g}{figure.unit}")
+            print(
+                f"missed: {figure.name}: {figure.judged:.3f}{figure.unit}, target "
+                f"{figure.target:g}{figure.unit}"
+            )
 
 
 def machine() -> dict[str, str]:
@@ -440,7 +538,16 @@ def commit() -> str:
     git = shutil.which("git")
     if git is None:
         return ""
-    command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    command = [
+        git,
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude",
+        "*",
+    ]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return f", commit {found.stdout.strip()}" if found.returncode == 0 else ""
 
@@ -458,10 +565,16 @@ def make_model(
     *,
     shape: Annotated[Shape, Parameter(help="The model whose dimensions to use.")],
     quant: Annotated[Quant, Parameter(help="The quantization of the weights.")],
-    seed: Annotated[int, Parameter(validator=NotNegative, help="The same seed gives the same weights.")] = 0,
+    seed: Annotated[
+        int, Parameter(validator=NotNegative, help="The same seed gives the same weights.")
+    ] = 0,
     threads: Annotated[
         int | None,
-        Parameter(validator=Positive, help="Threads for quantizing. [default: all cores]", show_default=False),
+        Parameter(
+            validator=Positive,
+            help="Threads for quantizing. [default: all cores]",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, Parameter(negative="", help="Replace OUT if it exists.")] = False,
 ) -> None:
@@ -473,6 +586,11 @@ def make_model(
     begun = time.monotonic()
     with closing(loading_bar(f"making {shape}")) as bar:
         write_model(
-            shape, quant, out, seed=seed, threads=threads, progress=lambda stage, share: bar.update(share, stage)
+            shape,
+            quant,
+            out,
+            seed=seed,
+            threads=threads,
+            progress=lambda stage, share: bar.update(share, stage),
         )
     print(f"{out}: {size_text(out.stat().st_size)} in {time.monotonic() - begun:.1f} s")

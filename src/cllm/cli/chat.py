@@ -12,7 +12,10 @@ from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
 from cllm.cli.talk import DEFAULTS, Messages, Sampling, Talker, UrlFlag, make_talker, print_stream
 from cllm.errors import CLLMError
 
-HELP = "Type a message; /new begins a new conversation, /exit or Ctrl-D ends, /help says this; Ctrl-C stops an answer."
+HELP = (
+    "Type a message; /new begins a new conversation, /exit or Ctrl-D ends, /help says this; "
+    "Ctrl-C stops an answer."
+)
 
 
 def chat(
@@ -25,7 +28,9 @@ def chat(
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Talk with a model in the terminal: with a running server, or else with a model loaded here."""
+    """Talk with a model in the terminal: with a running server, or else with a model loaded
+    here.
+    """
     talker = make_talker(url, sampling, config, settings, model)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -52,7 +57,9 @@ def read_message(interactive: bool) -> str | None:
 
 
 def turn(talker: Talker, messages: Messages, text: str) -> None:
-    """Ask, print the answer and remember both; an answer that was stopped or refused is forgotten."""
+    """Ask, print the answer and remember both; an answer that was stopped or refused is
+    forgotten.
+    """
     messages.append({"role": "user", "content": text})
     try:
         answer = print_stream(talker.ask(messages))

@@ -13,7 +13,10 @@ Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 
 def install(
-    *, shell: Annotated[Shell | None, Parameter(help="The shell. [default: the one that runs this command]")] = None
+    *,
+    shell: Annotated[
+        Shell | None, Parameter(help="The shell. [default: the one that runs this command]")
+    ] = None,
 ) -> None:
     """Install the completion script for your shell."""
     from cllm.cli.main import app

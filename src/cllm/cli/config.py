@@ -9,7 +9,13 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from cllm.cli.settings_flags import SHORT_NAMES, ConfigFlag, SettingFlags, section_of, settings_from_flags
+from cllm.cli.settings_flags import (
+    SHORT_NAMES,
+    ConfigFlag,
+    SettingFlags,
+    section_of,
+    settings_from_flags,
+)
 from cllm.config import OPTIONS, Option
 from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
@@ -17,12 +23,18 @@ from cllm.config_sources import Loaded, value_at
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
 
-JsonFlag = Annotated[bool, Parameter(negative="", help="Print one JSON object with settings, origins and notes.")]
+JsonFlag = Annotated[
+    bool, Parameter(negative="", help="Print one JSON object with settings, origins and notes.")
+]
 
 
 @app.command
-def show(*, config: ConfigFlag = None, settings: SettingFlags | None = None, json: JsonFlag = False) -> None:
-    """Print the effective settings and who set each; the lines are themselves a YAML file that --config takes."""
+def show(
+    *, config: ConfigFlag = None, settings: SettingFlags | None = None, json: JsonFlag = False
+) -> None:
+    """Print the effective settings and who set each; the lines are themselves a YAML file that
+    --config takes.
+    """
     loaded = settings_from_flags(config, settings)
     print(as_json(loaded) if json else as_lines(loaded))
 
@@ -42,12 +54,18 @@ def api() -> None:
 
 
 def as_json(loaded: Loaded) -> str:
-    content = {"settings": loaded.settings.model_dump(), "origins": loaded.origins, "notes": loaded.notes}
+    content = {
+        "settings": loaded.settings.model_dump(),
+        "origins": loaded.origins,
+        "notes": loaded.notes,
+    }
     return json.dumps(content, indent=2)
 
 
 def as_lines(loaded: Loaded) -> str:
-    lines = {key: f"{key}: {shown(value_at(loaded.settings, key), width=30_000)}" for key in OPTIONS}
+    lines = {
+        key: f"{key}: {shown(value_at(loaded.settings, key), width=30_000)}" for key in OPTIONS
+    }
     width = min(max(map(len, lines.values())), 60)
     return "\n".join(
         [
@@ -104,7 +122,13 @@ These keys are accepted in a YAML file, with a note at startup.
 
 def page() -> str:
     """All options as Markdown."""
-    return "\n".join([*sections(), OTHER_NAMES + table(ALIASES, "`{}`"), WITHOUT_EFFECT + table(NOT_NEEDED, "{}")])
+    return "\n".join(
+        [
+            *sections(),
+            OTHER_NAMES + table(ALIASES, "`{}`"),
+            WITHOUT_EFFECT + table(NOT_NEEDED, "{}"),
+        ]
+    )
 
 
 def sections() -> Iterator[str]:
@@ -116,7 +140,10 @@ def sections() -> Iterator[str]:
 
 def row(option: Option) -> str:
     short = f" (`{SHORT_NAMES[option.key]}`)" if option.key in SHORT_NAMES else ""
-    return f"| `{option.key}`{short} | `{shown(option.default)}` | {option.expects} | {option.help} |\n"
+    return (
+        f"| `{option.key}`{short} | `{shown(option.default)}` | {option.expects} | "
+        f"{option.help} |\n"
+    )
 
 
 def table(entries: dict[str, str], form: str) -> str:

@@ -19,9 +19,13 @@ from cllm.models.gguf import size_text
 from cllm.models.memory import available_bytes
 
 # As in pyproject.toml, which an installed package does not have.
-SWITCHES = "-fno-tree-sra -fno-tree-dse -fno-dse -fschedule-insns -fsched-pressure -frecord-gcc-switches -w"
+SWITCHES = (
+    "-fno-tree-sra -fno-tree-dse -fno-dse -fschedule-insns -fsched-pressure "
+    "-frecord-gcc-switches -w"
+)
 FASTER = ("-fschedule-insns", "-fsched-pressure")
-GAIN = "prompts are computed 1.15 to 1.4 times as fast on CPUs with AVX2"  # as benchmarks/build_flags.py measures
+# as benchmarks/build_flags.py measures
+GAIN = "prompts are computed 1.15 to 1.4 times as fast on CPUs with AVX2"
 # A vector extension: its name in /proc/cpuinfo -> its name in llama.cpp's system info.
 EXTENSIONS = {
     "avx2": "AVX2",
@@ -32,14 +36,22 @@ EXTENSIONS = {
     "amx_int8": "AMX_INT8",
 }
 WIDEST = {"amx_tile": "AVX-512 and AMX", "avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
-REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36"
+REBUILD = (
+    "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python "
+    "llama-cpp-python==0.3.36"
+)
 BUILD = f'CXXFLAGS="{SWITCHES}" CFLAGS=-w {REBUILD}'
 
 
 def doctor(
-    *, as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object.", negative="")] = False
+    *,
+    as_json: Annotated[
+        bool, Parameter(name="--json", help="Print one JSON object.", negative="")
+    ] = False,
 ) -> None:
-    """Check this machine: decode one answer in a child process, and say what was found and how to fix a failure."""
+    """Check this machine: decode one answer in a child process, and say what was found and how to
+    fix a failure.
+    """
     found = probe()
     report = {
         "cllm": __version__,
@@ -75,7 +87,11 @@ def installed(package: str) -> str:
 
 
 def failure(found: Probe) -> str:
-    return f"FAILS: {found.error}" if found.error else f"WRONG: the built-in model answered {found.answer!r}"
+    return (
+        f"FAILS: {found.error}"
+        if found.error
+        else f"WRONG: the built-in model answered {found.answer!r}"
+    )
 
 
 def cure(found: Probe) -> str:
@@ -92,15 +108,24 @@ def cure(found: Probe) -> str:
 
 
 def better_build(found: Probe, cpu: set[str]) -> str:
-    """Return what another build of llama.cpp would gain, and how to make it. ``cpu``: the CPU's flags."""
+    """Return what another build of llama.cpp would gain, and how to make it.
+
+    ``cpu``: the CPU's flags.
+    """
     if not found.system:
         return "not known"
     used = set(re.findall(r"(\w+) = 1", found.system))
     if unused := [name for flag, name in EXTENSIONS.items() if flag in cpu and name not in used]:
-        return f"this one leaves {', '.join(unused)} of the CPU unused; one that uses them is much faster: {BUILD}"
+        return (
+            f"this one leaves {', '.join(unused)} of the CPU unused; one that uses them is "
+            f"much faster: {BUILD}"
+        )
     if found.compiler.startswith("GCC") and "avx2" in cpu:
         if not found.switches:
-            return f"maybe: the switches of this one are not recorded. With {' '.join(FASTER)}, {GAIN}: {BUILD}"
+            return (
+                f"maybe: the switches of this one are not recorded. With {' '.join(FASTER)}, "
+                f"{GAIN}: {BUILD}"
+            )
         if not all(switch in found.switches.split() for switch in FASTER):
             return f"with {' '.join(FASTER)}, {GAIN}: {BUILD}"
     return "none known"

@@ -19,10 +19,15 @@ def explain(
     url: Annotated[str, Parameter(help="The server's address.", env_var="CLLM_URL")] = LOCAL,
     *,
     steps: Annotated[
-        int, Parameter(help="Number of recent steps to show.", validator=validators.Number(gte=1, lte=MAX_STEPS))
+        int,
+        Parameter(
+            help="Number of recent steps to show.",
+            validator=validators.Number(gte=1, lte=MAX_STEPS),
+        ),
     ] = 20,
     as_json: Annotated[
-        bool, Parameter(name="--json", help="Print the server's JSON answer unchanged.", negative="")
+        bool,
+        Parameter(name="--json", help="Print the server's JSON answer unchanged.", negative=""),
     ] = False,
 ) -> None:
     """Show what a running server computes in each step, which requests wait, and why."""
@@ -44,7 +49,9 @@ def fetch(url: str, steps: int) -> bytes:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx2.get(
-            f"{url.rstrip('/').removesuffix('/v1')}/scheduler?steps={steps}", headers=headers, timeout=30
+            f"{url.rstrip('/').removesuffix('/v1')}/scheduler?steps={steps}",
+            headers=headers,
+            timeout=30,
         )
     except httpx2.HTTPError as error:
         raise StartupError(f"no server answers at {url}: {error}") from None
@@ -68,7 +75,8 @@ def lines(explanation: Explanation) -> list[str]:
     for waiter in explanation.waiting[:MAX_SHOWN]:
         who = f" {waiter.key}" if waiter.key else ""
         found.append(
-            f"  {waiter.name} {waiter.priority}{who}, {waiter.num_tokens} tokens, {waiter.status} for "
+            f"  {waiter.name} {waiter.priority}{who}, {waiter.num_tokens} tokens, "
+            f"{waiter.status} for "
             f"{waiter.waited:.1f} s: {waiter.reason}"
         )
     if explanation.num_waiting > MAX_SHOWN:
@@ -107,5 +115,6 @@ def table(steps: list[Step]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )

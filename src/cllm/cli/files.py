@@ -1,4 +1,6 @@
-"""Files that a command writes when it is done: looked at before, so that nothing that took minutes is lost."""
+"""Files that a command writes when it is done: looked at before, so that nothing that took minutes
+is lost.
+"""
 
 from __future__ import annotations
 

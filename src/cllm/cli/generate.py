@@ -21,15 +21,23 @@ def generate(
     ] = None,
     /,
     *,
-    stdin: Annotated[bool, Parameter(name="-", help="Read the text from stdin.", negative="")] = False,
-    chat: Annotated[bool, Parameter(help="Answer the text instead of continuing it.", negative="")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")] = False,
+    stdin: Annotated[
+        bool, Parameter(name="-", help="Read the text from stdin.", negative="")
+    ] = False,
+    chat: Annotated[
+        bool, Parameter(help="Answer the text instead of continuing it.", negative="")
+    ] = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")
+    ] = False,
     url: UrlFlag = None,
     sampling: Sampling = DEFAULTS,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Complete one prompt, with a model loaded here or a running server, and print the text while it is generated."""
+    """Complete one prompt, with a model loaded here or a running server, and print the text while
+    it is generated.
+    """
     if prompt is not None and stdin:
         raise StartupError("there are two prompts: drop - or the text")
     if prompt is None:

@@ -1,4 +1,7 @@
-"""The command ``cllm``. Each subcommand is imported when it is called, so that ``cllm --help`` is quick."""
+"""The command ``cllm``.
+
+Each subcommand is imported when it is called, so that ``cllm --help`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,27 @@ With --url, use a running server. Otherwise load the model here.
 """
 GENERATE = """Complete one prompt and print the text.
 
-With --url, use a running server. Otherwise load the model here. With --chat, the model answers the prompt. Otherwise it
-continues the text, by 256 tokens unless --max-tokens is given.
+With --url, use a running server. Otherwise load the model here. With --chat, the model answers the
+prompt. Otherwise it continues the text, by 256 tokens unless --max-tokens is given.
 """
 COMMANDS = {
     "serve": ("cllm.cli.serve:serve", SERVE),
     "chat": ("cllm.cli.chat:chat", CHAT),
     "generate": ("cllm.cli.generate:generate", GENERATE),
     "tune": ("cllm.cli.tune:tune", "Find the settings that make a model fastest on this machine."),
-    "doctor": ("cllm.cli.doctor:doctor", "Check whether cLLM works on this machine, and how llama.cpp was built."),
+    "doctor": (
+        "cllm.cli.doctor:doctor",
+        "Check whether cLLM works on this machine, and how llama.cpp was built.",
+    ),
     "bench": ("cllm.cli.bench:app", "Measure servers and compare them; make stand-in models."),
-    "simulate": ("cllm.cli.simulate:app", "Replay a trace through the scheduler in simulated time."),
-    "explain": ("cllm.cli.explain:explain", "Show what a running server computes, which requests wait, and why."),
+    "simulate": (
+        "cllm.cli.simulate:app",
+        "Replay a trace through the scheduler in simulated time.",
+    ),
+    "explain": (
+        "cllm.cli.explain:explain",
+        "Show what a running server computes, which requests wait, and why.",
+    ),
     "config": ("cllm.cli.config:app", "Show the effective settings and describe all of them."),
 }
 
@@ -52,7 +64,8 @@ def version() -> str:
     return importlib.metadata.version("cllm")
 
 
-# Plain text keeps "[default: 1]" from being read as markup, and the Markdown renderer (0.1 s) out of --help.
+# Plain text keeps "[default: 1]" from being read as markup, and the Markdown renderer (0.1 s) out
+# of --help.
 app = App(
     name="cllm",
     help="Serve GGUF language models to many users at once.",
@@ -62,7 +75,11 @@ app = App(
 )
 for name, (import_path, summary) in COMMANDS.items():
     app.command(import_path, name=name, help=summary)
-app.command("cllm.cli.completion:install", name="--install-completion", help="Install completion for your shell.")
+app.command(
+    "cllm.cli.completion:install",
+    name="--install-completion",
+    help="Install completion for your shell.",
+)
 
 
 def explain(error: Exception) -> str:
@@ -95,7 +112,12 @@ def unknown_option(error: UnknownOptionError) -> str:
     word = (error.token.keyword or error.token.value).partition("=")[0]
     if command(error) in ("cllm chat", "cllm generate") and word in ("--host", "--port"):
         return f"Unknown option: {word}. A running server is named by --url http://127.0.0.1:8000."
-    names = {name.lstrip("-"): name for option in error.argument_collection if option.parse for name in option.names}
+    names = {
+        name.lstrip("-"): name
+        for option in error.argument_collection
+        if option.parse
+        for name in option.names
+    }
     near = difflib.get_close_matches(word.lstrip("-"), names, 1)
     hint = f" Did you mean {names[near[0]]}?" if near else ""
     if command(error) == "cllm generate" and not near:
@@ -104,7 +126,8 @@ def unknown_option(error: UnknownOptionError) -> str:
 
 
 def end_in_order() -> None:
-    """Make signals that end the process raise SystemExit, so that its child processes and temporary files are removed.
+    """Make signals that end the process raise SystemExit, so that its child processes and temporary
+    files are removed.
 
     ``cllm serve`` installs its own handlers later.
     """
@@ -116,20 +139,26 @@ def end_in_order() -> None:
 def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None = None) -> None:
     """Run the command line. Expected errors become one line on stderr.
 
-    arguments: None means those of the process. launched: an engine process, for commands that take one.
+    arguments: None means those of the process. launched: an engine process, for commands that take
+    one.
 
-    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 if the reader of a pipe has exited; 128 + n for
-    another signal n.
+    Exit codes: 0; 2 for usage and start-up errors; 130 for Ctrl-C; 141 if the reader of a pipe has
+    exited; 128 + n for another signal n.
     """
     if arguments is None:
         end_in_order()
     try:
         try:
             words = sys.argv[1:] if arguments is None else arguments
-            command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)  # imports the command
+            # imports the command
+            command, bound, given = app.parse_args(words, exit_on_error=False, print_error=False)
             if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            command(*bound.args, **bound.kwargs, **({"launched": launched} if "launched" in given else {}))
+            command(
+                *bound.args,
+                **bound.kwargs,
+                **({"launched": launched} if "launched" in given else {}),
+            )
         finally:
             sys.stdout.flush()
     except (CLLMError, CycloptsError) as error:

@@ -1,4 +1,6 @@
-"""One question to the built-in model in a process of its own, so that a broken build of llama.cpp kills only that."""
+"""One question to the built-in model in a process of its own, so that a broken build of llama.cpp
+kills only that.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def probe() -> Probe:
     """Ask; never raises for what the child does."""
     command = [sys.executable, "-P", "-m", "cllm.cli.probe"]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired:
         return Probe(error=f"no answer within {TIMEOUT} seconds")
     if child.returncode < 0:
@@ -53,7 +57,9 @@ def main() -> None:
     from cllm.llm import LLM
 
     with LLM(scheduler_max_num_seqs=1) as llm:
-        completion = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8))
+        completion = llm.chat(
+            [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=8)
+        )
         found = Probe(completion.text, llm.info.system, *compiled(), supports_gpu_offload())
     print(json.dumps(asdict(found)))
 

@@ -18,9 +18,20 @@ class Bar(Protocol):
 class TerminalBar:
     def __init__(self, text: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task(text, total=1.0)
         self._progress.start()
@@ -52,7 +63,9 @@ class LineBar:
 
 
 def loading_bar(text: str, *, announce: bool = False) -> Bar:
-    """A bar that fits where stderr goes; ``announce`` also prints ``text`` at once where no bar can be seen."""
+    """A bar that fits where stderr goes; ``announce`` also prints ``text`` at once where no bar can
+    be seen.
+    """
     if sys.stderr.isatty():
         return TerminalBar(text)
     if announce:

@@ -18,11 +18,17 @@ def print_notes(loaded: Loaded) -> None:
 
 
 def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
-    """A line for each size that was given and is not in force, or that the model cannot make good use of."""
-    num_seqs, context = loaded.settings.scheduler.max_num_seqs, loaded.settings.model.max_context_length
+    """A line for each size that was given and is not in force, or that the model cannot make good
+    use of.
+    """
+    num_seqs, context = (
+        loaded.settings.scheduler.max_num_seqs,
+        loaded.settings.model.max_context_length,
+    )
     if info.max_num_seqs < num_seqs and loaded.origins[NUM_SEQS] != "default":
         yield (
-            f"{NUM_SEQS} is {info.max_num_seqs} and not {num_seqs}, because the KV cache has room for no more sequences"
+            f"{NUM_SEQS} is {info.max_num_seqs} and not {num_seqs}, because the KV cache has "
+            f"room for no more sequences"
             f" of {info.context_length} tokens: raise kv.max_memory_mb or lower {CONTEXT}"
         )
     if context is None:
@@ -31,7 +37,8 @@ def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
         yield f"{CONTEXT} is {info.context_length} and not {context}: raise kv.max_memory_mb"
     if context > info.trained_context_length > 0:
         yield (
-            f"{CONTEXT} is {context}, but the model was trained with {info.trained_context_length} tokens:"
+            f"{CONTEXT} is {context}, but the model was trained with "
+            f"{info.trained_context_length} tokens:"
             " what it says beyond them may be nonsense"
         )
 
@@ -50,9 +57,15 @@ def capacity(info: ModelInfo) -> str:
 
 def hint(url: str, info: ModelInfo) -> str:
     """A command to begin with."""
-    route, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}'
+    route, body = (
+        "chat/completions",
+        '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}',
+    )
     if info.pooling == "rank":
-        route, body = "rerank", '{"query": "Where is Paris?", "documents": ["In France.", "Berlin is large."]}'
+        route, body = (
+            "rerank",
+            '{"query": "Where is Paris?", "documents": ["In France.", "Berlin is large."]}',
+        )
     elif not info.generates:
         route, body = "embeddings", '{"input": "What is 27 plus 45?"}'
     return f"Try: curl {url}/v1/{route} -H \"Content-Type: application/json\" \\\n  -d '{body}'"

@@ -30,7 +30,9 @@ def serve(
     settings: SettingFlags | None = None,
     launched: Launched = None,
 ) -> None:
-    """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic, Ollama and cLLM itself."""
+    """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic, Ollama and cLLM
+    itself.
+    """
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
     print_notes(loaded)
@@ -51,7 +53,10 @@ def serve(
         info = service.info
         print(f"cLLM serves {service.model_name} at {url}: {capacity(info)}", file=sys.stderr)
         if elsewhere := address_elsewhere(listener):
-            print(f"cllm: other machines call {elsewhere}, if they know this machine by that name", file=sys.stderr)
+            print(
+                f"cllm: other machines call {elsewhere}, if they know this machine by that name",
+                file=sys.stderr,
+            )
         for line in remarks(loaded, info):
             print("cllm:", line, file=sys.stderr)
         print(hint(url, info), file=sys.stderr, flush=True)

@@ -1,10 +1,13 @@
-"""The settings as flags of a command: one flag for each option of ``cllm.config``, and short names for some.
+"""The settings as flags of a command: one flag for each option of ``cllm.config``, and short names
+for some.
 
 A command takes them so, and gets only what was typed::
 
-    def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags | None = None): ...
+    def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags |
+    None = None): ...
 
-Commands that load a model and serve nobody take ModelFlags instead, those that say which model and how.
+Commands that load a model and serve nobody take ModelFlags instead, those that say which model and
+how.
 """
 
 from __future__ import annotations
@@ -30,9 +33,14 @@ SHORT_NAMES = {
     "scheduler.max_num_seqs": "--max-num-seqs",
 }
 
-ModelArgument = Annotated[str | None, Parameter(help="The model, the same as --model.", show_default=False)]
+ModelArgument = Annotated[
+    str | None, Parameter(help="The model, the same as --model.", show_default=False)
+]
 ConfigFlag = Annotated[
-    Path | None, Parameter(name="--config", help="YAML file of settings. [default: CLLM_CONFIG]", show_default=False)
+    Path | None,
+    Parameter(
+        name="--config", help="YAML file of settings. [default: CLLM_CONFIG]", show_default=False
+    ),
 ]
 
 
@@ -40,7 +48,10 @@ def section_of(option: Option) -> str:
     return option.key.rpartition(".")[0]
 
 
-PANELS = {name: Group(name, sort_key=i) for i, name in enumerate(dict.fromkeys(map(section_of, OPTIONS.values())))}
+PANELS = {
+    name: Group(name, sort_key=i)
+    for i, name in enumerate(dict.fromkeys(map(section_of, OPTIONS.values())))
+}
 
 
 def flag(option: Option) -> Any:
@@ -53,7 +64,8 @@ def flag(option: Option) -> Any:
 
 def flags(options: Iterable[Option]) -> Any:
     """The options as the type of an argument."""
-    # A TypedDict may have any string as a key and leaves out what was not given: just what load_settings takes.
+    # A TypedDict may have any string as a key and leaves out what was not given: just what
+    # load_settings takes.
     given: Any = TypedDict("Flags", {option.key: flag(option) for option in options}, total=False)  # type: ignore[misc]
     return Annotated[given, Parameter(name="*")]
 
@@ -68,18 +80,25 @@ if TYPE_CHECKING:
 else:
     SettingFlags = flags(OPTIONS.values())
     ModelFlags = flags(
-        option for option in OPTIONS.values() if section_of(option) in MODEL_SECTIONS and option.key not in SERVED
+        option
+        for option in OPTIONS.values()
+        if section_of(option) in MODEL_SECTIONS and option.key not in SERVED
     )
 
 
-def settings_from_flags(config: Path | None, flags: Mapping[str, object] | None, model: str | None = None) -> Loaded:
-    """The effective settings of a command, from what it was given and the environment of the process.
+def settings_from_flags(
+    config: Path | None, flags: Mapping[str, object] | None, model: str | None = None
+) -> Loaded:
+    """The effective settings of a command, from what it was given and the environment of the
+    process.
 
     model: the positional argument of commands that have one. Raises StartupError.
     """
     given = dict(flags or {})
     if model is not None:
         if "model.path" in given:
-            raise StartupError(f"the model is named twice: {show(model)} and --model {show(given['model.path'])}")
+            raise StartupError(
+                f"the model is named twice: {show(model)} and --model {show(given['model.path'])}"
+            )
         given["model.path"] = model
     return load_settings(config, os.environ, given)

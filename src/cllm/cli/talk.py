@@ -1,4 +1,6 @@
-"""Whom ``cllm chat`` and ``cllm generate`` talk to: a running server, or a model in this process."""
+"""Whom ``cllm chat`` and ``cllm generate`` talk to: a running server, or a model in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from cllm.core.params import SamplingParams
 from cllm.errors import CLLMError, StartupError
 
 Messages = list[dict[str, Any]]
-UrlFlag = Annotated[str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")]
+UrlFlag = Annotated[
+    str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")
+]
 
 CONTINUATION = 256  # tokens, because a continued text may never end by itself
 
@@ -33,18 +37,24 @@ CONTINUATION = 256  # tokens, because a continued text may never end by itself
 class Sampling:
     """Sampling parameters. None means the default of the model or the server."""
 
-    max_tokens: Annotated[int | None, Parameter(help="Largest number of tokens in an answer.")] = None
-    temperature: Annotated[
-        float | None, Parameter(help="0 always takes the most probable token; higher values vary more.")
-    ] = None
-    top_p: Annotated[
-        float | None, Parameter(help="Sample from the most probable tokens up to this total probability.")
-    ] = None
-    top_k: Annotated[int | None, Parameter(help="Sample from this many of the most probable tokens; 0 means all.")] = (
+    max_tokens: Annotated[int | None, Parameter(help="Largest number of tokens in an answer.")] = (
         None
     )
+    temperature: Annotated[
+        float | None,
+        Parameter(help="0 always takes the most probable token; higher values vary more."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Parameter(help="Sample from the most probable tokens up to this total probability."),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Parameter(help="Sample from this many of the most probable tokens; 0 means all."),
+    ] = None
     min_p: Annotated[
-        float | None, Parameter(help="Drop tokens with less than this share of the best token's probability.")
+        float | None,
+        Parameter(help="Drop tokens with less than this share of the best token's probability."),
     ] = None
     seed: Annotated[int | None, Parameter(help="The same seed gives the same text.")] = None
 
@@ -82,17 +92,27 @@ def make_talker(
     settings: Mapping[str, object] | None,
     model: str | None = None,
 ) -> Talker:
-    """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a model here.
+    """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a
+    model here.
 
     config, settings, model: as in ``settings_from_flags``. Raises StartupError.
     """
     of_a_model = [OPTIONS[key].flag for key in settings or {}]
-    of_a_model += [word for word, given in ((f"the model {model}", model), ("--config", config)) if given]
+    of_a_model += [
+        word for word, given in ((f"the model {model}", model), ("--config", config)) if given
+    ]
     if url and of_a_model:
-        raise StartupError(f"--url asks a running server, which has loaded its model: drop --url or {of_a_model[0]}")
+        raise StartupError(
+            f"--url asks a running server, which has loaded its model: drop --url or "
+            f"{of_a_model[0]}"
+        )
     if not of_a_model:
         url = url or os.environ.get("CLLM_URL")
-    return Remote(url, sampling) if url else Local(settings_from_flags(config, settings, model), sampling)
+    return (
+        Remote(url, sampling)
+        if url
+        else Local(settings_from_flags(config, settings, model), sampling)
+    )
 
 
 class Local:
@@ -104,7 +124,9 @@ class Local:
 
         print_notes(loaded)
         settings = loaded.settings
-        self._params = SamplingParams(**{**settings.sampling.model_dump(exclude_none=True), **sampling.given()})
+        self._params = SamplingParams(
+            **{**settings.sampling.model_dump(exclude_none=True), **sampling.given()}
+        )
         with closing(loading_bar("loading the model")) as bar:
             self._llm = LLM.from_settings(settings, bar.update)
         for line in remarks(loaded, self._llm.info):
@@ -115,7 +137,9 @@ class Local:
         return self._stream(self._llm.encode_chat(messages), self._params)
 
     def complete(self, prompt: str) -> Iterator[str]:
-        params = msgspec.structs.replace(self._params, max_tokens=self._params.max_tokens or CONTINUATION)
+        params = msgspec.structs.replace(
+            self._params, max_tokens=self._params.max_tokens or CONTINUATION
+        )
         return self._stream(self._llm.encode(prompt), params)
 
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[str]:
@@ -143,14 +167,19 @@ class Remote:
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise StartupError(f"no server answers at {url}: {error}") from None
         if status != 200:
-            raise StartupError(f"the server at {url} does not speak OpenAI's API: it answers {status} to /v1/models")
+            raise StartupError(
+                f"the server at {url} does not speak OpenAI's API: it answers {status} to "
+                f"/v1/models"
+            )
 
     def ask(self, messages: Messages) -> Iterator[str]:
         for choice in self._stream("/v1/chat/completions", {"messages": messages}):
             yield choice["delta"].get("content") or ""
 
     def complete(self, prompt: str) -> Iterator[str]:
-        for choice in self._stream("/v1/completions", {"prompt": prompt, "max_tokens": CONTINUATION}):
+        for choice in self._stream(
+            "/v1/completions", {"prompt": prompt, "max_tokens": CONTINUATION}
+        ):
             yield choice["text"]
 
     def _stream(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -165,7 +194,12 @@ class Remote:
 
     def _chunks(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = Answer()
-        body = {**content, **self._sampling, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            **content,
+            **self._sampling,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise CLLMError(error_message(response.read()))

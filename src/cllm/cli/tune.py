@@ -86,23 +86,29 @@ def tune(
     /,
     *,
     minutes: Annotated[
-        float, Parameter(validator=Number(gt=0), help="Approximate time to measure; more is more certain.")
+        float,
+        Parameter(
+            validator=Number(gt=0), help="Approximate time to measure; more is more certain."
+        ),
     ] = 4.0,
     out: Annotated[
-        Path | None, Parameter(help="The YAML file to write. [default: print it]", show_default=False)
+        Path | None,
+        Parameter(help="The YAML file to write. [default: print it]", show_default=False),
     ] = None,
     requantize: Annotated[
         bool,
         Parameter(
             negative="",
-            help="Also try other quantizations of the output head and the body, and compare speed and quality. This "
+            help="Also try other quantizations of the output head and the body, and compare "
+            "speed and quality. This "
             "writes about ten temporary copies of the model.",
         ),
     ] = False,
     text: Annotated[
         Path | None,
         Parameter(
-            help="A UTF-8 text for measuring quality, at best like those of your users; up to 1024 tokens of it are "
+            help="A UTF-8 text for measuring quality, at best like those of your users; up to "
+            "1024 tokens of it are "
             "read. [default: a page of English]",
             show_default=False,
         ),
@@ -110,26 +116,31 @@ def tune(
     write: Annotated[
         Path | None,
         Parameter(
-            help="With --requantize: write the fastest copy with little loss of quality to this file.",
+            help="With --requantize: write the fastest copy with little loss of quality to this "
+            "file.",
             show_default=False,
         ),
     ] = None,
     write_as: Annotated[
         str | None,
         Parameter(
-            help="With --write: try only this quantization, as BODY+HEAD (such as Q4_0+Q6_K), and write it.",
+            help="With --write: try only this quantization, as BODY+HEAD (such as Q4_0+Q6_K), "
+            "and write it.",
             show_default=False,
         ),
     ] = None,
-    json: Annotated[bool, Parameter(negative="", help="Print one JSON object instead of the YAML.")] = False,
+    json: Annotated[
+        bool, Parameter(negative="", help="Print one JSON object instead of the YAML.")
+    ] = False,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
-    """Find the settings that make a model fastest on this machine, and write them as YAML for cllm serve --config.
+    """Find the settings that make a model fastest on this machine, and write them as YAML for cllm
+    serve --config.
 
-    Threads, the size of a pass, layout and type of the KV cache are measured in turn, each candidate in a child process
-    against the present value; what is not faster by more than the noise stays as it is. The report goes to stderr. Keep
-    the machine quiet meanwhile.
+    Threads, the size of a pass, layout and type of the KV cache are measured in turn, each
+    candidate in a child process against the present value; what is not faster by more than the
+    noise stays as it is. The report goes to stderr. Keep the machine quiet meanwhile.
     """
     begun = time.monotonic()
     loaded = settings_from_flags(config, settings, model)
@@ -142,11 +153,15 @@ def tune(
     with hub.stderr_progress() as progress:
         path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
     params, header = fitted(engine_params(tree, path, check_tokens=True)), read_header(path)
-    tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[:MAX_TEXT_TOKENS]
+    tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)[
+        :MAX_TEXT_TOKENS
+    ]
     if len(tokens) < 2:
         raise StartupError(f"{text} is too short to judge quality by")
     if requantize and header.split_count > 1:
-        raise StartupError(f"--requantize needs the model in one file; this one has {header.split_count}")
+        raise StartupError(
+            f"--requantize needs the model in one file; this one has {header.split_count}"
+        )
     form = read_form(write_as, header) if write_as else None
 
     needed = bytes_needed(header, len(tokens), form) if requantize else 0
@@ -193,7 +208,13 @@ class Tuning:
     """What is measured, and how far it is."""
 
     def __init__(
-        self, bench: Bench, bar: Bar, params: EngineParams, tokens: list[int], folder: Path, seconds: float
+        self,
+        bench: Bench,
+        bar: Bar,
+        params: EngineParams,
+        tokens: list[int],
+        folder: Path,
+        seconds: float,
     ) -> None:
         self.bench, self.bar, self.params, self.tokens = bench, bar, params, tokens
         self.header = read_header(Path(params.path))
@@ -204,7 +225,10 @@ class Tuning:
 
     def measure(self, choice: Choice, work: Work) -> Speeds:
         changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
-        self.bar.update(min(1.0, (time.monotonic() - self.begun) / self.seconds), ", ".join(changes) or "as it is")
+        self.bar.update(
+            min(1.0, (time.monotonic() - self.begun) / self.seconds),
+            ", ".join(changes) or "as it is",
+        )
         try:
             check_kv_type(self.header, choice[KV_TYPE])
         except StartupError as error:
@@ -214,13 +238,17 @@ class Tuning:
     def tune(self) -> Tuned:
         """Raises StartupError if the model cannot be measured as it is."""
         try:
-            self.works = works(lambda work: self.measure(self.start, work), self.params.max_num_seqs, self.seconds)
+            self.works = works(
+                lambda work: self.measure(self.start, work), self.params.max_num_seqs, self.seconds
+            )
         except CandidateError as error:
             raise StartupError(f"the model cannot be measured: {error}") from None
         cores = os.cpu_count() or 1
         tries = knobs(self.start, self.works, cores, self.params.max_num_batched_tokens)
         left = self.seconds - (time.monotonic() - self.begun)
-        self.tuned = search(tries, final_figures(self.works), self.start, self.measure, self.refuse, left)
+        self.tuned = search(
+            tries, final_figures(self.works), self.start, self.measure, self.refuse, left
+        )
         return self.tuned
 
     def refuse(self, key: str, choice: Choice) -> str:
@@ -234,7 +262,9 @@ class Tuning:
         except CandidateError as error:
             return f"its quality cannot be measured: {error}"
         self.kv_quality[str(choice[key])] = quality
-        return "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
+        return (
+            "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
+        )
 
     def requantize(self, form: Form | None) -> list[Requantized]:
         """With the settings that were chosen; ``form`` alone, if there is one."""
@@ -253,10 +283,12 @@ def bytes_needed(header: GgufHeader, num_tokens: int, form: Form | None) -> int:
     return int(candidate) + 4 * num_tokens * header.array_lengths.get("tokenizer.ggml.tokens", 0)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
-def check_options(*, requantize: bool, out: Path | None, write: Path | None, write_as: str | None) -> None:
+def check_options(
+    *, requantize: bool, out: Path | None, write: Path | None, write_as: str | None
+) -> None:
     """Mistakes that need not wait for minutes."""
     if write and not requantize:
         raise StartupError("--write needs --requantize")
@@ -296,12 +328,19 @@ def yaml_text(loaded: Loaded, report: Report) -> str:
     """The settings that were given, and those that were chosen; cllm serve --config takes it."""
     import yaml
 
-    given = {key: value_at(loaded.settings, key) for key, origin in loaded.origins.items() if origin != "default"}
+    given = {
+        key: value_at(loaded.settings, key)
+        for key, origin in loaded.origins.items()
+        if origin != "default"
+    }
     tree: dict[str, Any] = {}
     for key, value in (given | report.recommended).items():
         plant(tree, key, value)
     lines = [
-        f"cLLM {__version__}: cllm tune, {time.strftime('%Y-%m-%d %H:%M')}, {report.seconds / 60:.1f} minutes",
+        (
+            f"cLLM {__version__}: cllm tune, {time.strftime('%Y-%m-%d %H:%M')}, "
+            f"{report.seconds / 60:.1f} minutes"
+        ),
         f"{report.model} on {report.cpu}, {report.cores} cores",
         *verdict(report.settings),
     ]
@@ -314,7 +353,7 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-# --- for a person ----------------------------------------------------------------------------------------------------
+# --- for a person -------------------------------------------------------------------------------
 
 
 def verdict(tuned: Tuned) -> list[str]:
@@ -322,9 +361,13 @@ def verdict(tuned: Tuned) -> list[str]:
     if tuned.before is None or tuned.after is None:
         return ["nothing was faster than the present settings by more than the noise"]
     if not tuned.confirmed:
-        return ["what seemed faster was not when it was measured once more, so the present settings stay"]
+        text = "what seemed faster was not when it was measured once more"
+        return [f"{text}, so the present settings stay"]
     lines = [f"{key}: {value}" for key, value in tuned.chosen.items()]
-    gains = [f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}" for figure in tuned.before.speeds]
+    gains = [
+        f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}"
+        for figure in tuned.before.speeds
+    ]
     noise = f"{tuned.after.gain:+.1%} in the mean, noise {tuned.after.noise:.1%}"
     return [", ".join(lines), f"tokens/s: {', '.join(gains)}; {noise}"]
 
@@ -354,7 +397,10 @@ def gain(outcome: Outcome) -> tuple[str, str]:
 
 
 def in_words(quality: Quality) -> str:
-    return f"KL divergence {quality.kl:.4f}, top-1 agreement {quality.top1:.1%} over {quality.num_tokens} tokens"
+    return (
+        f"KL divergence {quality.kl:.4f}, top-1 agreement {quality.top1:.1%} over "
+        f"{quality.num_tokens} tokens"
+    )
 
 
 def print_report(report: Report) -> None:
@@ -363,7 +409,10 @@ def print_report(report: Report) -> None:
     console = Console(stderr=True)
     console.print(tried_table(report.settings))
     for line in [
-        *(f"{key} not measured: nothing to try, or no time (--minutes gives more)" for key in report.settings.skipped),
+        *(
+            f"{key} not measured: nothing to try, or no time (--minutes gives more)"
+            for key in report.settings.skipped
+        ),
         *(f"kv.type {name}: {in_words(quality)}" for name, quality in report.kv_quality.items()),
         *unquiet(report.settings),
         *verdict(report.settings),
@@ -380,12 +429,18 @@ def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=None, padding=(0, 1, 0, 0))
     for column in columns:
         words = column in ("setting", "form", "")
-        table.add_column(column.replace(" ", "\n"), justify="left" if words else "right", no_wrap=column == "form")
+        table.add_column(
+            column.replace(" ", "\n"),
+            justify="left" if words else "right",
+            no_wrap=column == "form",
+        )
     return table
 
 
 def tried_table(tuned: Tuned) -> Table:
-    figures = list(dict.fromkeys(figure for tried in tuned.tried for figure in tried.outcome.speeds))
+    figures = list(
+        dict.fromkeys(figure for tried in tuned.tried for figure in tried.outcome.speeds)
+    )
     table = new_table("tokens/s", "setting", "value", *figures, "gain", "noise", "")
     above = ""
     for tried in tuned.tried:
@@ -401,7 +456,9 @@ def tried_table(tuned: Tuned) -> Table:
 
 def print_forms(report: Report, console: Console) -> None:
     figures = list(dict.fromkeys(name for form in report.forms for name in form.original.speeds))
-    table = new_table("tokens/s and quality", "form", "size", *figures, "gain", "noise", "KL", "top-1")
+    table = new_table(
+        "tokens/s and quality", "form", "size", *figures, "gain", "noise", "KL", "top-1"
+    )
     original = next((form.original for form in report.forms if form.original.speeds), Outcome({}))
     table.add_row(report.original_form, "", *(rate(original, figure) for figure in figures))
     failures = []
@@ -410,12 +467,19 @@ def print_forms(report: Report, console: Console) -> None:
             failures.append(f"{form.form}: {form.outcome.failure}")
             continue
         speeds = [rate(form.outcome, figure) for figure in figures]
-        cost = ("", "") if form.quality is None else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
+        cost = (
+            ("", "")
+            if form.quality is None
+            else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
+        )
         table.add_row(form.form, size_text(form.num_bytes), *speeds, *gain(form.outcome), *cost)
     console.print(table)
     for line in [
         *failures,
-        "The first one is the model as it is. KL: mean divergence of the next token's probabilities from its, in nats.",
+        (
+            "The first one is the model as it is. KL: mean divergence of the next token's "
+            "probabilities from its, in nats."
+        ),
         "top-1: positions with the same most probable token.",
         f"{report.recommended_form} is the fastest at little cost"
         if report.recommended_form

@@ -1,1 +1,4 @@
-"""Data types: requests, sequences, batches, outputs. Imports no other part of cLLM except ``errors``."""
+"""Data types: requests, sequences, batches, outputs.
+
+Imports no other part of cLLM except ``errors``.
+"""

@@ -1,4 +1,7 @@
-"""What one step computes, as plain values. The scheduler creates them, the backend executes them, tests read them."""
+"""What one step computes, as plain values.
+
+The scheduler creates them, the backend executes them, tests read them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from cllm.core.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: ``num_tokens`` of its tokens from position ``start``, then the draft tokens.
+    """One sequence's share of a step: ``num_tokens`` of its tokens from position ``start``, then
+    the draft tokens.
 
-    The backend returns the logits of the last ``num_samples`` positions. These are ``num_scores`` positions for prompt
-    logprobs, from which no token is sampled, and then the positions to sample from: none while part of the prompt is
-    still uncomputed, otherwise 1 + len(draft).
+    The backend returns the logits of the last ``num_samples`` positions. These are ``num_scores``
+    positions for prompt logprobs, from which no token is sampled, and then the positions to sample
+    from: none while part of the prompt is still uncomputed, otherwise 1 + len(draft).
     """
 
     seq: Sequence
@@ -92,7 +96,10 @@ class Drop(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Part of a text to embed: its tokens from position ``start``. ``length``: tokens of the whole text."""
+    """Part of a text to embed: its tokens from position ``start``.
+
+    ``length``: tokens of the whole text.
+    """
 
     tokens: list[int]
     start: int

@@ -9,19 +9,21 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The properties of a loaded model.
 
     context_length: maximum tokens of one sequence. num_cells: capacity of the KV cache in tokens.
-    layout: "unified" (all sequences share one pool and can share cells) or "partitioned" (each has its own cells).
-    can_trim: whether a sequence can free some of its last cells; recurrent state is kept or lost as a whole.
-    layout_seconds: time to change the layout while the cells are empty. tile: prompt tokens that are computed together;
-    part of a tile costs nearly as much as a whole one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens
-    but not be computed. kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n
-    tokens takes state_bytes + n * state_bytes_per_token. fingerprint: identifies the model and everything else that its
-    saved states depend on.
+    layout: "unified" (all sequences share one pool and can share cells) or "partitioned" (each has
+    its own cells). can_trim: whether a sequence can free some of its last cells; recurrent state is
+    kept or lost as a whole. layout_seconds: time to change the layout while the cells are empty.
+    tile: prompt tokens that are computed together; part of a tile costs nearly as much as a whole
+    one. num_spare_ids: seq_ids from max_num_seqs on that can keep tokens but not be computed.
+    kv_bytes_per_token (0 if unknown) and model_bytes are sizes in bytes. A saved state of n tokens
+    takes state_bytes + n * state_bytes_per_token. fingerprint: identifies the model and everything
+    else that its saved states depend on.
 
-    generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0 without embeddings.
-    pooling: how token embeddings become one vector: "mean", "last", "cls" (the first), or "rank" (one number, the
-    relevance of a document to a query, both in one text). max_embedding_tokens: maximum length of one text.
-    embedding_bite: maximum tokens in one call of ``embed``. If embeds_whole, texts must not be split, and a longer text
-    is allowed if it is the only one in the call.
+    generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0
+    without embeddings. pooling: how token embeddings become one vector: "mean", "last", "cls" (the
+    first), or "rank" (one number, the relevance of a document to a query, both in one text).
+    max_embedding_tokens: maximum length of one text. embedding_bite: maximum tokens in one call of
+    ``embed``. If embeds_whole, texts must not be split, and a longer text is allowed if it is the
+    only one in the call.
     """
 
     name: str

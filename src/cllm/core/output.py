@@ -22,7 +22,8 @@ class FinishReason(enum.StrEnum):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The logprob of a token and those of the most probable tokens: natural logarithms of the model's probabilities.
+    """The logprob of a token and those of the most probable tokens: natural logarithms of the
+    model's probabilities.
 
     top: (token id, logprob) pairs, as many as the request asked for, most probable first.
     """
@@ -34,13 +35,14 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token of one sequence.
 
-    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while the sequence continues, else
-    the FinishReason. is_text: False for end and stop tokens, which are counted but are not text.
-    num_cached_tokens: prompt tokens taken from the cache, reported once, with the first token of index 0 (with
-    max_tokens 0, when it ends).
+    token: the id, or NO_TOKEN if the sequence ended without one (abort). finish: "" while the
+    sequence continues, else the FinishReason. is_text: False for end and stop tokens, which are
+    counted but are not text. num_cached_tokens: prompt tokens taken from the cache, reported once,
+    with the first token of index 0 (with max_tokens 0, when it ends).
 
-    On request: ``logprobs`` of the token, and ``prompt_logprobs`` of the next prompt tokens. Prompt logprobs precede
-    the first token of index 0, in one or more outputs with NO_TOKEN that do not finish.
+    On request: ``logprobs`` of the token, and ``prompt_logprobs`` of the next prompt tokens. Prompt
+    logprobs precede the first token of index 0, in one or more outputs with NO_TOKEN that do not
+    finish.
     """
 
     request_id: str
@@ -54,9 +56,11 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """The next embeddings of one request, in the order of its texts, as little-endian float32 bytes.
+    """The next embeddings of one request, in the order of its texts, as little-endian float32
+    bytes.
 
-    The first message of a request has no vectors; it says that the request has started. error: why no more will follow.
+    The first message of a request has no vectors; it says that the request has started. error: why
+    no more will follow.
     """
 
     request_id: str
@@ -67,10 +71,10 @@ class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The state of the engine after a step, for gauges and counters.
 
-    waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds: expected time per
-    prompt token, averaged over computed and cached tokens (cached ones take none). step_seconds: time of a step with
-    the present sequences. place_seconds: estimated time from one freed seq_id to the next while all are taken, 0 if
-    unknown.
+    waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds:
+    expected time per prompt token, averaged over computed and cached tokens (cached ones take
+    none). step_seconds: time of a step with the present sequences. place_seconds: estimated time
+    from one freed seq_id to the next while all are taken, 0 if unknown.
     """
 
     num_running: int = 0
@@ -101,4 +105,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
 
 
 # Fields that only grow while an engine runs.
-TOTALS = ("num_steps", "num_parked", "num_prefill_tokens", "num_guesses", "num_accepted", "num_embedding_tokens")
+TOTALS = (
+    "num_steps",
+    "num_parked",
+    "num_prefill_tokens",
+    "num_guesses",
+    "num_accepted",
+    "num_embedding_tokens",
+)

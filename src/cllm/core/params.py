@@ -10,7 +10,8 @@ from cllm.errors import BadRequest
 
 MAX_N = 128
 LARGEST = 2**31 - 1
-COLDEST = 1e-4  # below this temperature, probabilities leave the range of floats and only the best token remains
+# below this temperature, probabilities leave the range of floats and only the best token remains
+COLDEST = 1e-4
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -24,10 +25,12 @@ MAX_LEXER_STATES = 50_000  # per grammar; 1 to 2 kB each
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of sampled ones.
+    """A limit on reasoning: after ``num_tokens`` of it, the tokens ``force`` are written instead of
+    sampled ones.
 
-    open: the token that starts the reasoning if it is among the first tokens of the output; None if the output starts
-    inside the reasoning. close: the token that ends it. closes_once: forbids sampling ``close`` again after ``force``.
+    open: the token that starts the reasoning if it is among the first tokens of the output; None if
+    the output starts inside the reasoning. close: the token that ends it. closes_once: forbids
+    sampling ``close`` again after ``force``.
     """
 
     num_tokens: int
@@ -38,26 +41,31 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling of one request. The steps apply in this order: penalties, DRY, bias, top-n-sigma, top-k, typical, top-p,
-    min-p, XTC, temperature. sampling/extensions.py explains the less common ones.
+    """Sampling of one request. The steps apply in this order: penalties, DRY, bias, top-n-sigma,
+    top-k, typical, top-p, min-p, XTC, temperature. sampling/extensions.py explains the less common
+    ones.
 
-    temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, else it removes
-    tokens less probable than ``min_p`` times the best. repetition_penalty: divides positive logits (multiplies negative
-    ones) of tokens in the prompt or the output (Keskar et al. 2019). presence_penalty and frequency_penalty: as in
-    OpenAI's API, for tokens of the output only. seed: the same seed gives the same text, whatever else is being
-    computed. stop: one or several strings; the text ends before them. max_tokens: None means up to the end of the
-    context, 0 computes only the prompt. min_tokens: until the output has this many tokens, end tokens and
-    stop_token_ids are not sampled and stop strings are ignored. grammar: what the text must follow, in llguidance's
-    Lark; "" allows anything. grammar_is_loose: the grammar allows any text and constrains only parts of it, such as
-    tool calls. A token is then sampled without the grammar, and is sampled again only if the grammar refuses it. A
-    loose grammar that fails constrains nothing. thinking: a limit on reasoning, or None.
+    temperature: 0 takes the most probable token. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off,
+    else it removes tokens less probable than ``min_p`` times the best. repetition_penalty: divides
+    positive logits (multiplies negative ones) of tokens in the prompt or the output (Keskar et al.
+    2019). presence_penalty and frequency_penalty: as in OpenAI's API, for tokens of the output
+    only. seed: the same seed gives the same text, whatever else is being computed. stop: one or
+    several strings; the text ends before them. max_tokens: None means up to the end of the context,
+    0 computes only the prompt. min_tokens: until the output has this many tokens, end tokens and
+    stop_token_ids are not sampled and stop strings are ignored. grammar: what the text must follow,
+    in llguidance's Lark; "" allows anything. grammar_is_loose: the grammar allows any text and
+    constrains only parts of it, such as tool calls. A token is then sampled without the grammar,
+    and is sampled again only if the grammar refuses it. A loose grammar that fails constrains
+    nothing. thinking: a limit on reasoning, or None.
 
-    logprobs: how many of the most probable tokens to report with each sampled one. Logprobs are natural logarithms of
-    the probabilities before all of these steps, including temperature. None reports nothing. prompt_logprobs: the same
-    for the prompt's tokens from the second on; the whole prompt is then computed, even if it is cached.
+    logprobs: how many of the most probable tokens to report with each sampled one. Logprobs are
+    natural logarithms of the probabilities before all of these steps, including temperature. None
+    reports nothing. prompt_logprobs: the same for the prompt's tokens from the second on; the whole
+    prompt is then computed, even if it is cached.
 
-    mirostat: 2, or 0 for off. It replaces all steps from top-n-sigma to XTC and comes after temperature.
-    dry_breakers: token ids that interrupt DRY's search for repetitions; see text/dry_breakers.py.
+    mirostat: 2, or 0 for off. It replaces all steps from top-n-sigma to XTC and comes after
+    temperature. dry_breakers: token ids that interrupt DRY's search for repetitions; see
+    text/dry_breakers.py.
 
     Raises BadRequest, naming the field and the limit, for values out of range.
     """
@@ -100,11 +108,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in INTEGERS:
             value = getattr(self, field)
             if value.__class__ is not int and value is not None:
-                raise BadRequest(f"Invalid '{field}': it must be an integer, not {repr(value)[:40]}.", param=field)
+                raise BadRequest(
+                    f"Invalid '{field}': it must be an integer, not {repr(value)[:40]}.",
+                    param=field,
+                )
         if not isinstance(self.logit_bias, Mapping):
-            raise BadRequest("Invalid 'logit_bias': it must map token ids to biases.", param="logit_bias")
-        for field, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            if not isinstance(tokens, Collection) or any(token.__class__ is not int for token in tokens):
+            raise BadRequest(
+                "Invalid 'logit_bias': it must map token ids to biases.", param="logit_bias"
+            )
+        for field, tokens in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            if not isinstance(tokens, Collection) or any(
+                token.__class__ is not int for token in tokens
+            ):
                 raise BadRequest(f"Invalid '{field}': token ids are integers.", param=field)
         within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
@@ -122,23 +140,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             within("logit_bias", bias, -100, 100, what="a bias")
         if self.seed is not None:
             within("seed", self.seed, -(2**63), 2**63 - 1)
-        if not (isinstance(self.stop, Sequence) and all(isinstance(text, str) for text in self.stop_strings)):
-            raise BadRequest("Invalid 'stop': it must be text or a sequence of texts.", param="stop")
+        if not (
+            isinstance(self.stop, Sequence)
+            and all(isinstance(text, str) for text in self.stop_strings)
+        ):
+            raise BadRequest(
+                "Invalid 'stop': it must be text or a sequence of texts.", param="stop"
+            )
         within("stop", len(self.stop_strings), 0, MAX_STOP_STRINGS, what="the number of strings")
         for text in self.stop_strings:
             within("stop", len(text), 1, MAX_STOP_LENGTH, what="the length of a string")
         self._check_extensions()
 
     def _check_extensions(self) -> None:
-        within("min_tokens", self.min_tokens, 0, LARGEST if self.max_tokens is None else self.max_tokens)
-        for field, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+        within(
+            "min_tokens",
+            self.min_tokens,
+            0,
+            LARGEST if self.max_tokens is None else self.max_tokens,
+        )
+        for field, number in (
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ):
             within(field, number or 0, 0, MAX_LOGPROBS)
         within("typical_p", self.typical_p, 0, 1)
         within("top_n_sigma", self.top_n_sigma, -1, 100)
         within("xtc_probability", self.xtc_probability, 0, 1)
         within("xtc_threshold", self.xtc_threshold, 0, 1)
         if self.mirostat not in (0, 2):
-            message = f"Invalid 'mirostat': 0 (off) and version 2 can be had, not {str(self.mirostat)[:20]}."
+            message = (
+                f"Invalid 'mirostat': 0 (off) and version 2 can be had, not "
+                f"{str(self.mirostat)[:20]}."
+            )
             raise BadRequest(message, param="mirostat", code="unsupported_value")
         within("mirostat_tau", self.mirostat_tau, 0, 100)
         within("mirostat_eta", self.mirostat_eta, 0, 1)
@@ -146,7 +180,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         within("dry_base", self.dry_base, 0, 100)
         within("dry_allowed_length", self.dry_allowed_length, 1, LARGEST)
         within("dry_penalty_last_n", self.dry_penalty_last_n, -1, LARGEST)
-        within("dry_sequence_breakers", len(self.dry_breakers), 0, MAX_DRY_BREAKERS, what="the number of tokens")
+        within(
+            "dry_sequence_breakers",
+            len(self.dry_breakers),
+            0,
+            MAX_DRY_BREAKERS,
+            what="the number of tokens",
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -160,7 +200,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def penalized(self) -> bool:
         """True if a penalty changes the logits of tokens seen so far."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def uses_dry(self) -> bool:
@@ -184,12 +228,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def extended(self) -> bool:
         """True if the request uses one of the less common steps: see sampling/extensions.py."""
-        return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.mirostat > 0
+        return (
+            self.typical_p < 1
+            or self.top_n_sigma > 0
+            or self.xtc_probability > 0
+            or self.mirostat > 0
+        )
 
     @property
     def is_plain(self) -> bool:
-        """True if only temperature, top-k, top-p, min-p and a grammar decide, and no logprobs are reported."""
-        return self.logprobs is None and self.thinking is None and not (self.edits_logits or self.extended)
+        """True if only temperature, top-k, top-p, min-p and a grammar decide, and no logprobs are
+        reported.
+        """
+        return (
+            self.logprobs is None
+            and self.thinking is None
+            and not (self.edits_logits or self.extended)
+        )
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
         """Raise BadRequest if a token id is outside the vocabulary."""
@@ -203,17 +258,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def within(field: str, value: float, low: float, high: float, what: str = "the value") -> None:
-    """Raise BadRequest unless ``value`` is a number and ``low <= value <= high``; NaN is never within."""
+    """Raise BadRequest unless ``value`` is a number and ``low <= value <= high``; NaN is never
+    within.
+    """
     try:
         if low <= value <= high:
             return
     except TypeError:
         shown = repr(value)[:40]
-        raise BadRequest(f"Invalid '{field}': {what} must be a number, not {shown}.", param=field) from None
+        raise BadRequest(
+            f"Invalid '{field}': {what} must be a number, not {shown}.", param=field
+        ) from None
     code = "integer_above_max_value" if value > high else "integer_below_min_value"
     if isinstance(value, float):
         code = code.replace("integer", "decimal")
     shown = str(value) if abs(value) < 1e20 or value != value else "that"  # noqa: PLR0124  # NaN
     raise BadRequest(
-        f"Invalid '{field}': {what} must be between {low} and {high}, not {shown}.", param=field, code=code
+        f"Invalid '{field}': {what} must be between {low} and {high}, not {shown}.",
+        param=field,
+        code=code,
     )

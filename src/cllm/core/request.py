@@ -21,9 +21,10 @@ class Priority(enum.IntEnum):
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
-    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. key: the account; accounts
-    within one priority class are served fairly. queue_timeout and deadline: seconds from arrival within which the
-    request must start and finish. cache_salt: requests share cached prefixes only if their salts are equal.
+    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. key: the
+    account; accounts within one priority class are served fairly. queue_timeout and deadline:
+    seconds from arrival within which the request must start and finish. cache_salt: requests share
+    cached prefixes only if their salts are equal.
     """
 
     request_id: str
@@ -48,7 +49,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True):
 def check_prompt(prompt: list[int], vocabulary_size: int, context_length: int, param: str) -> None:
     """Raise BadRequest, naming the field ``param``, for a prompt that can never be computed."""
     if not prompt:
-        raise BadRequest(f"Invalid '{param}': the prompt is empty.", param=param, code="empty_prompt")
+        raise BadRequest(
+            f"Invalid '{param}': the prompt is empty.", param=param, code="empty_prompt"
+        )
     if min(prompt) < 0 or max(prompt) >= vocabulary_size:
         message = f"Invalid '{param}': token ids must be between 0 and {vocabulary_size - 1}."
         raise BadRequest(message, param=param, code="invalid_value")

@@ -53,11 +53,12 @@ class Matcher(Protocol):
 class Sequence:
     """One continuation of a request's prompt; ``n=3`` makes three.
 
-    There are no phases. ``num_computed_tokens`` (tokens whose keys and values are in the cache) catches up with
-    ``num_tokens``. A sequence that lacks one token decodes. One that lacks many prefills, in chunks. One that has lost
-    its cells lacks tokens again.
+    There are no phases. ``num_computed_tokens`` (tokens whose keys and values are in the cache)
+    catches up with ``num_tokens``. A sequence that lacks one token decodes. One that lacks many
+    prefills, in chunks. One that has lost its cells lacks tokens again.
 
-    Invariants: 0 <= num_computed_tokens < num_tokens until it has finished; seq_id >= 0 exactly while RUNNING.
+    Invariants: 0 <= num_computed_tokens < num_tokens until it has finished; seq_id >= 0 exactly
+    while RUNNING.
     """
 
     __slots__ = (
@@ -88,9 +89,10 @@ class Sequence:
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` has 64 bits; ``context_length`` limits prompt and output together, in tokens.
 
-        The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived`` and ``expires`` (in
-        seconds of its clock), ``order`` (grows with each arrival), ``work`` (tokens that were not cached on arrival)
-        and ``urgency`` (the class in which the sequence is served once it runs).
+        The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived`` and
+        ``expires`` (in seconds of its clock), ``order`` (grows with each arrival), ``work`` (tokens
+        that were not cached on arrival) and ``urgency`` (the class in which the sequence is served
+        once it runs).
         """
         self.request = request
         self.index = index
@@ -109,7 +111,8 @@ class Sequence:
         self.urgency: int = request.priority
         self.status = Status.WAITING
         self.is_plain = request.params.is_plain  # looked up with every token
-        # prompt tokens whose logprobs have not been reported yet; they must be computed even if they are cached
+        # prompt tokens whose logprobs have not been reported yet; they must be computed even if
+        # they are cached
         scores = request.params.prompt_logprobs is not None and index == 0
         self.num_pending_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         self.matcher: Matcher | None = None
@@ -137,13 +140,19 @@ class Sequence:
     def reusable_tokens(self) -> npt.NDArray[np.int32]:
         """The tokens that may be reused from the cache: those whose logits are not needed."""
         return self.array[
-            : self.num_prompt_tokens - 1 - self.num_pending_prompt_logprobs if self.num_pending_prompt_logprobs else -1
+            : self.num_prompt_tokens - 1 - self.num_pending_prompt_logprobs
+            if self.num_pending_prompt_logprobs
+            else -1
         ]
 
     def count_prompt_logprobs(self, start: int, count: int) -> int:
-        """Return how many of the ``count`` positions from ``start`` give prompt logprobs not yet reported."""
+        """Return how many of the ``count`` positions from ``start`` give prompt logprobs not yet
+        reported.
+        """
         last = self.num_prompt_tokens - 1
-        return max(0, min(start + count, last) - max(start, last - self.num_pending_prompt_logprobs))
+        return max(
+            0, min(start + count, last) - max(start, last - self.num_pending_prompt_logprobs)
+        )
 
     @property
     def num_lacking_tokens(self) -> int:
@@ -156,8 +165,11 @@ class Sequence:
         if self.token_counts is not None:
             self.token_counts.setdefault(token, [0, 0])[1] += 1
 
-    def finish_after(self, token: int, end_tokens: Collection[int]) -> tuple[FinishReason | str, bool]:
-        """Return why ``token``, the last one, ends the sequence ("" if it does not), and whether it is text.
+    def finish_after(
+        self, token: int, end_tokens: Collection[int]
+    ) -> tuple[FinishReason | str, bool]:
+        """Return why ``token``, the last one, ends the sequence ("" if it does not), and whether it
+        is text.
 
         NO_TOKEN means that the grammar allows no token.
         """
@@ -185,4 +197,7 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     def __repr__(self) -> str:
-        return f"<{self.name} {self.status.value} {self.num_computed_tokens}/{self.num_tokens} seq_id={self.seq_id}>"
+        return (
+            f"<{self.name} {self.status.value} {self.num_computed_tokens}/{self.num_tokens} "
+            f"seq_id={self.seq_id}>"
+        )

@@ -34,19 +34,24 @@ MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences
 
 
 def fitted(params: EngineParams) -> EngineParams:
-    """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory if they are not set.
+    """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory
+    if they are not set.
 
-    Call it before the weights are loaded. Without ``weight_bytes`` it changes and checks nothing. Raises StartupError
-    if the memory is too small.
+    Call it before the weights are loaded. Without ``weight_bytes`` it changes and checks nothing.
+    Raises StartupError if the memory is too small.
     """
     if not params.weight_bytes:
         return params
     weights, on_gpu = params.weight_bytes, uses_gpu(params)
-    kv_memory = kv_budget(weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu)
+    kv_memory = kv_budget(
+        weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu
+    )
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
         ram_cache = ram_cache_budget(weights, kv_memory)
-    return msgspec.structs.replace(params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache)
+    return msgspec.structs.replace(
+        params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache
+    )
 
 
 def build_backend(
@@ -56,8 +61,9 @@ def build_backend(
 ) -> Backend:
     """Load the model. Raises StartupError if it cannot be loaded.
 
-    progress: called with the fraction loaded. The first call means that the file has not crashed this process, so
-    another process may read the vocabulary. on_abort: called with the reason just before the load aborts the process.
+    progress: called with the fraction loaded. The first call means that the file has not crashed
+    this process, so another process may read the vocabulary. on_abort: called with the reason just
+    before the load aborts the process.
     """
     if params.backend == "fake":
         from cllm.backends.fake import Costs, FakeBackend
@@ -116,10 +122,17 @@ def uses_gpu(params: EngineParams) -> bool:
     return params.n_gpu_layers != 0 and supports_gpu_offload()
 
 
-def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], float] = time.monotonic) -> Engine:
+def build_engine(
+    backend: Backend, params: EngineParams, clock: Callable[[], float] = time.monotonic
+) -> Engine:
     """Build an engine. Raises StartupError if the policy or the draft model cannot be loaded."""
     info = backend.info
-    tiers = Tiers(params.ram_cache_bytes or 0, params.disk_cache_bytes, info.state_bytes_per_token, info.state_bytes)
+    tiers = Tiers(
+        params.ram_cache_bytes or 0,
+        params.disk_cache_bytes,
+        info.state_bytes_per_token,
+        info.state_bytes,
+    )
     ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
     scheduler = Scheduler(
         ledger,
@@ -133,29 +146,49 @@ def build_engine(backend: Backend, params: EngineParams, clock: Callable[[], flo
         make_policy(params.policy, params.weights),
         build_speculation(params, info),
     )
-    disk = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint) if params.disk_cache else None
+    disk = (
+        DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
+        if params.disk_cache
+        else None
+    )
     chooser = None
     if info.can_change_layout:
         chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
     grammars = Grammars(lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens))
-    return Engine(backend, scheduler, Sampler(info.end_tokens), clock, grammars, disk, chooser, check=params.check)
+    return Engine(
+        backend,
+        scheduler,
+        Sampler(info.end_tokens),
+        clock,
+        grammars,
+        disk,
+        chooser,
+        check=params.check,
+    )
 
 
 def build_speculation(params: EngineParams, info: ModelInfo) -> Speculation | None:
-    """Return the speculation, or None if it is off or the model cannot undo rejected draft tokens."""
+    """Return the speculation, or None if it is off or the model cannot undo rejected draft
+    tokens.
+    """
     if params.speculation == "off" or not info.can_trim:
         return None
-    drafter = build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
+    drafter = (
+        build_draft_model(params, info) if params.speculation == "draft_model" else PromptLookup()
+    )
     return Speculation(drafter, params.max_draft_tokens, info.max_num_samples)
 
 
 def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     """Load the draft model.
 
-    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot undo rejected draft tokens.
+    Raises StartupError if it cannot be loaded, has another vocabulary, or cannot undo rejected
+    draft tokens.
     """
     if not params.draft_path:
-        raise StartupError("scheduler.speculation is draft_model, but model.draft_path names no model")
+        raise StartupError(
+            "scheduler.speculation is draft_model, but model.draft_path names no model"
+        )
     draft_params = msgspec.structs.replace(
         params,
         path=params.draft_path,
@@ -167,17 +200,28 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         kv_bytes_per_token=0,
     )
     backend = build_backend(draft_params)
-    if params.backend != "fake" and build_vocabulary(params).pieces != build_vocabulary(draft_params).pieces:
-        raise StartupError(f"model.draft_path: {params.draft_path} has another vocabulary than the model")
+    if (
+        params.backend != "fake"
+        and build_vocabulary(params).pieces != build_vocabulary(draft_params).pieces
+    ):
+        raise StartupError(
+            f"model.draft_path: {params.draft_path} has another vocabulary than the model"
+        )
     if not backend.info.can_trim:
-        raise StartupError(f"model.draft_path: {params.draft_path} cannot take wrong guesses back (recurrent state)")
+        raise StartupError(
+            f"model.draft_path: {params.draft_path} cannot take wrong guesses back (recurrent "
+            f"state)"
+        )
     return DraftModel(backend)
 
 
-def build_vocabulary(params: EngineParams, before_reading: Callable[[], object] = lambda: None) -> Vocabulary:
+def build_vocabulary(
+    params: EngineParams, before_reading: Callable[[], object] = lambda: None
+) -> Vocabulary:
     """Load only the vocabulary, without weights. Raises StartupError if the file cannot be read.
 
-    before_reading: called after all imports, before the file is read; a damaged file may abort the process.
+    before_reading: called after all imports, before the file is read; a damaged file may abort the
+    process.
     """
     if params.backend == "fake":
         from cllm.backends.fake import FakeVocabulary

@@ -1,8 +1,8 @@
 """Snapshots in files, written and read by a thread so that no step waits for the disk.
 
-A file is written under a temporary name and renamed when it is complete. It starts with MAGIC and a head, which
-contains the model's fingerprint, the tokens, and the size and CRC-32s of the data that follows. Files that do not match
-their head are not used.
+A file is written under a temporary name and renamed when it is complete. It starts with MAGIC and a
+head, which contains the model's fingerprint, the tokens, and the size and CRC-32s of the data that
+follows. Files that do not match their head are not used.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger("cllm.disk")
 
 
 class Head(msgspec.Struct):
-    """fingerprint: of the model and its saved states. tokens: little-endian int32. size: bytes of the data. checksums:
-    CRC-32 of each PIECE of the data. salt: the request's cache_salt.
+    """fingerprint: of the model and its saved states. tokens: little-endian int32. size: bytes of
+    the data. checksums: CRC-32 of each PIECE of the data. salt: the request's cache_salt.
     """
 
     fingerprint: str
@@ -70,7 +70,10 @@ class File(NamedTuple):
 
 
 class DiskCache:
-    """The files in one folder that belong to one model. Fetch the thread's results with ``results``."""
+    """The files in one folder that belong to one model.
+
+    Fetch the thread's results with ``results``.
+    """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         """Raises StartupError if the folder cannot be written to."""
@@ -80,7 +83,8 @@ class DiskCache:
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
         self._num_accepted_bytes = 0  # accepted for writing; changed only by the caller's thread
-        self._num_finished_bytes = 0  # of these, written or failed; changed only by the writing thread
+        # of these, written or failed; changed only by the writing thread
+        self._num_finished_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left_over in folder.glob("*.tmp"):
@@ -90,7 +94,9 @@ class DiskCache:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise StartupError(f"kv.disk_cache: cannot write to {folder}: {error.strerror}") from None
+            raise StartupError(
+                f"kv.disk_cache: cannot write to {folder}: {error.strerror}"
+            ) from None
         threading.Thread(target=self._work, daemon=True).start()
 
     def find(self) -> list[tuple[File, Tokens, str]]:
@@ -104,14 +110,20 @@ class DiskCache:
                     named = path.stem == self._name(
                         head.tokens, head.salt
                     )  # else the tokens do not belong to the state
-                    if head.fingerprint == self._fingerprint and named and file.seek(0, os.SEEK_END) >= head.size:
+                    if (
+                        head.fingerprint == self._fingerprint
+                        and named
+                        and file.seek(0, os.SEEK_END) >= head.size
+                    ):
                         tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
                         found.append((File(path, head.size), tokens, head.salt))
         return found
 
     def _name(self, tokens: bytes, salt: str) -> str:
         person = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
-        return hashlib.blake2b(tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person).hexdigest()
+        return hashlib.blake2b(
+            tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person
+        ).hexdigest()
 
     def name(self, key: int, file: File) -> None:
         """Record that ``file`` contains the snapshot ``key``."""
@@ -122,7 +134,10 @@ class DiskCache:
         return self._files[key].size
 
     def write(self, key: int, tokens: Tokens, data: memoryview, salt: str = "") -> None:
-        """Start writing; ``data`` must not change. Does nothing if MAX_PENDING would be exceeded."""
+        """Start writing; ``data`` must not change.
+
+        Does nothing if MAX_PENDING would be exceeded.
+        """
         if self._num_accepted_bytes - self._num_finished_bytes + len(data) > MAX_PENDING:
             return
         self._num_accepted_bytes += len(data)
@@ -131,10 +146,14 @@ class DiskCache:
         self._files[key] = File(path, len(data))
         self._jobs.put(lambda: self._write(key, path, raw, data, salt))
 
-    def _write(self, key: int, path: Path, tokens: bytes, data: memoryview, salt: str) -> Written | None:
+    def _write(
+        self, key: int, path: Path, tokens: bytes, data: memoryview, salt: str
+    ) -> Written | None:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            head = msgspec.msgpack.encode(Head(self._fingerprint, tokens, len(data), checksums(data), salt))
+            head = msgspec.msgpack.encode(
+                Head(self._fingerprint, tokens, len(data), checksums(data), salt)
+            )
             with temporary.open("wb") as file:
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)
                 file.write(data)
@@ -180,7 +199,9 @@ class DiskCache:
         return True
 
     def delete(self, key: int) -> None:
-        """Start deleting the file of ``key``, unless the same tokens were saved again under another key."""
+        """Start deleting the file of ``key``, unless the same tokens were saved again under another
+        key.
+        """
         path = self._files.pop(key).path
         if any(file.path == path for file in self._files.values()):
             return
@@ -199,7 +220,9 @@ class DiskCache:
                 log.exception("a job of the disk cache failed")
 
     def results(self, wait: float = 0.0) -> list[Written | Read]:
-        """Return the thread's results since the last call; wait up to ``wait`` seconds for the first one."""
+        """Return the thread's results since the last call; wait up to ``wait`` seconds for the
+        first one.
+        """
         found = []
         with contextlib.suppress(queue.Empty):
             found.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())

@@ -17,8 +17,9 @@ from cllm.kv_cache.radix_tree import common_prefix
 class DraftModel:
     """Greedy drafts of a second backend with the same vocabulary (Leviathan et al. 2023).
 
-    It keeps cells for as many sequences as the backend has seq_ids, the ones drafted for most recently. A sequence's
-    shadow in ``_shadows`` describes these cells: some of the sequence's tokens, then possibly rejected draft tokens.
+    It keeps cells for as many sequences as the backend has seq_ids, the ones drafted for most
+    recently. A sequence's shadow in ``_shadows`` describes these cells: some of the sequence's
+    tokens, then possibly rejected draft tokens.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -28,15 +29,25 @@ class DraftModel:
 
     def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         info = self._backend.info
-        room = {seq: min(count, info.context_length - seq.num_tokens) for seq, count in wanted.items()}
+        room = {
+            seq: min(count, info.context_length - seq.num_tokens) for seq, count in wanted.items()
+        }
         going = {seq: count for seq, count in list(room.items())[-info.max_num_seqs :] if count > 0}
         trims = [self._rewind(seq) for seq in going]
         drafts: dict[Sequence, list[int]] = {seq: [] for seq in going}
         while going:
             rows = self._rows(list(going))
-            logits = self._backend.forward(Batch(sorted(rows, key=lambda row: row.seq.seq_id), trims))
+            logits = self._backend.forward(
+                Batch(sorted(rows, key=lambda row: row.seq.seq_id), trims)
+            )
             trims = []
-            best = dict(zip((row.seq.seq_id for row in self._sampling(rows)), logits.argmax(axis=1), strict=True))
+            best = dict(
+                zip(
+                    (row.seq.seq_id for row in self._sampling(rows)),
+                    logits.argmax(axis=1),
+                    strict=True,
+                )
+            )
             for row in rows:
                 row.seq.num_computed_tokens += row.num_tokens
             for seq in list(going):
@@ -50,12 +61,16 @@ class DraftModel:
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
     def _rewind(self, seq: Sequence) -> Trim:
-        """Set the shadow's tokens to those of ``seq``; return a Trim that keeps the cells of their common prefix."""
+        """Set the shadow's tokens to those of ``seq``; return a Trim that keeps the cells of their
+        common prefix.
+        """
         shadow = self._shadows.get(seq)
         if shadow is None:
             if not self._free:
                 self.forget(next(iter(self._shadows)))
-            shadow = Sequence(Request("draft", [0], SamplingParams()), 0, 0, self._backend.info.context_length)
+            shadow = Sequence(
+                Request("draft", [0], SamplingParams()), 0, 0, self._backend.info.context_length
+            )
             shadow.seq_id, shadow.tokens = self._free.pop(), []
             self._shadows[seq] = shadow
         self._shadows.move_to_end(seq)

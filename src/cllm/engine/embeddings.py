@@ -31,7 +31,10 @@ class Job:
 
 
 class Text:
-    """One text. ``start``: number of tokens computed so far. ``total``: their embeddings, pooled so far."""
+    """One text.
+
+    ``start``: number of tokens computed so far. ``total``: their embeddings, pooled so far.
+    """
 
     def __init__(self, job: Job, tokens: list[int]) -> None:
         self.job = job
@@ -51,14 +54,15 @@ class Text:
 class Embeddings:
     """The queue of texts to embed, and their computation.
 
-    Higher classes come first. Within a class the accounts take turns, text by text, and so do the requests of an
-    account. At most one text is partly computed; the next batch continues it. A failed batch is retried text by text,
-    so that only the text that causes the failure fails.
+    Higher classes come first. Within a class the accounts take turns, text by text, and so do the
+    requests of an account. At most one text is partly computed; the next batch continues it. A
+    failed batch is retried text by text, so that only the text that causes the failure fails.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}  # by account
+        # by account
+        self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}
         self._going: Text | None = None
         self._again: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
@@ -79,7 +83,9 @@ class Embeddings:
                     del keys[key]
         if self._going is not None and self._going.job.request.request_id == request_id:
             self._going = None
-        self._again = deque(text for text in self._again if text.job.request.request_id != request_id)
+        self._again = deque(
+            text for text in self._again if text.job.request.request_id != request_id
+        )
 
     def has_work(self) -> bool:
         return self._going is not None or bool(self._again) or any(self._jobs.values())
@@ -97,7 +103,9 @@ class Embeddings:
         info = self._backend.info
         if seconds is None:
             return info.embedding_bite
-        num_tiles = int(seconds / (self._seconds_per_token * info.tile)) if self._seconds_per_token else 1
+        num_tiles = (
+            int(seconds / (self._seconds_per_token * info.tile)) if self._seconds_per_token else 1
+        )
         return min(info.embedding_bite, max(1, num_tiles) * info.tile)
 
     def bite(self, num_tokens: int) -> int:
@@ -127,9 +135,11 @@ class Embeddings:
         if num_tokens:
             each = seconds / max(num_tokens, self._backend.info.tile)
             before = self._seconds_per_token
-            self._seconds_per_token = before + SHARE * (min(each, 2 * before) - before) if before else each
+            self._seconds_per_token = (
+                before + SHARE * (min(each, 2 * before) - before) if before else each
+            )
 
-    # --- one batch ---------------------------------------------------------------------------------------------------
+    # --- one batch -------------------------------------------------------------------------------
 
     def _choose(self, room: int) -> Iterator[tuple[Text, int]]:
         """Yield the texts of a batch, with the maximum number of tokens for each."""
@@ -138,7 +148,9 @@ class Embeddings:
             text = self._going if count == 0 and self._going is not None else self._peek()
             if text is None:
                 return
-            if count and (text.alone or (whole and text.num_left > room) or len(text.tokens) > self._longest):
+            if count and (
+                text.alone or (whole and text.num_left > room) or len(text.tokens) > self._longest
+            ):
                 return
             if text is not self._going:
                 self._begin(text)
@@ -209,7 +221,9 @@ class Embeddings:
     def fail_all(self, why: str) -> None:
         """End all requests with the error ``why``."""
         jobs = {text.job for text in (self._going, *self._again) if text is not None}
-        for job in jobs.union(*(waiting for keys in self._jobs.values() for waiting in keys.values())):
+        for job in jobs.union(
+            *(waiting for keys in self._jobs.values() for waiting in keys.values())
+        ):
             self._fail(job, why)
 
     def _fail(self, job: Job, why: str) -> None:

@@ -37,7 +37,8 @@ log = logging.getLogger("cllm.engine")
 
 CHOOSE_EVERY = 8  # steps
 WAIT = 0.02  # seconds that a step without rows waits for the disk or a grammar
-LAST_SAVES = 1.5  # seconds that a closing engine spends on saving prefixes, and again on writing them
+# seconds that a closing engine spends on saving prefixes, and again on writing them
+LAST_SAVES = 1.5
 
 
 class Outbox(Protocol):
@@ -61,7 +62,9 @@ Clock = Callable[[], float]
 
 def layout_of(info: ModelInfo) -> Layout:
     unified = info.layout == "unified"
-    return Layout(shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids)
+    return Layout(
+        shares=unified, dense=not unified, trims=info.can_trim, num_spare_ids=info.num_spare_ids
+    )
 
 
 class Engine:
@@ -79,15 +82,16 @@ class Engine:
         *,
         check: bool = False,
     ) -> None:
-        """``clock`` returns seconds; with a ``chooser``, the KV layout follows the load; ``check`` verifies the
-        conservation laws after every step, which costs time.
+        """``clock`` returns seconds; with a ``chooser``, the KV layout follows the load; ``check``
+        verifies the conservation laws after every step, which costs time.
         """
         self.backend = backend
         self.scheduler = scheduler
         self.sampler = sampler
         self.clock = clock
         self._grammars = grammars
-        self._held: dict[str, list[tuple[float, Sequence]]] = {}  # by grammar, until it is compiled: arrival, sequence
+        # by grammar, until it is compiled: arrival, sequence
+        self._held: dict[str, list[tuple[float, Sequence]]] = {}
         self.embeddings = Embeddings(backend)
         self._embeds = False  # whether there are texts to embed
         self._disk = disk
@@ -100,7 +104,9 @@ class Engine:
                 disk.name(scheduler.ledger.found_on_disk(tokens, salt).key, file)
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
-        """Step until a Close command arrives; wait in the inbox while there is nothing to compute."""
+        """Step until a Close command arrives; wait in the inbox while there is nothing to
+        compute.
+        """
         while True:
             outputs: list[TokenOutput] = []
             if self._chooser is not None and not self.has_work():
@@ -131,7 +137,10 @@ class Engine:
         return stats
 
     def handle(self, command: Add | Abort | Embed) -> list[TokenOutput]:
-        """Execute a command; return the outputs of sequences that it ends. A request that raises an exception ends."""
+        """Execute a command; return the outputs of sequences that it ends.
+
+        A request that raises an exception ends.
+        """
         outputs: list[TokenOutput] = []
         try:
             self._obey(command, outputs)
@@ -141,9 +150,13 @@ class Engine:
             if isinstance(command, Add):
                 request = command.request
                 self._abort(Abort(request.request_id), outputs)
-                ended = {output.index for output in outputs if output.request_id == request.request_id}
+                ended = {
+                    output.index for output in outputs if output.request_id == request.request_id
+                }
                 for index in set(range(request.params.n)) - ended:
-                    outputs.append(TokenOutput(request.request_id, index, NO_TOKEN, FinishReason.ERROR, False))
+                    outputs.append(
+                        TokenOutput(request.request_id, index, NO_TOKEN, FinishReason.ERROR, False)
+                    )
         return outputs
 
     def _obey(self, command: Add | Abort | Embed, outputs: list[TokenOutput]) -> None:
@@ -155,12 +168,22 @@ class Engine:
                 self.embeddings.abort(command.request_id)
                 self._abort(command, outputs)
             case Add(request):
-                seed = request.params.seed if request.params.seed is not None else secrets.randbits(64)
+                seed = (
+                    request.params.seed if request.params.seed is not None else secrets.randbits(64)
+                )
                 for index in range(request.params.n):
-                    seq = Sequence(request, index, derive_seed(seed, index), self.backend.info.context_length)
-                    grammar = self._grammars.find(request.params.grammar) if request.params.grammar else None
+                    seq = Sequence(
+                        request, index, derive_seed(seed, index), self.backend.info.context_length
+                    )
+                    grammar = (
+                        self._grammars.find(request.params.grammar)
+                        if request.params.grammar
+                        else None
+                    )
                     if grammar is None and request.params.grammar:
-                        self._held.setdefault(request.params.grammar, []).append((self.clock(), seq))
+                        self._held.setdefault(request.params.grammar, []).append(
+                            (self.clock(), seq)
+                        )
                     else:
                         outputs += self._queue(seq, grammar, self.clock())
 
@@ -169,7 +192,9 @@ class Engine:
         outputs += self.scheduler.abort(abort.request_id, abort.index)
 
     def _queue(self, seq: Sequence, grammar: Grammar | None, since: float) -> list[TokenOutput]:
-        """Add a sequence that arrived at ``since`` to the scheduler; return its final output if it is refused."""
+        """Add a sequence that arrived at ``since`` to the scheduler; return its final output if it
+        is refused.
+        """
         if grammar is not None and grammar.error and seq.request.params.is_bound:
             return [seq.end_output(FinishReason.GRAMMAR)]
         try:
@@ -202,8 +227,9 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one batch; return the outputs of all sequences, or [] if there are none.
 
-        If there are texts to embed, also embeds some of them; fetch the results with ``embeddings.take``. An exception
-        ends the sequences that caused it, and the engine continues.
+        If there are texts to embed, also embeds some of them; fetch the results with
+        ``embeddings.take``. An exception ends the sequences that caused it, and the engine
+        continues.
         """
         outputs = self._take_compiled() if self._held else []
         if self._embeds:
@@ -220,7 +246,9 @@ class Engine:
         is_idle = batch is None or not batch.rows
         if self._disk is not None:
             try:
-                self._take_in(self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0)
+                self._take_in(
+                    self._disk, wait=WAIT if is_idle and self.scheduler.has_work() else 0.0
+                )
             except Exception as error:
                 log.exception("results of the disk cache could not be processed")
                 outputs += self._recover(error)
@@ -241,7 +269,9 @@ class Engine:
         return self.scheduler.recover()
 
     def _embed(self) -> None:
-        """Embed as many tokens as fit into the rest of the step's target time, at least one tile."""
+        """Embed as many tokens as fit into the rest of the step's target time, at least one
+        tile.
+        """
         begun, target = self.clock(), self.scheduler.params.target_itl
         left = None
         if target is not None and self.scheduler.running:
@@ -274,7 +304,10 @@ class Engine:
         return self.scheduler.update(batch, tokens, self.clock(), self.sampler.logprobs)
 
     def _carry_out(self, operations: list[Operation]) -> bool:
-        """Run operations without a step. If they fail, forget the cells that they touch and return False."""
+        """Run operations without a step.
+
+        If they fail, forget the cells that they touch and return False.
+        """
         batch = Batch([], operations)
         try:
             self.backend.forward(batch)
@@ -299,9 +332,12 @@ class Engine:
         return []
 
     def _change_layout_if_it_pays(self, chooser: LayoutChooser) -> None:
-        """Change the layout of the cells if that pays. Parks all running sequences; they resume in the new layout.
+        """Change the layout of the cells if that pays.
 
-        Deferred sequences count too: they will soon run and share their prefix, and the best time to change is before.
+        Parks all running sequences; they resume in the new layout.
+
+        Deferred sequences count too: they will soon run and share their prefix, and the best time
+        to change is before.
         """
         scheduler, unified = self.scheduler, self.backend.info.layout == "unified"
         sharing = scheduler.ledger.sharing()
@@ -312,7 +348,8 @@ class Engine:
             expected = self._with_followers(sharing), scheduler.expected.output
         decoding = any(seq.num_lacking_tokens == 1 for seq in scheduler.running)
         tiers = scheduler.ledger.tiers
-        if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:  # they would be recomputed
+        # they would be recomputed
+        if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:
             return
         if not chooser.wants_change(*expected, unified=unified, decoding=decoding):
             return
@@ -323,7 +360,9 @@ class Engine:
         self.backend.change_layout("partitioned" if unified else "unified")
         info = self.backend.info
         self.scheduler.ledger = self.scheduler.ledger.with_layout(info.num_cells, layout_of(info))
-        log.info("the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun)
+        log.info(
+            "the KV layout is %s now; the change took %.2f s", info.layout, self.clock() - begun
+        )
 
     def _with_followers(self, sharing: Sharing) -> Sharing:
         """Return the expected sharing after the deferred followers have joined their leaders."""
@@ -335,7 +374,7 @@ class Engine:
             num_distinct += missing
         return Sharing(num_seqs, num_tokens, num_distinct, num_idle)
 
-    # --- disk --------------------------------------------------------------------------------------------------------
+    # --- disk ------------------------------------------------------------------------------------
 
     def _begin_reads(self, disk: DiskCache) -> None:
         reads, self.scheduler.reads = self.scheduler.reads, []
@@ -349,7 +388,9 @@ class Engine:
                 self.scheduler.was_read(snapshot.key, succeeded=False)
 
     def _take_in(self, disk: DiskCache, wait: float) -> None:
-        """Process finished reads and writes, after the batch's operations: one may drop an old copy of a snapshot."""
+        """Process finished reads and writes, after the batch's operations: one may drop an old copy
+        of a snapshot.
+        """
         for result in disk.results(wait):
             if isinstance(result, Written):
                 for old in self.scheduler.ledger.written(result.key):
@@ -370,17 +411,26 @@ class Engine:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
                 snapshot = self.scheduler.ledger.tiers.ram[operation.snapshot]
                 try:
-                    disk.write(snapshot.key, snapshot.tokens, self.backend.snapshot(snapshot.key), snapshot.salt)
+                    disk.write(
+                        snapshot.key,
+                        snapshot.tokens,
+                        self.backend.snapshot(snapshot.key),
+                        snapshot.salt,
+                    )
                 except Exception:
                     log.exception("a prefix cannot be written to disk")
 
     def _save_one_idle(self) -> bool:
-        """Save an idle prefix that is in no file, while there is nothing to compute; return whether there was one."""
+        """Save an idle prefix that is in no file, while there is nothing to compute; return whether
+        there was one.
+        """
         if self._disk is None:
             return False
         try:
             operations = self.scheduler.ledger.save_one_idle()
-            return bool(operations) and self._carry_out([*self.scheduler.drain_pending_operations(), *operations])
+            return bool(operations) and self._carry_out(
+                [*self.scheduler.drain_pending_operations(), *operations]
+            )
         except Exception as error:
             log.exception("an idle prefix could not be saved")
             self._recover(error)  # no sequence runs now

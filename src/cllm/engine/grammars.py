@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.engine")
 
-# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit. A compiled grammar
-# takes about 70 bytes for each character. The lexer of a hostile one grows to 20 MB before it reaches MAX_LEXER_STATES.
-MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000  # maximum number of grammars to keep, and of their characters
+# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit.
+# A compiled grammar takes about 70 bytes for each character. The lexer of a hostile one grows to 20
+# MB before it reaches MAX_LEXER_STATES. maximum number of grammars to keep, and of their characters
+MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000
 
 
 class Grammars:
-    """Compiles each text once. Forgets the least recently used grammars when they are too many or too large."""
+    """Compiles each text once.
+
+    Forgets the least recently used grammars when they are too many or too large.
+    """
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
-        """``make_tokenizer`` is called by the thread, for the first grammar: it may take a second."""
+        """``make_tokenizer`` is called by the thread, for the first grammar: it may take a
+        second.
+        """
         self._make_tokenizer = make_tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[str, Grammar] = OrderedDict()
@@ -36,7 +42,10 @@ class Grammars:
         self._is_running = False
 
     def find(self, text: str) -> Grammar | None:
-        """Return the compiled grammar, or None. Then it is being compiled and ``results`` will return it."""
+        """Return the compiled grammar, or None.
+
+        Then it is being compiled and ``results`` will return it.
+        """
         grammar = self._known.get(text)
         if grammar is not None and not grammar.error:
             self._known.move_to_end(text)
@@ -50,7 +59,9 @@ class Grammars:
         return None
 
     def results(self, wait: float) -> dict[str, Grammar]:
-        """Return the grammars compiled since the last call, by text; wait up to ``wait`` seconds for the first one."""
+        """Return the grammars compiled since the last call, by text; wait up to ``wait`` seconds
+        for the first one.
+        """
         compiled: dict[str, Grammar] = {}
         try:
             while True:
@@ -76,5 +87,9 @@ class Grammars:
             except Exception:  # sequences wait for the result, whatever it is
                 log.exception("a grammar cannot be compiled")
                 grammar = Grammar.failed("it cannot be compiled")
-            log.debug("a grammar was compiled in %.0f ms %s", (time.perf_counter() - begun) * 1000, grammar.error[:200])
+            log.debug(
+                "a grammar was compiled in %.0f ms %s",
+                (time.perf_counter() - begun) * 1000,
+                grammar.error[:200],
+            )
             self._results.put((text, grammar))

@@ -8,10 +8,11 @@ import msgspec
 class EngineParams(msgspec.Struct, frozen=True, kw_only=True):
     """All parameters of an engine, sent to the engine process.
 
-    backend: "llama_cpp" or "fake". path: the GGUF file. Sizes are in tokens, memory in bytes; kv_bytes_per_token 0
-    means unknown. weight_bytes: size of the model's weights; 0 skips the check of kv_memory against the machine's
-    memory. With the check, kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fitted``). check:
-    verify the conservation laws after every step, and raise the exceptions that an engine otherwise survives.
+    backend: "llama_cpp" or "fake". path: the GGUF file. Sizes are in tokens, memory in bytes;
+    kv_bytes_per_token 0 means unknown. weight_bytes: size of the model's weights; 0 skips the check
+    of kv_memory against the machine's memory. With the check, kv_memory 0 and ram_cache_bytes None
+    mean a share of that memory (``build.fitted``). check: verify the conservation laws after every
+    step, and raise the exceptions that an engine otherwise survives.
     """
 
     backend: str = "llama_cpp"

@@ -13,17 +13,22 @@ from cllm.models.catalog import resolve
 from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
 
 
-def engine_params(settings: Settings, path: Path | None, *, check_tokens: bool = False) -> EngineParams:
-    """Return the parameters for the model at ``path`` (None for the fake backend), after reading its header.
+def engine_params(
+    settings: Settings, path: Path | None, *, check_tokens: bool = False
+) -> EngineParams:
+    """Return the parameters for the model at ``path`` (None for the fake backend), after reading
+    its header.
 
-    check_tokens: as in ``read_header``, for a caller whose own process loads the model and must survive a damaged file.
-    Raises StartupError if the file is not a model or sizes contradict each other. ``build.fitted`` checks the memory
-    later, in the process that loads the model: only llama.cpp can detect a GPU, and importing it would delay the start.
+    check_tokens: as in ``read_header``, for a caller whose own process loads the model and must
+    survive a damaged file. Raises StartupError if the file is not a model or sizes contradict each
+    other. ``build.fitted`` checks the memory later, in the process that loads the model: only
+    llama.cpp can detect a GPU, and importing it would delay the start.
     """
     llama, scheduler = settings.backend.llama_cpp, settings.scheduler
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise StartupError(
-            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must not be below "
+            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must not be "
+            f"below "
             f"scheduler.max_num_seqs ({scheduler.max_num_seqs})"
         )
     params = EngineParams(
@@ -54,7 +59,8 @@ def engine_params(settings: Settings, path: Path | None, *, check_tokens: bool =
     check_kv_type(header, kv.type)
     return msgspec.structs.replace(
         params,
-        weight_bytes=header.tensor_bytes * header.split_count,  # the parts of a split file have about the same size
+        # the parts of a split file have about the same size
+        weight_bytes=header.tensor_bytes * header.split_count,
         kv_bytes_per_token=kv_bytes_per_token(header, kv.type) or 0,
         kv_memory=(kv.max_memory_mb or 0) * 1_000_000,
         ram_cache_bytes=None if kv.ram_cache_mb is None else kv.ram_cache_mb * 1_000_000,

@@ -1,4 +1,6 @@
-"""One engine for several threads: one of the threads that wait for outputs computes the next step for all of them."""
+"""One engine for several threads: one of the threads that wait for outputs computes the next step
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class SharedEngine:
         self._is_closed = False
 
     def submit(self, commands: list[Add] | list[Embed]) -> Inbox:
-        """Hand requests to the engine; ``drop`` must follow. Raises RuntimeError after ``close``."""
+        """Hand requests to the engine; ``drop`` must follow.
+
+        Raises RuntimeError after ``close``.
+        """
         inbox = Inbox([command.request.request_id for command in commands])
         with self._turn:
             self._check_open()
@@ -47,7 +52,10 @@ class SharedEngine:
         return inbox
 
     def take(self, inbox: Inbox) -> Output:
-        """Return the next output for ``inbox``, waiting for it. Raises RuntimeError after ``close``."""
+        """Return the next output for ``inbox``, waiting for it.
+
+        Raises RuntimeError after ``close``.
+        """
         while True:
             steps = False
             try:
@@ -93,7 +101,9 @@ class SharedEngine:
                 self._turn.notify_all()
 
     def close(self, free: Callable[[], None]) -> None:
-        """Take no more requests, wait until no thread uses the model, then ``free`` it; only the first call does."""
+        """Take no more requests, wait until no thread uses the model, then ``free`` it; only the
+        first call does.
+        """
         with self._turn:
             if self._is_closed:
                 return

@@ -1,1 +1,4 @@
-"""Bookkeeping of which sequence has which tokens in which cells. Plain Python that never calls a backend."""
+"""Bookkeeping of which sequence has which tokens in which cells.
+
+Plain Python that never calls a backend.
+"""

@@ -1,7 +1,8 @@
 """Counts the cells in use when sequences share some of them.
 
-A sequence's cells are a chain of extents, linked from the last extent to the first. A fork branches off from any point
-of another chain. llama.cpp does the same with its cells; here they are counted, not stored.
+A sequence's cells are a chain of extents, linked from the last extent to the first. A fork branches
+off from any point of another chain. llama.cpp does the same with its cells; here they are counted,
+not stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 class Extent:
     """A run of cells that belong to the same sequences.
 
-    ``refs``: number of chains that end here plus extents that follow it. ``leases``: leased chains through it.
+    ``refs``: number of chains that end here plus extents that follow it. ``leases``: leased chains
+    through it.
     """
 
     __slots__ = ("leases", "length", "parent", "refs")
@@ -25,7 +27,10 @@ class Extent:
 
 
 class Chain:
-    """The ``length`` cells of one sequence, the last ones in ``leaf``. A running sequence's chain is leased."""
+    """The ``length`` cells of one sequence, the last ones in ``leaf``.
+
+    A running sequence's chain is leased.
+    """
 
     __slots__ = ("leaf", "leased", "length")
 
@@ -44,7 +49,8 @@ class Chain:
 class Cells:
     """Counts the cells in use, each once, however many chains share it.
 
-    num_held: cells of leased chains. The other cells in use are idle: no running sequence uses them.
+    num_held: cells of leased chains. The other cells in use are idle: no running sequence uses
+    them.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +68,8 @@ class Cells:
 
     def grow(self, chain: Chain, count: int) -> None:
         """Add ``count`` cells at the end of a leased chain."""
-        if chain.leaf is None or chain.leaf.refs > 1:  # the chain's own reference moves to the new leaf
+        # the chain's own reference moves to the new leaf
+        if chain.leaf is None or chain.leaf.refs > 1:
             chain.leaf = Extent(0, chain.leaf, leases=1)
         chain.leaf.length += count
         chain.length += count
@@ -70,7 +77,10 @@ class Cells:
         self.num_held += count
 
     def fork(self, source: Chain, count: int) -> Chain:
-        """Return a leased chain that shares the first ``count`` cells of ``source``. ``count`` is at least 1."""
+        """Return a leased chain that shares the first ``count`` cells of ``source``.
+
+        ``count`` is at least 1.
+        """
         extent, end = source.leaf, source.length
         assert extent is not None
         while end - extent.length >= count:
@@ -86,7 +96,9 @@ class Cells:
         return chain
 
     def _split(self, extent: Extent, length: int) -> Extent:
-        """Split an extent in two; returns the first part, which becomes the parent of the second."""
+        """Split an extent in two; returns the first part, which becomes the parent of the
+        second.
+        """
         upper = Extent(length, extent.parent, extent.leases)
         extent.length -= length
         extent.parent = upper

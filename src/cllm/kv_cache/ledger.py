@@ -1,13 +1,16 @@
 """Records where tokens are: under which seq_id, shared or not, idle or leased, in RAM or on disk.
 
-Bookkeeping in plain Python. It never calls a backend; it returns the operations to perform on the cells.
+Bookkeeping in plain Python. It never calls a backend; it returns the operations to perform on the
+cells.
 
-A seq_id has the tokens of one sequence from position 0 on. While it is leased, they belong to a running sequence. After
-that they stay, idle, until another sequence with that prefix reuses them or the cells are needed. Then they are saved
-to RAM if that is worth it. All prefixes (running, idle and saved) are paths of one radix tree.
+A seq_id has the tokens of one sequence from position 0 on. While it is leased, they belong to a
+running sequence. After that they stay, idle, until another sequence with that prefix reuses them or
+the cells are needed. Then they are saved to RAM if that is worth it. All prefixes (running, idle
+and saved) are paths of one radix tree.
 
-Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no seq_id has more
-than cells_per_seq tokens; the tree's owners are exactly the running, idle and saved prefixes.
+Invariants: held + idle + free = num_cells; a seq_id has idle tokens only while it is not leased; no
+seq_id has more than cells_per_seq tokens; the tree's owners are exactly the running, idle and saved
+prefixes.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ MIN_EVICTED_TOKENS = 32  # evicting single cells would cost an operation in each
 
 
 class Holding:
-    """Tokens in the cells of a seq_id. ``seq``: the running sequence they belong to, or None while they are idle.
+    """Tokens in the cells of a seq_id.
 
-    ``path``: the tokens in the tree. These are all tokens if idle, else the tokens that the sequence had when it was
-    admitted, some of which may not be computed yet.
+    ``seq``: the running sequence they belong to, or None while they are idle.
+
+    ``path``: the tokens in the tree. These are all tokens if idle, else the tokens that the
+    sequence had when it was admitted, some of which may not be computed yet.
     """
 
     __slots__ = ("chain", "path", "salt", "saved", "seq", "seq_id")
@@ -46,7 +51,8 @@ class Holding:
         self.path = path
         self.seq: Sequence | None = seq
         self.salt = seq.request.cache_salt
-        self.saved = False  # by save_one_idle, which does not save it again after the copy was evicted
+        # by save_one_idle, which does not save it again after the copy was evicted
+        self.saved = False
 
     @property
     def num_computed(self) -> int:
@@ -59,7 +65,8 @@ class Holding:
 class Match(NamedTuple):
     """The reusable prefix of a sequence: ``num_tokens`` tokens, available from ``source``.
 
-    ``num_inflight_tokens``: length of a longer prefix that ``leader`` will have computed soon, or 0.
+    ``num_inflight_tokens``: length of a longer prefix that ``leader`` will have computed soon, or
+    0.
     """
 
     num_tokens: int = 0
@@ -70,7 +77,9 @@ class Match(NamedTuple):
     @property
     def is_on_its_way(self) -> bool:
         """True if it is better to wait for the prefix than to start now."""
-        return self.leader is not None or (isinstance(self.source, Snapshot) and self.source.place is not Place.RAM)
+        return self.leader is not None or (
+            isinstance(self.source, Snapshot) and self.source.place is not Place.RAM
+        )
 
 
 class Ledger:
@@ -93,8 +102,10 @@ class Ledger:
         self.tiers = Tiers() if tiers is None else tiers
         self._tree: RadixTree[Holding | Snapshot] = RadixTree()
         self._leased: dict[int, Holding] = {}
-        self._idle: OrderedDict[int, Holding] = OrderedDict()  # by seq_id, least recently used first
-        self._needed: Holding | Snapshot | None = None  # must not be evicted while it is being copied from
+        # by seq_id, least recently used first
+        self._idle: OrderedDict[int, Holding] = OrderedDict()
+        # must not be evicted while it is being copied from
+        self._needed: Holding | Snapshot | None = None
         self._spare = list(range(max_num_seqs + layout.num_spare_ids - 1, max_num_seqs - 1, -1))
 
     @property
@@ -102,14 +113,16 @@ class Ledger:
         """Cells that are free or idle: a running sequence can get them without parking another."""
         return self.cells.size - self.cells.num_held
 
-    # --- finding -----------------------------------------------------------------------------------------------------
+    # --- finding ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> Match:
         """Match the tokens of ``seq`` whose logits are not needed."""
         return self._match(seq.reusable_tokens, seq.request.cache_salt)
 
     def match(self, tokens: list[int] | Tokens, salt: str = "") -> Match:
-        """Match ``tokens`` except the last one, which must be computed in any case because its logits are needed."""
+        """Match ``tokens`` except the last one, which must be computed in any case because its
+        logits are needed.
+        """
         return self._match(np.asarray(tokens, np.int32)[:-1], salt)
 
     def _match(self, tokens: Tokens, salt: str) -> Match:
@@ -139,7 +152,9 @@ class Ledger:
         return shared if owner.seq is None and shared == owner.chain.length else 0
 
     def _will_have(self, holding: Holding, shared: int) -> bool:
-        """Return whether ``shared`` tokens of a running sequence will be reusable once it has computed them."""
+        """Return whether ``shared`` tokens of a running sequence will be reusable once it has
+        computed them.
+        """
         if holding.seq is None or holding.num_computed >= shared:
             return False
         if self.layout.trims:
@@ -147,10 +162,15 @@ class Ledger:
         return holding.chain.length < shared and self._can_be_saved(shared)
 
     def _can_be_saved(self, num_tokens: int) -> bool:
-        return num_tokens >= MIN_SAVED_TOKENS and 0 < self.tiers.size_of(num_tokens) <= self.tiers.ram_bytes
+        return (
+            num_tokens >= MIN_SAVED_TOKENS
+            and 0 < self.tiers.size_of(num_tokens) <= self.tiers.ram_bytes
+        )
 
     def _cost(self, owner: Holding | Snapshot, usable: int) -> int:
-        """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in that time."""
+        """Return the rough cost of reusing ``usable`` tokens, in tokens that could be computed in
+        that time.
+        """
         if isinstance(owner, Snapshot):  # it is loaded as a whole
             return 4 + len(owner.tokens) // (64 if owner.place is Place.RAM else 16)
         if self.layout.shares or (owner.seq is None and owner.chain.length == usable):
@@ -162,17 +182,24 @@ class Ledger:
         return num_tokens // 32
 
     def num_shared(self, match: Match) -> int:
-        """Return the number of cells that a sequence with this match would share with a running one."""
+        """Return the number of cells that a sequence with this match would share with a running
+        one.
+        """
         source = match.source
-        return match.num_tokens if self.layout.shares and isinstance(source, Holding) and source.seq is not None else 0
+        return (
+            match.num_tokens
+            if self.layout.shares and isinstance(source, Holding) and source.seq is not None
+            else 0
+        )
 
-    # --- leasing -----------------------------------------------------------------------------------------------------
+    # --- leasing ---------------------------------------------------------------------------------
 
     def lease(self, seq: Sequence, match: Match) -> tuple[int, int, list[Operation]] | None:
-        """Lease a seq_id for ``seq``; return (seq_id, number of its tokens already there, operations).
+        """Lease a seq_id for ``seq``; return (seq_id, number of its tokens already there,
+        operations).
 
-        Returns None, with nothing changed, if the prefix to copy or load does not fit. Raises IndexError if no seq_id
-        is free.
+        Returns None, with nothing changed, if the prefix to copy or load does not fit. Raises
+        IndexError if no seq_id is free.
         """
         if not self.seq_ids.num_free:
             raise IndexError("no sequence id is free")
@@ -180,10 +207,15 @@ class Ledger:
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None and self._trims_in_place:
             if idle.salt == seq.request.cache_salt:
-                count = common_prefix(idle.path, seq.reusable_tokens)  # maybe of a template, too few for a match
+                # maybe of a template, too few for a match
+                count = common_prefix(idle.path, seq.reusable_tokens)
             source = idle if count else None
         operations: list[Operation] = []
-        if isinstance(source, Holding) and source.seq_id == seq_id and not self._worth_moving(source, count):
+        if (
+            isinstance(source, Holding)
+            and source.seq_id == seq_id
+            and not self._worth_moving(source, count)
+        ):
             operations += self._shrink(source, count, save=not self._is_trifle(source, count))
             chain = source.chain
             self._tree.remove(source)
@@ -192,7 +224,8 @@ class Ledger:
         else:
             shares = isinstance(source, Holding) and self.layout.shares
             new = 0 if shares else count
-            room = len(source.tokens) if isinstance(source, Snapshot) else new  # it is loaded as a whole, then trimmed
+            # it is loaded as a whole, then trimmed
+            room = len(source.tokens) if isinstance(source, Snapshot) else new
             if room > self.num_available:
                 return None
             self._needed = source
@@ -217,7 +250,9 @@ class Ledger:
         return seq_id, count, operations
 
     def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
-        """Return the seq_id that has the prefix, if hardly any other tokens are lost with it, else the least useful."""
+        """Return the seq_id that has the prefix, if hardly any other tokens are lost with it, else
+        the least useful.
+        """
         free = self.seq_ids.free
         if isinstance(source, Holding) and source.seq_id in free and self._is_trifle(source, count):
             return source.seq_id
@@ -230,7 +265,9 @@ class Ledger:
         return min(free, key=rank)
 
     def _is_trifle(self, holding: Holding, count: int) -> bool:
-        """Return whether an idle prefix's tokens after ``count`` cost less to recompute than to keep."""
+        """Return whether an idle prefix's tokens after ``count`` cost less to recompute than to
+        keep.
+        """
         return holding.chain.length - count <= (0 if self.layout.shares else self._copy_cost(count))
 
     @property
@@ -239,11 +276,15 @@ class Ledger:
         return self.layout.trims and (self.layout.shares or not self.layout.num_spare_ids)
 
     def _worth_moving(self, holding: Holding, count: int) -> bool:
-        """Return whether an idle prefix is longer than ``count`` and can be kept whole under a spare seq_id."""
+        """Return whether an idle prefix is longer than ``count`` and can be kept whole under a
+        spare seq_id.
+        """
         return holding.chain.length > count and self.layout.num_spare_ids > 0
 
     def _move_away(self, holding: Holding) -> list[Operation]:
-        """Empty a free seq_id: move its idle tokens to a spare seq_id if the layout has any, else evict them."""
+        """Empty a free seq_id: move its idle tokens to a spare seq_id if the layout has any, else
+        evict them.
+        """
         operations: list[Operation] = []
         if not self._spare and self.layout.num_spare_ids:
             oldest = next(idle for idle in self._idle.values() if idle.seq_id >= self.seq_ids.size)
@@ -252,18 +293,24 @@ class Ledger:
         if not self._spare:
             return operations + self._shrink(holding, 0)
         here, there = holding.seq_id, self._spare.pop()
-        self._idle = OrderedDict((there if key == here else key, idle) for key, idle in self._idle.items())
+        self._idle = OrderedDict(
+            (there if key == here else key, idle) for key, idle in self._idle.items()
+        )
         holding.seq_id = there
         return [*operations, Copy(here, there, holding.chain.length), Trim(here, 0)]
 
-    # --- room --------------------------------------------------------------------------------------------------------
+    # --- room ------------------------------------------------------------------------------------
 
     def make_room(self, num_tokens: int) -> list[Operation] | None:
-        """Return operations that free ``num_tokens`` cells, or None if running sequences use too many."""
+        """Return operations that free ``num_tokens`` cells, or None if running sequences use too
+        many.
+        """
         return None if num_tokens > self.num_available else self._evict(num_tokens)
 
     def _evict(self, num_tokens: int) -> list[Operation]:
-        """Shrink idle prefixes from their ends, least recently used first, until ``num_tokens`` cells are free."""
+        """Shrink idle prefixes from their ends, least recently used first, until ``num_tokens``
+        cells are free.
+        """
         operations: list[Operation] = []
         for holding in list(self._idle.values()) if self.cells.num_free < num_tokens else ():
             missing = num_tokens - self.cells.num_free
@@ -272,13 +319,19 @@ class Ledger:
             if holding is self._needed:
                 continue
             keep = holding.chain.length - max(missing, MIN_EVICTED_TOKENS)
-            if keep < MIN_SHARED_TOKENS or self.cells.num_private(holding.chain) < missing or not self.layout.trims:
+            if (
+                keep < MIN_SHARED_TOKENS
+                or self.cells.num_private(holding.chain) < missing
+                or not self.layout.trims
+            ):
                 keep = 0
             operations += self._shrink(holding, keep)
         return operations
 
     def _shrink(self, holding: Holding, keep: int, *, save: bool = True) -> list[Operation]:
-        """Keep only the first ``keep`` cells of an idle prefix; save the prefix first if that is worth it."""
+        """Keep only the first ``keep`` cells of an idle prefix; save the prefix first if that is
+        worth it.
+        """
         if keep == holding.chain.length:
             return []
         operations = self._save(holding.seq_id, holding, holding.path) if save else []
@@ -296,7 +349,7 @@ class Ledger:
         if holding.seq_id >= self.seq_ids.size:
             self._spare.append(holding.seq_id)
 
-    # --- releasing ---------------------------------------------------------------------------------------------------
+    # --- releasing -------------------------------------------------------------------------------
 
     def num_cells_of(self, seq_id: int) -> int:
         """Return the number of cells of a leased seq_id."""
@@ -312,7 +365,8 @@ class Ledger:
         return [Trim(seq_id, keep)]
 
     def release(self, seq_id: int, tokens: list[int], *, soon: bool = False) -> None:
-        """End the lease of ``seq_id``; ``tokens``, the contents of its cells, stay as an idle prefix.
+        """End the lease of ``seq_id``; ``tokens``, the contents of its cells, stay as an idle
+        prefix.
 
         ``soon``: evict this prefix first, because it was released to free its cells.
         """
@@ -329,16 +383,22 @@ class Ledger:
                 self._idle.move_to_end(seq_id, last=False)
             self._tree.insert(holding.path, holding, holding.salt)
 
-    # --- copies outside the cells ------------------------------------------------------------------------------------
+    # --- copies outside the cells ----------------------------------------------------------------
 
     def checkpoint(self, seq: Sequence) -> list[Operation]:
-        """Save the computed tokens of ``seq``: the only way to share state that cannot be trimmed."""
+        """Save the computed tokens of ``seq``: the only way to share state that cannot be
+        trimmed.
+        """
         return self._save(
-            seq.seq_id, self._leased[seq.seq_id], np.array(seq.tokens[: seq.num_computed_tokens], np.int32)
+            seq.seq_id,
+            self._leased[seq.seq_id],
+            np.array(seq.tokens[: seq.num_computed_tokens], np.int32),
         )
 
     def save_one_idle(self) -> list[Operation]:
-        """Save one idle prefix that is stored nowhere else, most recently used first; returns [] if there is none."""
+        """Save one idle prefix that is stored nowhere else, most recently used first; returns [] if
+        there is none.
+        """
         for seq_id, holding in reversed(self._idle.items()):
             if not holding.saved and (operations := self._save(seq_id, holding, holding.path)):
                 holding.saved = True
@@ -346,7 +406,9 @@ class Ledger:
         return []
 
     def _save(self, seq_id: int, holding: Holding, tokens: Tokens) -> list[Operation]:
-        """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too large for RAM."""
+        """Save the ``tokens`` of ``seq_id``, unless they are too few, also stored elsewhere, or too
+        large for RAM.
+        """
         if not self._can_be_saved(len(tokens)) or self._lie_elsewhere(holding, tokens):
             return []
         leaving = self.tiers.make_room(self.tiers.size_of(len(tokens)), self._needed)
@@ -354,7 +416,11 @@ class Ledger:
             return []
         if self.layout.trims:  # a shorter snapshot is part of the longer one
             matches = self._tree.match(tokens, holding.salt)
-            shorter = [old for old, shared in matches if isinstance(old, Snapshot) and shared == len(old.tokens)]
+            shorter = [
+                old
+                for old, shared in matches
+                if isinstance(old, Snapshot) and shared == len(old.tokens)
+            ]
             for old in shorter:
                 if old.place is Place.RAM and old is not self._needed:
                     self.tiers.leave_ram(old)
@@ -372,8 +438,12 @@ class Ledger:
                 return True
         return False
 
-    def invalidate_operations(self, operations: Iterable[Operation]) -> tuple[set[int], list[Operation]]:
-        """Return the seq_ids changed by operations that may not have run, and Drops for the snapshots they concern."""
+    def invalidate_operations(
+        self, operations: Iterable[Operation]
+    ) -> tuple[set[int], list[Operation]]:
+        """Return the seq_ids changed by operations that may not have run, and Drops for the
+        snapshots they concern.
+        """
         seq_ids: set[int] = set()
         dropped: list[Operation] = []
         for operation in operations:
@@ -387,12 +457,15 @@ class Ledger:
                     dropped += self.drop(key)
                 case Drop(key):
                     snapshot = self.tiers.find(key)
-                    if snapshot is None or snapshot.place is Place.DISK:  # else it is being read again
+                    # else it is being read again
+                    if snapshot is None or snapshot.place is Place.DISK:
                         dropped.append(operation)
         return seq_ids, dropped
 
     def invalidate_seq_ids(self, seq_ids: set[int]) -> list[Operation]:
-        """Forget the contents of these free seq_ids, which are unknown; return operations that empty them."""
+        """Forget the contents of these free seq_ids, which are unknown; return operations that
+        empty them.
+        """
         for holding in [holding for seq_id, holding in self._idle.items() if seq_id in seq_ids]:
             self._tree.remove(holding)
             self.cells.cut(holding.chain, 0)
@@ -422,9 +495,11 @@ class Ledger:
         return snapshot
 
     def read(self, snapshot: Snapshot) -> list[Operation] | None:
-        """Mark ``snapshot`` as being read from its file; return operations that make room in RAM, or None if it cannot.
+        """Mark ``snapshot`` as being read from its file; return operations that make room in RAM,
+        or None if it cannot.
 
-        Install the data only after these operations have run: one of them may drop the old copy under the same key.
+        Install the data only after these operations have run: one of them may drop the old copy
+        under the same key.
         """
         leaving = self.tiers.make_room(snapshot.num_bytes)
         if leaving is None:
@@ -433,7 +508,9 @@ class Ledger:
         return self._leave_ram(leaving)
 
     def written(self, key: int) -> list[int]:
-        """Record that a file contains the snapshot ``key``; return the keys whose files must be deleted."""
+        """Record that a file contains the snapshot ``key``; return the keys whose files must be
+        deleted.
+        """
         snapshot = self.tiers.ram.get(key)
         if snapshot is None:  # it was evicted while it was being written
             return [key]
@@ -443,18 +520,24 @@ class Ledger:
                 self._tree.remove(old)
         return [old.key for old in leaving]
 
-    # --- layouts -----------------------------------------------------------------------------------------------------
+    # --- layouts ---------------------------------------------------------------------------------
 
     def sharing(self) -> Sharing:
         """Return how many cells the running sequences use and share."""
         leased = list(self._leased.values())
         total = sum(holding.chain.length for holding in leased)
-        own = sum(max(0, holding.chain.length - len(holding.path)) for holding in leased)  # not in the tree yet
-        distinct = own + self._tree.num_distinct({holding: holding.chain.length for holding in leased})
+        # not in the tree yet
+        own = sum(max(0, holding.chain.length - len(holding.path)) for holding in leased)
+        distinct = own + self._tree.num_distinct(
+            {holding: holding.chain.length for holding in leased}
+        )
         return Sharing(len(leased), total, distinct, self.cells.num_idle)
 
     def with_layout(self, num_cells: int, layout: Layout) -> Ledger:
-        """Return a ledger for new cells with the same snapshots. This one must have no leased or idle cells."""
+        """Return a ledger for new cells with the same snapshots.
+
+        This one must have no leased or idle cells.
+        """
         assert not self._leased, "a running sequence would lose its cells"
         assert not self._idle, "idle cells would be forgotten"
         return self._anew(num_cells, layout)
@@ -469,7 +552,7 @@ class Ledger:
             ledger._tree.insert(snapshot.tokens, snapshot, snapshot.salt)
         return ledger
 
-    # --- invariants --------------------------------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -477,24 +560,41 @@ class Ledger:
         self.tiers.check()
         self._tree.check()
         assert self.cells.num_free >= 0, f"more cells in use than there are: {self}"
-        assert self._leased.keys() == {i for i in range(self.seq_ids.size) if self.seq_ids.is_leased(i)}, str(self)
-        assert not self._leased.keys() & self._idle.keys(), f"idle tokens under a leased seq_id: {self}"
+        assert self._leased.keys() == {
+            i for i in range(self.seq_ids.size) if self.seq_ids.is_leased(i)
+        }, str(self)
+        assert not self._leased.keys() & self._idle.keys(), (
+            f"idle tokens under a leased seq_id: {self}"
+        )
         holdings = [*self._leased.values(), *self._idle.values()]
         extents = {id(e): e for holding in holdings for e in holding.chain.extents()}
         held = {id(e): e for holding in self._leased.values() for e in holding.chain.extents()}
-        assert self.cells.num_used == sum(e.length for e in extents.values()), f"cells miscounted: {self}"
-        assert self.cells.num_held == sum(e.length for e in held.values()), f"held cells miscounted: {self}"
+        assert self.cells.num_used == sum(e.length for e in extents.values()), (
+            f"cells miscounted: {self}"
+        )
+        assert self.cells.num_held == sum(e.length for e in held.values()), (
+            f"held cells miscounted: {self}"
+        )
         for holding in holdings:
-            assert holding.chain.length == sum(e.length for e in holding.chain.extents()), repr(holding)
-            assert holding.chain.length <= self.cells_per_seq, f"a sequence outgrew its cells: {holding}"
+            assert holding.chain.length == sum(e.length for e in holding.chain.extents()), repr(
+                holding
+            )
+            assert holding.chain.length <= self.cells_per_seq, (
+                f"a sequence outgrew its cells: {holding}"
+            )
             assert holding.chain.leased == (holding.seq is not None), repr(holding)
         for seq_id, holding in self._idle.items():
             assert holding.seq_id == seq_id, repr(holding)
             assert holding.chain.length == len(holding.path) > 0, repr(holding)
         spare = set(self._spare) | {i for i in self._idle if i >= self.seq_ids.size}
         assert len(spare) == self.layout.num_spare_ids, f"spare seq_ids lost: {self}"
-        assert len(self._tree) == len(holdings) + len(self.tiers), f"the tree is not what is there: {self}"
+        assert len(self._tree) == len(holdings) + len(self.tiers), (
+            f"the tree is not what is there: {self}"
+        )
 
     def __str__(self) -> str:
         cells = self.cells
-        return f"<Ledger {cells.size}: held {cells.num_held} idle {cells.num_idle} free {cells.num_free}>"
+        return (
+            f"<Ledger {cells.size}: held {cells.num_held} idle {cells.num_idle} free "
+            f"{cells.num_free}>"
+        )

@@ -1,7 +1,9 @@
-"""A radix tree over token ids that finds the stored sequences with the same prefix, even inside an edge.
+"""A radix tree over token ids that finds the stored sequences with the same prefix, even inside an
+edge.
 
-After SGLang's RadixAttention (Zheng et al. 2024), with one difference: the tree stores whole paths with their owners,
-not nodes with data of their own. So one call removes an owner, and no nodes have to be merged.
+After SGLang's RadixAttention (Zheng et al. 2024), with one difference: the tree stores whole paths
+with their owners, not nodes with data of their own. So one call removes an owner, and no nodes have
+to be merged.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Owner = TypeVar("Owner")
-Key = int | tuple[str, int]  # the first token of an edge; at the root, (salt, token) if there is a salt
+# the first token of an edge; at the root, (salt, token) if there is a salt
+Key = int | tuple[str, int]
 
 
 class Node(Generic[Owner]):
@@ -30,14 +33,16 @@ class Node(Generic[Owner]):
         self.parent = parent
         self.key = key
         self.children: dict[Key, Node[Owner]] = {}
-        self.owners: dict[Owner, None] = {}  # a set with a fixed order, so that runs are reproducible
+        # a set with a fixed order, so that runs are reproducible
+        self.owners: dict[Owner, None] = {}
 
 
 class RadixTree(Generic[Owner]):
     """Paths of tokens and their owners, one path each. Paths with different salts share no prefix.
 
-    Invariants: an owner of a node owns its parent; a node without owners is not in the tree; children of a node start
-    with different tokens. Each call costs O(length of the path), compared in numpy, plus its number of edges.
+    Invariants: an owner of a node owns its parent; a node without owners is not in the tree;
+    children of a node start with different tokens. Each call costs O(length of the path), compared
+    in numpy, plus its number of edges.
     """
 
     def __init__(self) -> None:
@@ -86,7 +91,9 @@ class RadixTree(Generic[Owner]):
             node = node.parent
 
     def match(self, tokens: Tokens, salt: str = "") -> Iterator[tuple[Owner, int]]:
-        """Yield (owner, number of shared tokens) for owners that share a prefix with ``tokens``, longest first."""
+        """Yield (owner, number of shared tokens) for owners that share a prefix with ``tokens``,
+        longest first.
+        """
         path = []
         node, at = self._root, 0
         while at < len(tokens):
@@ -106,7 +113,9 @@ class RadixTree(Generic[Owner]):
                     yield owner, depth
 
     def num_distinct(self, lengths: Mapping[Owner, int]) -> int:
-        """Count the first ``lengths[owner]`` tokens of the owners' paths; tokens of common prefixes count once."""
+        """Count the first ``lengths[owner]`` tokens of the owners' paths; tokens of common prefixes
+        count once.
+        """
         counts: dict[int, int] = {}
         for owner, length in lengths.items():
             node, nodes = self._ends[owner], []
@@ -129,7 +138,9 @@ class RadixTree(Generic[Owner]):
             for key, child in node.children.items():
                 assert child.parent is node, "a child of two"
                 assert child.key == key, "a child under a wrong key"
-                assert child.edge[:1].tolist() == [key if isinstance(key, int) else key[1]], "a wrong token in a key"
+                assert child.edge[:1].tolist() == [key if isinstance(key, int) else key[1]], (
+                    "a wrong token in a key"
+                )
                 stack.append((child, set(self._ends) if node is self._root else set(node.owners)))
 
 

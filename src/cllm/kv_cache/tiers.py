@@ -1,7 +1,8 @@
 """Copies of prefixes outside the cells: in RAM and, if configured, on disk.
 
-This is only the bookkeeping. The backend keeps the bytes in RAM; the engine's disk thread moves them to files and back.
-A file counts once the thread has reported it. A copy that is only in a file must be read before it can be used.
+This is only the bookkeeping. The backend keeps the bytes in RAM; the engine's disk thread moves
+them to files and back. A file counts once the thread has reported it. A copy that is only in a file
+must be read before it can be used.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ class Place(enum.Enum):
 
 
 class Snapshot:
-    """A saved prefix: its tokens, its size, where it can be loaded from, and whether it is in a file."""
+    """A saved prefix: its tokens, its size, where it can be loaded from, and whether it is in a
+    file.
+    """
 
     __slots__ = ("in_file", "key", "num_bytes", "place", "salt", "tokens")
 
-    def __init__(self, key: int, tokens: Tokens, num_bytes: int, place: Place, salt: str = "") -> None:
+    def __init__(
+        self, key: int, tokens: Tokens, num_bytes: int, place: Place, salt: str = ""
+    ) -> None:
         self.key = key
         self.tokens = tokens
         self.num_bytes = num_bytes
@@ -36,14 +41,20 @@ class Snapshot:
 
 
 class Tiers:
-    """All snapshots in RAM and in files. Both have a budget in bytes and evict the least recently used first.
+    """All snapshots in RAM and in files.
 
-    Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; num_*_bytes are the sums of
-    their sizes.
+    Both have a budget in bytes and evict the least recently used first.
+
+    Invariants: a snapshot is in ``ram`` (RAM, READING) or in ``files`` or in both; num_*_bytes are
+    the sums of their sizes.
     """
 
     def __init__(
-        self, ram_bytes: int = 0, disk_bytes: int = 0, bytes_per_token: int = 0, bytes_per_snapshot: int = 0
+        self,
+        ram_bytes: int = 0,
+        disk_bytes: int = 0,
+        bytes_per_token: int = 0,
+        bytes_per_snapshot: int = 0,
     ) -> None:
         """A snapshot of n tokens counts as ``bytes_per_snapshot + n * bytes_per_token``."""
         self.ram_bytes = ram_bytes
@@ -81,7 +92,8 @@ class Tiers:
         self.num_ram_bytes += snapshot.num_bytes
 
     def make_room(self, num_bytes: int, spared: object = None) -> list[Snapshot] | None:
-        """Evict snapshots from RAM until ``num_bytes`` fit; return them, or None if that is impossible.
+        """Evict snapshots from RAM until ``num_bytes`` fit; return them, or None if that is
+        impossible.
 
         Evicted snapshots that are in no file are lost.
         """
@@ -117,7 +129,8 @@ class Tiers:
     def written(self, snapshot: Snapshot) -> list[Snapshot]:
         """Record that a file contains ``snapshot``.
 
-        Returns the snapshots whose files must be deleted: old ones, or itself if it is larger than the budget.
+        Returns the snapshots whose files must be deleted: old ones, or itself if it is larger than
+        the budget.
         """
         if snapshot.num_bytes > self.disk_bytes:
             return [snapshot]
@@ -143,8 +156,12 @@ class Tiers:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        assert self.num_ram_bytes == sum(s.num_bytes for s in self.ram.values()), "bytes in RAM miscounted"
-        assert self.num_disk_bytes == sum(s.num_bytes for s in self.files.values()), "bytes on disk miscounted"
+        assert self.num_ram_bytes == sum(s.num_bytes for s in self.ram.values()), (
+            "bytes in RAM miscounted"
+        )
+        assert self.num_disk_bytes == sum(s.num_bytes for s in self.files.values()), (
+            "bytes on disk miscounted"
+        )
         assert self.num_ram_bytes <= self.ram_bytes, "more in RAM than the budget allows"
         for key, snapshot in [*self.ram.items(), *self.files.items()]:
             assert snapshot.in_file == (key in self.files), repr(snapshot)

@@ -19,11 +19,14 @@ HUB = re.compile(r"(?:hf:|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)(?
 REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quantization>[\w./-]+))?/?")
 
 
-def resolve(name: str | None, quantization: str | None = None, progress: Progress | None = None) -> Path:
+def resolve(
+    name: str | None, quantization: str | None = None, progress: Progress | None = None
+) -> Path:
     """Return the GGUF file (the first one of several) for ``name``, downloaded if necessary.
 
-    quantization: selects among a hub repository's files. progress: as in ``hub.download``. Raises StartupError if the
-    name has no known form or the file is not available. The file is not opened here: ``gguf.read_header`` checks it.
+    quantization: selects among a hub repository's files. progress: as in ``hub.download``. Raises
+    StartupError if the name has no known form or the file is not available. The file is not opened
+    here: ``gguf.read_header`` checks it.
     """
     if name is None or name == BUILTIN_NAME:
         return _builtin()
@@ -36,7 +39,9 @@ def resolve(name: str | None, quantization: str | None = None, progress: Progres
 
 
 def model_name(path: Path) -> str:
-    """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache, or the file stem."""
+    """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache,
+    or the file stem.
+    """
     if path == BUILTIN:
         return BUILTIN_NAME
     for folder in path.parts:
@@ -47,17 +52,24 @@ def model_name(path: Path) -> str:
 
 def _builtin() -> Path:
     if not BUILTIN.is_file():
-        raise StartupError("The built-in model is missing from this installation; install cLLM again or name a model")
+        raise StartupError(
+            "The built-in model is missing from this installation; install cLLM again or name a "
+            "model"
+        )
     return BUILTIN
 
 
 def _from_hub(name: str, rest: str, quantization: str | None, progress: Progress | None) -> Path:
     match = REPO.fullmatch(rest)
     if match is None:
-        raise StartupError(f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M")
+        raise StartupError(
+            f"{name!r} does not name a repository; write hf:owner/repo or hf:owner/repo:Q4_K_M"
+        )
     named = match["quantization"]
     if named and quantization and named.casefold() != quantization.casefold():
-        raise StartupError(f"{name!r} names {named}, but the quantization asked for is {quantization}; drop one")
+        raise StartupError(
+            f"{name!r} names {named}, but the quantization asked for is {quantization}; drop one"
+        )
     return hub.download(match["repo"], named or quantization, progress)
 
 
@@ -70,14 +82,19 @@ def _did_you_mean(name: str) -> str:
 
 
 def _first_part(path: Path) -> Path:
-    """Return the first file of a split model: llama.cpp opens that one and finds the others next to it."""
+    """Return the first file of a split model: llama.cpp opens that one and finds the others next to
+    it.
+    """
     if not path.exists():
         raise StartupError(f"There is no file {path}; a model is {FORMS}")
     match = SPLIT.search(path.name)
     if match is None:
         return path
     start, parts = path.name[: match.start()], int(match["parts"])
-    files = [path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}") for part in range(1, parts + 1)]
+    files = [
+        path.with_name(f"{start}-{part:05}-of-{parts:05}{path.suffix}")
+        for part in range(1, parts + 1)
+    ]
     missing = next((file for file in files if not file.exists()), None)
     if missing is not None:
         raise StartupError(f"The model has {parts} files; {missing} is missing")

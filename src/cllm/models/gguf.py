@@ -1,7 +1,8 @@
 """Read the header of a GGUF file quickly, without trusting it.
 
-llama.cpp's own reader is C++ code that reads a file from the network. Most CVEs about model files are there. Files that
-this module refuses never reach it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+llama.cpp's own reader is C++ code that reads a file from the network. Most CVEs about model files
+are there. Files that this module refuses never reach it. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -61,11 +62,25 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     42: ("Q2_0", 64, 18),
 }
 
-KV_BLOCKS = {name.lower(): block for name, *block in TENSOR_TYPES.values() if name in ("F16", "Q8_0", "Q4_0")}
+KV_BLOCKS = {
+    name.lower(): block for name, *block in TENSOR_TYPES.values() if name in ("F16", "Q8_0", "Q4_0")
+}
 """The types of KV cells, by their names in the settings: elements per block, bytes per block."""
 
 # GGUF's value types, with their format letters in ``struct``.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY, UINT32 = 8, 9, 4
 TOKENS = "tokenizer.ggml.tokens"
 
@@ -86,7 +101,10 @@ KEPT_ARRAY = 4096
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """``shape`` is in GGUF's order: the first dimension is contiguous. ``offset`` counts from the data section."""
+    """``shape`` is in GGUF's order: the first dimension is contiguous.
+
+    ``offset`` counts from the data section.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -98,8 +116,8 @@ class Tensor(msgspec.Struct, frozen=True):
 class GgufHeader(msgspec.Struct, frozen=True):
     """The header of a GGUF file. Sizes and offsets are in bytes.
 
-    metadata: numbers, booleans, strings, and arrays of at most 4096 numbers as tuples. array_lengths: every array;
-    longer arrays and arrays of strings are only here.
+    metadata: numbers, booleans, strings, and arrays of at most 4096 numbers as tuples.
+    array_lengths: every array; longer arrays and arrays of strings are only here.
     """
 
     path: Path
@@ -126,13 +144,15 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def read_header(path: Path, *, keep_strings: Collection[str] = (), check_tokens: bool = False) -> GgufHeader:
+def read_header(
+    path: Path, *, keep_strings: Collection[str] = (), check_tokens: bool = False
+) -> GgufHeader:
     """Read and check the header of ``path``.
 
-    keep_strings: keys whose arrays of strings are kept in ``metadata``. check_tokens: compare the tokens of the
-    vocabulary, because llama.cpp aborts the process if two are equal; this takes 0.1 s for a large vocabulary.
-    Raises StartupError, with a message of one line, for anything that is not a complete and valid GGUF file. The
-    tensors' data is not read.
+    keep_strings: keys whose arrays of strings are kept in ``metadata``. check_tokens: compare the
+    tokens of the vocabulary, because llama.cpp aborts the process if two are equal; this takes 0.1
+    s for a large vocabulary. Raises StartupError, with a message of one line, for anything that is
+    not a complete and valid GGUF file. The tensors' data is not read.
     """
     size = _regular_file_size(path)
     try:
@@ -143,9 +163,11 @@ def read_header(path: Path, *, keep_strings: Collection[str] = (), check_tokens:
 
 
 def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
-    """Return the bytes of one token's keys and values over all layers; an upper bound with sliding windows.
+    """Return the bytes of one token's keys and values over all layers; an upper bound with sliding
+    windows.
 
-    None if the metadata is not sufficient: attention with compressed keys, recurrent layers that are not listed.
+    None if the metadata is not sufficient: attention with compressed keys, recurrent layers that
+    are not listed.
     """
     layers, heads = header.number("block_count"), header.number("attention.head_count")
     kv_heads = header.number("attention.head_count_kv") or heads
@@ -161,23 +183,33 @@ def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
     if len(counts) != layers or any(length is None for length in lengths):
         return None
     elements, num_bytes = KV_BLOCKS[kv_type]
-    return sum(counts) * sum(length for length in lengths if length is not None) * num_bytes // elements
+    return (
+        sum(counts)
+        * sum(length for length in lengths if length is not None)
+        * num_bytes
+        // elements
+    )
 
 
 def check_kv_type(header: GgufHeader, kv_type: str) -> None:
     """Raise StartupError if keys or values do not divide into the blocks of the type."""
     elements, _ = KV_BLOCKS[kv_type]
     for part in ("key", "value"):
-        length = _head_length(header, f"attention.{part}_length", header.number("attention.head_count"))
+        length = _head_length(
+            header, f"attention.{part}_length", header.number("attention.head_count")
+        )
         if length is not None and length % elements:
             raise StartupError(
-                f"kv.type {kv_type} stores {elements} numbers together, but a {part} of this model has {length}: "
+                f"kv.type {kv_type} stores {elements} numbers together, but a {part} of this "
+                f"model has {length}: "
                 "take kv.type f16"
             )
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a file's size, its first and last MB, and pages in between: 128 bits in hex."""
+    """Return a hash of a file's size, its first and last MB, and pages in between: 128 bits in
+    hex.
+    """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -196,7 +228,11 @@ def _head_length(header: GgufHeader, key: str, heads: Value | None) -> int | Non
     length = header.number(key)
     if length is None:
         width = header.number("embedding_length")
-        most = max((h for h in heads if isinstance(h, int)), default=0) if isinstance(heads, tuple) else heads
+        most = (
+            max((h for h in heads if isinstance(h, int)), default=0)
+            if isinstance(heads, tuple)
+            else heads
+        )
         if isinstance(width, int) and isinstance(most, int) and most > 0:
             return width // most
     return length if isinstance(length, int) and length > 0 else None
@@ -222,7 +258,12 @@ class _Reader:
     """Reads the header from beginning to end; ``at`` never passes the end of the file."""
 
     def __init__(
-        self, path: Path, data: mmap.mmap, size: int, keep_strings: Collection[str], check_tokens: bool
+        self,
+        path: Path,
+        data: mmap.mmap,
+        size: int,
+        keep_strings: Collection[str],
+        check_tokens: bool,
     ) -> None:
         self.path, self.data, self.size, self.at = path, data, min(size, len(data)), 0
         self.keep_strings, self.check_tokens = keep_strings, check_tokens
@@ -261,8 +302,14 @@ class _Reader:
         self.at = 4
         version: int = self._unpack("<I")[0]
         if version not in (2, 3):
-            reason = "is big-endian" if version and version & 0xFFFF == 0 else f"has GGUF version {version}"
-            raise StartupError(f"{self.path} {reason}; versions 2 and 3, little-endian, are supported")
+            reason = (
+                "is big-endian"
+                if version and version & 0xFFFF == 0
+                else f"has GGUF version {version}"
+            )
+            raise StartupError(
+                f"{self.path} {reason}; versions 2 and 3, little-endian, are supported"
+            )
         return version
 
     def _architecture(self) -> str:
@@ -277,7 +324,9 @@ class _Reader:
             value = self.metadata.get(f"{architecture}.{key}")
             if value is not None and value not in possible:
                 self._damaged(f"{architecture}.{key} is {str(value)[:40]}")
-        count, used = (self.metadata.get(f"{architecture}.expert{part}_count", 0) for part in ("", "_used"))
+        count, used = (
+            self.metadata.get(f"{architecture}.expert{part}_count", 0) for part in ("", "_used")
+        )
         if isinstance(count, int) and isinstance(used, int) and not min(count, 1) <= used <= count:
             self._damaged(f"it uses {used} of {count} experts")
 
@@ -340,7 +389,9 @@ class _Reader:
             at = begin + struct.unpack_from("<Q", self.data, at)[0]
             text = self.data[begin:at]
             if text in seen and text:
-                self._damaged(f"its vocabulary has the token {text.decode('utf-8', 'replace')[:40]!r} twice")
+                self._damaged(
+                    f"its vocabulary has the token {text.decode('utf-8', 'replace')[:40]!r} twice"
+                )
             seen.add(text)
 
     def _read_alignment(self) -> None:
@@ -357,21 +408,33 @@ class _Reader:
         shape = self._unpack(f"<{num_dims}Q")
         kind, offset = self._unpack("<IQ")
         if kind not in TENSOR_TYPES:
-            raise StartupError(f"{self.path}: the tensor {name!r} has type {kind}, which is not supported")
+            raise StartupError(
+                f"{self.path}: the tensor {name!r} has type {kind}, which is not supported"
+            )
         type_name, block_elements, block_bytes = TENSOR_TYPES[kind]
         elements = math.prod(shape)
-        if max(shape, default=1) > MAX_ELEMENTS or elements > MAX_ELEMENTS or (shape or (1,))[0] % block_elements:
-            self._damaged(f"the tensor {name!r} has the impossible shape {list(shape)} for {type_name}")
+        if (
+            max(shape, default=1) > MAX_ELEMENTS
+            or elements > MAX_ELEMENTS
+            or (shape or (1,))[0] % block_elements
+        ):
+            self._damaged(
+                f"the tensor {name!r} has the impossible shape {list(shape)} for {type_name}"
+            )
         return Tensor(name, shape, type_name, offset, elements // block_elements * block_bytes)
 
     def _checked(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
-        """Check that tensors are in the file's order without gaps, as llama.cpp requires; then none can overlap."""
+        """Check that tensors are in the file's order without gaps, as llama.cpp requires; then none
+        can overlap.
+        """
         if len({tensor.name for tensor in tensors}) < len(tensors):
             self._damaged("two tensors have the same name")
         offset, end = 0, 0
         for tensor in tensors:
             if tensor.offset != offset:
-                self._damaged(f"the tensor {tensor.name!r} lies at {tensor.offset}, expected at {offset}")
+                self._damaged(
+                    f"the tensor {tensor.name!r} lies at {tensor.offset}, expected at {offset}"
+                )
             end = offset + tensor.num_bytes
             offset = self._padded(end)
         if tensors and data_offset + end > self.size:
@@ -408,7 +471,8 @@ class _Reader:
         if wanted - self.size > MAX_ARRAY * 8:
             self._damaged(f"a length near byte {self.at} points far behind the end of the file")
         raise StartupError(
-            f"{self.path} breaks off in its header after {size_text(self.size)}: the download is incomplete"
+            f"{self.path} breaks off in its header after {size_text(self.size)}: the download is "
+            f"incomplete"
         )
 
     def _incomplete(self, expected: int) -> NoReturn:
@@ -418,7 +482,9 @@ class _Reader:
         )
 
     def _damaged(self, reason: str) -> NoReturn:
-        raise StartupError(f"{self.path} is damaged: {reason if len(reason) <= 300 else f'{reason[:300]}...'}")
+        raise StartupError(
+            f"{self.path} is damaged: {reason if len(reason) <= 300 else f'{reason[:300]}...'}"
+        )
 
 
 def _looks_like(start: bytes) -> str:
@@ -426,7 +492,9 @@ def _looks_like(start: bytes) -> str:
     if start.startswith(b"version https://git-lfs"):
         return " but a Git LFS pointer: fetch the real file with `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        return " but a web page: the download went wrong, or the link leads to a page about the file"
+        return (
+            " but a web page: the download went wrong, or the link leads to a page about the file"
+        )
     if start[:4] in (b"ggml", b"ggjt", b"ggla", b"lmgg", b"tjgg", b"algg"):
         return " but its predecessor GGML: convert it again"
     return ""

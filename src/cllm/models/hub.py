@@ -1,8 +1,10 @@
-"""Download models from the Hugging Face Hub to the cache that llama.cpp and all other Hugging Face tools share.
+"""Download models from the Hugging Face Hub to the cache that llama.cpp and all other Hugging Face
+tools share.
 
-``huggingface_hub`` does the transport and reads HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. It
-resumes a download after a network failure. If the process is stopped, the next run downloads that file from its
-beginning. The library is imported where it is used, because the import takes 0.6 s.
+``huggingface_hub`` does the transport and reads HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE and
+HF_HUB_OFFLINE. It resumes a download after a network failure. If the process is stopped, the next
+run downloads that file from its beginning. The library is imported where it is used, because the
+import takes 0.6 s.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from cllm.models.gguf import size_text
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes received, and the file's size in bytes (0 if unknown)."""
 
-DEFAULT_ORDER = "Q4_K_M Q4_0 Q8_0 UD-Q4_K_XL Q4_K_S Q5_K_M Q5_K_S Q6_K IQ4_NL IQ4_XS MXFP4 MXFP4_MOE Q4_1 Q5_0 Q5_1"
+DEFAULT_ORDER = (
+    "Q4_K_M Q4_0 Q8_0 UD-Q4_K_XL Q4_K_S Q5_K_M Q5_K_S Q6_K IQ4_NL IQ4_XS MXFP4 "
+    "MXFP4_MOE Q4_1 Q5_0 Q5_1"
+)
 SPLIT = re.compile(r"-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
 QUANTIZATION = re.compile(
     r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?![A-Z0-9])"
@@ -36,11 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 def download(repo: str, quantization: str | None = None, progress: Progress | None = None) -> Path:
-    """Download all parts of ``repo``'s model to the local cache, and return the path of the first file.
+    """Download all parts of ``repo``'s model to the local cache, and return the path of the first
+    file.
 
-    quantization: ``Q4_K_M`` and the like in any case, or a file name; None takes the usual one (DEFAULT_ORDER).
-    progress: None draws on stderr. Without a connection, or offline by HF_HUB_OFFLINE, the cached files are used.
-    Raises StartupError if the repository or the quantization does not exist, or if the disk space is not sufficient.
+    quantization: ``Q4_K_M`` and the like in any case, or a file name; None takes the usual one
+    (DEFAULT_ORDER). progress: None draws on stderr. Without a connection, or offline by
+    HF_HUB_OFFLINE, the cached files are used. Raises StartupError if the repository or the
+    quantization does not exist, or if the disk space is not sufficient.
     """
     with _one_line_errors(repo):
         try:
@@ -49,7 +56,9 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
             cached = _cached(repo)
             if not cached:
                 raise
-            logger.warning("%s: using what is cached, the hub did not answer (%s)", repo, type(error).__name__)
+            logger.warning(
+                "%s: using what is cached, the hub did not answer (%s)", repo, type(error).__name__
+            )
             return cached[choose(f"The cached part of {repo}", cached, quantization)[0]]
         files = choose(repo, sizes, quantization)
         _check_space(repo, {file: sizes[file] for file in files})
@@ -59,15 +68,24 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
 
 
 def choose(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
-    """Return the files of one model among ``files``, in order. Raises StartupError, which names the alternatives."""
+    """Return the files of one model among ``files``, in order.
+
+    Raises StartupError, which names the alternatives.
+    """
     models = _models(files)
     if not models:
-        raise StartupError(f"{where} has no complete GGUF model; look for a repository of the same name with -GGUF")
-    return models[_default(models) if quantization is None else _matching(where, models, quantization)]
+        raise StartupError(
+            f"{where} has no complete GGUF model; look for a repository of the same name with -GGUF"
+        )
+    return models[
+        _default(models) if quantization is None else _matching(where, models, quantization)
+    ]
 
 
 def quantization_of(file: str) -> str | None:
-    """Return the quantization in a file's name (or else its folder's), in capitals; None if there is none."""
+    """Return the quantization in a file's name (or else its folder's), in capitals; None if there
+    is none.
+    """
     stem, folder = SPLIT.sub("", Path(file).name).removesuffix(".gguf"), str(Path(file).parent)
     found = QUANTIZATION.findall(stem.upper()) or QUANTIZATION.findall(folder.upper())
     return found[-1] if found else None
@@ -75,15 +93,28 @@ def quantization_of(file: str) -> str | None:
 
 @contextlib.contextmanager
 def stderr_progress() -> Iterator[Progress]:
-    """Show a bar on a terminal; elsewhere write a line every ten seconds, so that a log shows progress."""
+    """Show a bar on a terminal; elsewhere write a line every ten seconds, so that a log shows
+    progress.
+    """
     if not sys.stderr.isatty():
         yield _line_progress()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
@@ -109,7 +140,9 @@ def _line_progress() -> Progress:
 
 
 def _listed(repo: str) -> dict[str, int]:
-    """Return all files of the repository with their sizes in bytes; 0 if the hub does not state a size."""
+    """Return all files of the repository with their sizes in bytes; 0 if the hub does not state a
+    size.
+    """
     from huggingface_hub import HfApi
 
     siblings = HfApi().model_info(repo, files_metadata=True).siblings or []
@@ -117,7 +150,9 @@ def _listed(repo: str) -> dict[str, int]:
 
 
 def _cached(repo: str) -> dict[str, Path]:
-    """Return the repository's GGUF files in the cached snapshot of main, or else in the newest one that has any."""
+    """Return the repository's GGUF files in the cached snapshot of main, or else in the newest one
+    that has any.
+    """
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
@@ -125,7 +160,11 @@ def _cached(repo: str) -> dict[str, Path]:
     with contextlib.suppress(OSError):
         snapshots.append(folder / "snapshots" / (folder / "refs" / "main").read_text().strip())
     for snapshot in reversed(snapshots):
-        files = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*.gguf") if path.exists()}
+        files = {
+            path.relative_to(snapshot).as_posix(): path
+            for path in snapshot.rglob("*.gguf")
+            if path.exists()
+        }
         if files:
             return files
     return {}
@@ -134,7 +173,11 @@ def _cached(repo: str) -> dict[str, Path]:
 def _check_space(repo: str, sizes: Mapping[str, int]) -> None:
     from huggingface_hub import constants, try_to_load_from_cache
 
-    needed = sum(size for file, size in sizes.items() if not isinstance(try_to_load_from_cache(repo, file), str))
+    needed = sum(
+        size
+        for file, size in sizes.items()
+        if not isinstance(try_to_load_from_cache(repo, file), str)
+    )
     cache = Path(constants.HF_HUB_CACHE)
     there = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -157,7 +200,9 @@ def _fetched(repo: str, file: str, progress: Progress) -> Path:
 
 
 class _Meter:
-    """The part of tqdm's interface that ``huggingface_hub`` uses, turned into calls of ``report``."""
+    """The part of tqdm's interface that ``huggingface_hub`` uses, turned into calls of
+    ``report``.
+    """
 
     def __init__(self, *, total: float | None = None, initial: float = 0, **_: object) -> None:
         self.n, self.total = initial, total
@@ -195,14 +240,22 @@ def _models(files: Iterable[str]) -> dict[str, list[str]]:
         name = file[: split.start()] + ".gguf" if split else file
         wanted[name] = int(split["parts"]) if split else 1
         parts.setdefault(name, {})[int(split["part"]) if split else 1] = file
-    complete = {name for name, count in wanted.items() if sorted(parts[name]) == list(range(1, count + 1))}
+    complete = {
+        name for name, count in wanted.items() if sorted(parts[name]) == list(range(1, count + 1))
+    }
     return {name: [parts[name][part] for part in sorted(parts[name])] for name in sorted(complete)}
 
 
 def _default(models: Mapping[str, list[str]]) -> str:
-    """Return the model with the most usual quantization. Of several, take the shortest: additions mark variants."""
+    """Return the model with the most usual quantization.
+
+    Of several, take the shortest: additions mark variants.
+    """
     order = {name: rank for rank, name in enumerate(DEFAULT_ORDER.split())}
-    return min(models, key=lambda name: (order.get(quantization_of(name) or "", len(order)), len(name), name))
+    return min(
+        models,
+        key=lambda name: (order.get(quantization_of(name) or "", len(order)), len(name), name),
+    )
 
 
 def _matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
@@ -210,7 +263,9 @@ def _matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
     quantizations = {name: (quantization_of(name) or "").lower() for name in models}
     named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
     exact = [name for name, quantization in quantizations.items() if quantization == lower]
-    dynamic = [name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"]
+    dynamic = [
+        name for name, quantization in quantizations.items() if quantization == f"ud-{lower}"
+    ]
     found = named or exact or dynamic
     if len(found) > 1:
         raise StartupError(f"{where} has several files for {wanted}; name one: {', '.join(found)}")
@@ -236,24 +291,44 @@ def _explained(repo: str, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN to your token"
+        return (
+            f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo} and set "
+            f"HF_TOKEN to your token"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"There is no model {repo} at {constants.ENDPOINT}, or it is private: then set HF_TOKEN to your token"
+        return (
+            f"There is no model {repo} at {constants.ENDPOINT}, or it is private: then set "
+            f"HF_TOKEN to your token"
+        )
     if isinstance(error, errors.HFValidationError):
         return f"{repo!r} is not the name of a repository; it is written owner/repo"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set and {repo} is not in {constants.HF_HUB_CACHE}; unset it once to download"
+        return (
+            f"HF_HUB_OFFLINE is set and {repo} is not in {constants.HF_HUB_CACHE}; unset it "
+            f"once to download"
+        )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return f"{constants.ENDPOINT} refuses {repo}: set HF_TOKEN to a token that may read it"
     if isinstance(error, errors.HfHubHTTPError):
-        return f"{constants.ENDPOINT} answered {error.response.status_code} for {repo}; try again later"
-    if isinstance(error, httpx2.NetworkError | httpx2.ProtocolError) and not isinstance(error, httpx2.ConnectError):
-        return f"The connection to {constants.ENDPOINT} broke off while {repo} was downloaded; try again"
+        return (
+            f"{constants.ENDPOINT} answered {error.response.status_code} for {repo}; try "
+            f"again later"
+        )
+    if isinstance(error, httpx2.NetworkError | httpx2.ProtocolError) and not isinstance(
+        error, httpx2.ConnectError
+    ):
+        return (
+            f"The connection to {constants.ENDPOINT} broke off while {repo} was downloaded; "
+            f"try again"
+        )
     if isinstance(error, httpx2.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
         return (
-            f"Cannot reach {constants.ENDPOINT} and {repo} is not in {constants.HF_HUB_CACHE}: check the network "
+            f"Cannot reach {constants.ENDPOINT} and {repo} is not in {constants.HF_HUB_CACHE}: "
+            f"check the network "
             f"and HF_ENDPOINT, or give the path of a .gguf file ({type(error).__name__})"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"The disk is full while downloading {repo}; make room or set HF_HOME to another disk"
+        return (
+            f"The disk is full while downloading {repo}; make room or set HF_HOME to another disk"
+        )
     return f"Cannot download {repo}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

@@ -15,12 +15,16 @@ MIN_CONTEXT = 256
 
 
 def available_bytes() -> int | None:
-    """Return the memory available without swapping, within the container's limit; None if the system does not say."""
+    """Return the memory available without swapping, within the container's limit; None if the
+    system does not say.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return _physical_bytes()
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    available = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
+    )
     limit = _container_limit()
     return available if limit is None or available is None else min(available, limit)
 
@@ -40,18 +44,30 @@ def _container_limit() -> int | None:
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    # Cached files, such as this model's, count as used, but are released as soon as memory is needed.
-    used -= sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
+    # Cached files, such as this model's, count as used, but are released as soon as memory is
+    # needed.
+    used -= sum(
+        int(line.split()[1])
+        for line in lines
+        if line.startswith(("active_file ", "inactive_file "))
+    )
     return None if limit == "max" else max(0, int(limit) - max(0, used))
 
 
 def kv_budget(
-    weight_bytes: int, bytes_per_token: int, wanted_bytes: int, context_length: int | None, *, on_gpu: bool
+    weight_bytes: int,
+    bytes_per_token: int,
+    wanted_bytes: int,
+    context_length: int | None,
+    *,
+    on_gpu: bool,
 ) -> int:
-    """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave, 4 GiB at most.
+    """Return the bytes for the KV cache: ``wanted_bytes``, or if 0, half of what the weights leave,
+    4 GiB at most.
 
-    bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the model, or one sequence
-    of ``context_length`` tokens, does not fit. With ``on_gpu`` nothing is checked: only llama.cpp knows that memory.
+    bytes_per_token: of keys and values; 0 if unknown. Raises StartupError with the sizes if the
+    model, or one sequence of ``context_length`` tokens, does not fit. With ``on_gpu`` nothing is
+    checked: only llama.cpp knows that memory.
     """
     available = available_bytes()
     if on_gpu or available is None:
@@ -65,15 +81,19 @@ def kv_budget(
         if without_kv > available or not (wanted_bytes or context_length):
             cure = "take a smaller model or quantization"
         raise StartupError(
-            f"not enough memory: {size_text(need)} are needed (weights {size_text(weight_bytes)}, KV cache{tokens} "
-            f"{size_text(need - without_kv)}, work buffers and processes about {size_text(COMPUTE_BYTES)}), "
+            f"not enough memory: {size_text(need)} are needed (weights "
+            f"{size_text(weight_bytes)}, KV cache{tokens} "
+            f"{size_text(need - without_kv)}, work buffers and processes about "
+            f"{size_text(COMPUTE_BYTES)}), "
             f"but {size_text(available)} are available: {cure}"
         )
     return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - without_kv) // 2))
 
 
 def ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
-    """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4 GiB at most."""
+    """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4
+    GiB at most.
+    """
     available = available_bytes()
     if available is None:
         return 0

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used, in seconds; 0 if there is no /proc or no such process."""
+    """Return the CPU time that a process has used, in seconds; 0 if there is no /proc or no such
+    process.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

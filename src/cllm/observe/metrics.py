@@ -1,4 +1,6 @@
-"""Prometheus metrics, named as in vLLM for its dashboards, with the prefix ``cllm:`` instead of ``vllm:``."""
+"""Prometheus metrics, named as in vLLM for its dashboards, with the prefix ``cllm:`` instead of
+``vllm:``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,26 @@ from prometheus_client.registry import Collector
 from cllm.core.output import Stats
 
 # CPUs take minutes for what GPUs do in milliseconds, so the buckets reach further than usual.
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+)
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 GRAMMAR_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -34,7 +55,10 @@ GAUGES = {
     "num_seq_ids_in_use": ("seq_ids_in_use", "sequence slots of running sequences"),
     "num_cells": ("kv_cells", "number of KV cells (tokens)"),
     "num_cells_held": ("kv_cells_held", "KV cells of running sequences"),
-    "num_cells_idle": ("kv_cells_idle", "KV cells with prefixes of finished sequences, which can be evicted"),
+    "num_cells_idle": (
+        "kv_cells_idle",
+        "KV cells with prefixes of finished sequences, which can be evicted",
+    ),
     "num_ram_bytes": ("ram_cache_bytes", "size of the prefixes in RAM"),
     "num_disk_bytes": ("disk_cache_bytes", "size of the prefixes on disk"),
     "num_waiting_tokens": (
@@ -49,7 +73,10 @@ GAUGES = {
 
 COUNTERS = {
     "num_steps": ("engine_steps", "steps computed"),
-    "num_parked": ("parked", "times that a sequence was parked: it gave up its cells, to continue later"),
+    "num_parked": (
+        "parked",
+        "times that a sequence was parked: it gave up its cells, to continue later",
+    ),
     "num_prefill_tokens": ("prefill_tokens_computed", "prompt tokens computed"),
     "num_guesses": ("spec_decode_num_draft_tokens", "draft tokens"),
     "num_accepted": ("spec_decode_num_accepted_tokens", "accepted draft tokens"),
@@ -58,7 +85,10 @@ COUNTERS = {
 
 
 class TokenHistogram(Collector):
-    """A histogram that is updated with every token. It has no locks and takes a tenth of the library's time."""
+    """A histogram that is updated with every token.
+
+    It has no locks and takes a tenth of the library's time.
+    """
 
     def __init__(self, name: str, text: str, model_name: str, buckets: tuple[float, ...]) -> None:
         self._family = name, text
@@ -94,7 +124,9 @@ class Metrics:
             return Counter(f"cllm:{name}", text, labels, registry=registry).labels(model_name)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(f"cllm:{name}_seconds", text, labels, registry=registry, buckets=buckets)
+            family = Histogram(
+                f"cllm:{name}_seconds", text, labels, registry=registry, buckets=buckets
+            )
             return family.labels(model_name)
 
         self._stats = {field: gauge(name, text) for field, (name, text) in GAUGES.items()}
@@ -103,12 +135,20 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine accepts requests")
         self._restarts = counter("engine_restarts", "times the engine died and was restarted")
         self._num_restarts = 0  # the number that ``_restarts`` has counted
-        self._usage = gauge("kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1")
+        self._usage = gauge(
+            "kv_cache_usage_perc", "share of the KV cells that running sequences use, 0 to 1"
+        )
         self.connections = gauge("http_connections", "open HTTP connections")
         self._requests = counter("requests", "accepted requests")
-        self._unknown = counter("unknown_parameters", "unknown request parameters, which were ignored")
-        self._grammars = histogram("grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS)
-        self._known_grammars = counter("grammar_cache_hits", "grammars and schemas found in the cache of checks")
+        self._unknown = counter(
+            "unknown_parameters", "unknown request parameters, which were ignored"
+        )
+        self._grammars = histogram(
+            "grammar_check", "checks of grammars and schemas", GRAMMAR_BUCKETS
+        )
+        self._known_grammars = counter(
+            "grammar_cache_hits", "grammars and schemas found in the cache of checks"
+        )
         self._unenforced = Counter(
             "cllm:unenforced_keywords",
             "schema keywords that could not be enforced and were dropped",
@@ -116,15 +156,22 @@ class Metrics:
             registry=self._registry,
         )
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of accepted requests")
-        self._shared = counter("prompts_shared", "prompts that shared the computation of an identical request")
+        self._shared = counter(
+            "prompts_shared", "prompts that shared the computation of an identical request"
+        )
         self._recalled = counter("result_cache_hits", "prompts answered from the result cache")
         self._embedded = counter("embeddings", "texts to embed")
         self._embedded_tokens = counter("embedding_tokens", "tokens of the texts to embed")
         self._generation_tokens = counter("generation_tokens", "generated tokens")
         self._num_generated = 0  # not yet counted in ``_generation_tokens``
-        self._ttft = histogram("time_to_first_token", "from submission to the first token", TTFT_BUCKETS)
+        self._ttft = histogram(
+            "time_to_first_token", "from submission to the first token", TTFT_BUCKETS
+        )
         self._itl = TokenHistogram(
-            "cllm:inter_token_latency_seconds", "between the tokens of a request", model_name, ITL_BUCKETS
+            "cllm:inter_token_latency_seconds",
+            "between the tokens of a request",
+            model_name,
+            ITL_BUCKETS,
         )
         registry.register(self._itl)
         self._e2e = histogram("e2e_request_latency", "from submission to the end", E2E_BUCKETS)
@@ -136,14 +183,16 @@ class Metrics:
         )
         self._refused = Counter(
             "cllm:requests_refused",
-            "rejected requests: a queue limit (requests, tokens, seconds), large (large requests wait to be read), "
+            "rejected requests: a queue limit (requests, tokens, seconds), large (large requests "
+            "wait to be read), "
             "not_ready, draining",
             ("model_name", "reason"),
             registry=self._registry,
         )
         self._reservations = Counter(
             "cllm:queue_reservations",
-            "places reserved for rejected clients: issued, honoured (the client returned and was admitted), expired",
+            "places reserved for rejected clients: issued, honoured (the client returned and was "
+            "admitted), expired",
             ("model_name", "event"),
             registry=self._registry,
         )
@@ -194,7 +243,9 @@ class Metrics:
         self._refused.labels(self._model_name, reason).inc()
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """Count tokens that arrived ``seconds`` after the last ones, or after the submission if they are the first."""
+        """Count tokens that arrived ``seconds`` after the last ones, or after the submission if
+        they are the first.
+        """
         (self._ttft if first else self._itl).observe(seconds)
         self._num_generated += count
 
@@ -205,10 +256,13 @@ class Metrics:
         self._outcome.labels(self._model_name, outcome).inc()
         self._e2e.observe(seconds)
 
-    def render(self, stats: Stats, *, ready: bool, num_restarts: int, reservations: Mapping[str, int]) -> bytes:
+    def render(
+        self, stats: Stats, *, ready: bool, num_restarts: int, reservations: Mapping[str, int]
+    ) -> bytes:
         """Return the page that Prometheus reads.
 
-        The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by event) must never decrease.
+        The totals of ``stats``, ``num_restarts`` and ``reservations`` (counts by event) must never
+        decrease.
         """
         self._generation_tokens.inc(self._num_generated)
         self._num_generated = 0
@@ -222,6 +276,8 @@ class Metrics:
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
         for event, count in reservations.items():
-            self._reservations.labels(self._model_name, event).inc(count - self._num_reservations[event])
+            self._reservations.labels(self._model_name, event).inc(
+                count - self._num_reservations[event]
+            )
             self._num_reservations[event] = count
         return generate_latest(self._registry)

@@ -1,8 +1,11 @@
-"""Traces: the accounts, sizes and times of requests, without their texts. Servers record and simulations replay them.
+"""Traces: the accounts, sizes and times of requests, without their texts.
 
-The format is Mooncake's (Qin et al., FAST 2025), one JSON object per line: ``timestamp`` in milliseconds,
-``input_length`` and ``output_length`` in tokens, and ``hash_ids``, the ids of the prompt's blocks of 512 tokens. The
-same id means the same tokens. The later fields of Entry are our own and may be missing. Other fields are ignored.
+Servers record and simulations replay them.
+
+The format is Mooncake's (Qin et al., FAST 2025), one JSON object per line: ``timestamp`` in
+milliseconds, ``input_length`` and ``output_length`` in tokens, and ``hash_ids``, the ids of the
+prompt's blocks of 512 tokens. The same id means the same tokens. The later fields of Entry are our
+own and may be missing. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One request of a trace. Lengths are in tokens, times in milliseconds; deadline_ms counts from the arrival."""
+    """One request of a trace.
+
+    Lengths are in tokens, times in milliseconds; deadline_ms counts from the arrival.
+    """
 
     timestamp: NotNegative
     input_length: Length
@@ -62,7 +68,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return Priority[self.priority.upper()]
 
     def prompt(self) -> list[int]:
-        """Return tokens below 256: the same for the same blocks; different blocks differ in their first few tokens."""
+        """Return tokens below 256: the same for the same blocks; different blocks differ in their
+        first few tokens.
+        """
         return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
 
 
@@ -102,7 +110,7 @@ def write_trace(path: Path, entries: list[Entry]) -> None:
         raise StartupError(f"{path} cannot be written: {error.strerror}") from None
 
 
-# --- recording -------------------------------------------------------------------------------------------------------
+# --- recording ----------------------------------------------------------------------------------
 
 RECORDED_BLOCK = 16  # tokens; the smallest block worth sharing
 MAX_PENDING = 10_000  # requests
@@ -114,9 +122,9 @@ log = logging.getLogger("cllm.trace")
 class Recorder:
     """Appends the requests that have ended to a trace, with the lengths of their answers.
 
-    The id of a block is a keyed hash of all tokens up to its end. The key is random and never stored, so a trace shows
-    which requests share a prefix, but not their text. A thread writes the file. What it cannot write in time is
-    dropped, so a disk that hangs delays no request.
+    The id of a block is a keyed hash of all tokens up to its end. The key is random and never
+    stored, so a trace shows which requests share a prefix, but not their text. A thread writes the
+    file. What it cannot write in time is dropped, so a disk that hangs delays no request.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,19 +135,26 @@ class Recorder:
             raise StartupError(f"the trace {path} cannot be written: {error.strerror}") from None
         self._path = path
         self._secret = secrets.token_bytes(32)
-        self._pending: queue.Queue[tuple[float, Request, list[int]] | None] = queue.Queue(MAX_PENDING)
+        self._pending: queue.Queue[tuple[float, Request, list[int]] | None] = queue.Queue(
+            MAX_PENDING
+        )
         self._failed = False
         self._num_tokens = self._num_answers = 0
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def record(self, request: Request, seconds_ago: float, output_lengths: Sequence[int]) -> None:
-        """Record ``request``, which arrived ``seconds_ago`` and got answers of ``output_lengths`` tokens.
+        """Record ``request``, which arrived ``seconds_ago`` and got answers of ``output_lengths``
+        tokens.
 
-        For an answer that did not begin, max_tokens is recorded, or else the mean length of the answers so far.
+        For an answer that did not begin, max_tokens is recorded, or else the mean length of the
+        answers so far.
         """
         begun = [*filter(None, output_lengths)]
-        self._num_tokens, self._num_answers = self._num_tokens + sum(begun), self._num_answers + len(begun)
+        self._num_tokens, self._num_answers = (
+            self._num_tokens + sum(begun),
+            self._num_answers + len(begun),
+        )
         usual = round(self._num_tokens / (self._num_answers or 1)) or 1
         lengths = [length or request.params.max_tokens or usual for length in output_lengths]
         with contextlib.suppress(queue.Full):
@@ -158,7 +173,10 @@ class Recorder:
                 block_size=RECORDED_BLOCK,
                 deadline_ms=request.deadline and request.deadline * 1000,
             )
-            lines = [msgspec.json.encode(msgspec.structs.replace(entry, output_length=length)) for length in lengths]
+            lines = [
+                msgspec.json.encode(msgspec.structs.replace(entry, output_length=length))
+                for length in lengths
+            ]
             try:
                 self._file.writelines(line + b"\n" for line in lines)
                 if self._pending.empty():
@@ -183,6 +201,8 @@ class Recorder:
         size = RECORDED_BLOCK * np.dtype(np.int32).itemsize
         ids, before = [], b""
         for start in range(0, len(data), size):
-            before = hashlib.blake2b(before + data[start : start + size], digest_size=8, key=self._secret).digest()
+            before = hashlib.blake2b(
+                before + data[start : start + size], digest_size=8, key=self._secret
+            ).digest()
             ids.append(int.from_bytes(before, "little") >> 1)
         return ids

@@ -1,7 +1,8 @@
 """The unanswered requests in the engine: how many are ahead of a new request, and for how long.
 
-This process counts what it submits and what the engine returns, so no race with the engine can admit one request more
-than a limit allows. Of the engine's statistics, only the number of slots and the estimated seconds are used.
+This process counts what it submits and what the engine returns, so no race with the engine can
+admit one request more than a limit allows. Of the engine's statistics, only the number of slots and
+the estimated seconds are used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from cllm.process.reservations import LONGEST_WAIT, Claim, QueueLoad, Reservatio
 from cllm.scheduler.policy import Policy
 
 SHARE = 0.2  # weight of a new observation in a running mean
-WINDOW = 100  # sequences over which the rate is measured; ten times the number of slots if that is more
+# sequences over which the rate is measured; ten times the number of slots if that is more
+WINDOW = 100
 FIRST_GUESS = 1.0  # seconds that a sequence is assumed to run until something is measured
 OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomers
 
@@ -27,8 +29,8 @@ OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomer
 class QueueFull(CLLMError):
     """Too much is ahead of the request in the queue.
 
-    bound: the exceeded limit: requests, tokens or seconds. retry_after: seconds until there will be room. ticket:
-    claims the place that is reserved for that time; "" if none is.
+    bound: the exceeded limit: requests, tokens or seconds. retry_after: seconds until there will be
+    room. ticket: claims the place that is reserved for that time; "" if none is.
     """
 
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
@@ -40,7 +42,10 @@ class QueueFull(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of what may wait; None means no limit. seconds: the estimated time to a request's first token."""
+    """Limits of what may wait; None means no limit.
+
+    seconds: the estimated time to a request's first token.
+    """
 
     requests: int | None = None
     tokens: int | None = None
@@ -59,7 +64,9 @@ class Place:
 
 
 class Excess(NamedTuple):
-    """An exceeded limit of the queue: a description, the limit's name, and the seconds until there is room."""
+    """An exceeded limit of the queue: a description, the limit's name, and the seconds until there
+    is room.
+    """
 
     what: str
     bound: str
@@ -72,8 +79,8 @@ NOTHING, NO_CLAIM = QueueLoad(), Claim()
 class ServiceRate:
     """Measures the seconds from one free slot in the engine to the next, while all slots are taken.
 
-    A sequence counts half at its first token and half at its end. So a sequence that runs only partly within the
-    measured time counts one half on average, which is its share of that time.
+    A sequence counts half at its first token and half at its end. So a sequence that runs only
+    partly within the measured time counts one half on average, which is its share of that time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -85,7 +92,9 @@ class ServiceRate:
         self._was_full = False  # during the last step
 
     def set_load(self, num_seqs: int, capacity: int) -> None:
-        """Note that ``num_seqs`` sequences have been submitted and have not ended, and that ``capacity`` can run."""
+        """Note that ``num_seqs`` sequences have been submitted and have not ended, and that
+        ``capacity`` can run.
+        """
         self._count_time()
         self._capacity = capacity
         if num_seqs < capacity:
@@ -104,7 +113,9 @@ class ServiceRate:
 
     @property
     def seconds_each(self) -> float:
-        """Seconds from one free slot to the next; 0 until as many sequences have been served as there are slots."""
+        """Seconds from one free slot to the next; 0 until as many sequences have been served as
+        there are slots.
+        """
         return self._seconds_full / self._num_served if self._num_served >= self._capacity else 0.0
 
     def _count_time(self) -> None:
@@ -120,10 +131,12 @@ class ServiceRate:
 class Backlog:
     """Counts requests from their submission to their first token, and sequences to their end.
 
-    Only what is ahead of a newcomer counts against it. Lower classes yield. Of the other accounts in its class, only
-    what a fair scheduler serves before it counts. So no client is rejected because another one has filled the queue.
+    Only what is ahead of a newcomer counts against it. Lower classes yield. Of the other accounts
+    in its class, only what a fair scheduler serves before it counts. So no client is rejected
+    because another one has filled the queue.
 
-    A rejected client gets a reservation for the time when there will be room, behind all earlier reservations.
+    A rejected client gets a reservation for the time when there will be room, behind all earlier
+    reservations.
     """
 
     def __init__(
@@ -135,7 +148,8 @@ class Backlog:
     ) -> None:
         """``policy`` and ``weights`` are the scheduler's; ``clock`` returns seconds.
 
-        If a policy does not declare how it sorts, everything in the queue counts as ahead of a newcomer.
+        If a policy does not declare how it sorts, everything in the queue counts as ahead of a
+        newcomer.
         """
         self.reservations = Reservations(clock)
         self._limits = limits
@@ -148,11 +162,14 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget all requests, because the engine has none of them any more."""
-        self._pending: dict[Priority, dict[str, QueueLoad]] = {priority: {} for priority in Priority}  # by account
+        # by account
+        self._pending: dict[Priority, dict[str, QueueLoad]] = {
+            priority: {} for priority in Priority
+        }
         self._num_seqs = dict.fromkeys(Priority, 0)
         self._count_seqs()
 
-    # --- events ------------------------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def submitted(self, request: Request) -> None:
         self._pending[request.priority].setdefault(request.key, QueueLoad()).add(load_of(request))
@@ -160,7 +177,9 @@ class Backlog:
         self._count_seqs()
 
     def begun(self, request: Request, *, is_first: bool = True) -> None:
-        """Note the first token of a sequence of ``request``; ``is_first``: no other sequence of it has begun."""
+        """Note the first token of a sequence of ``request``; ``is_first``: no other sequence of it
+        has begun.
+        """
         self._rate.served(1 / 2)
         if is_first:
             self.left_queue(request)
@@ -173,7 +192,9 @@ class Backlog:
             del pending[request.key]
 
     def ended(self, request: Request, num_running: int = 1, num_waiting: int = 0) -> None:
-        """Note the end of ``num_running`` sequences of ``request`` that had begun and ``num_waiting`` that had not."""
+        """Note the end of ``num_running`` sequences of ``request`` that had begun and
+        ``num_waiting`` that had not.
+        """
         self._rate.served(num_running / 2)
         self._num_seqs[request.priority] -= num_running + num_waiting
         self._count_seqs()
@@ -182,11 +203,14 @@ class Backlog:
         self._rate.set_load(sum(self._num_seqs.values()), self._capacity)
 
     def observe(self, stats: Stats) -> None:
-        """Note the engine's statistics. Call it when the engine is ready, and after each step, before its outputs."""
+        """Note the engine's statistics.
+
+        Call it when the engine is ready, and after each step, before its outputs.
+        """
         self._stats = stats
         self._rate.step_ended()
 
-    # --- admission ---------------------------------------------------------------------------------------------------
+    # --- admission -------------------------------------------------------------------------------
 
     def place(self, request: Request) -> Place:
         """Return the queue position that ``request``, not submitted yet, would get."""
@@ -205,8 +229,8 @@ class Backlog:
     def check(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
         """Return the queue position of the first of ``requests``, which come from one client.
 
-        Raises QueueFull if a limit would be exceeded, and reserves a place for them. Requests that can begin
-        immediately are never rejected, whatever their size.
+        Raises QueueFull if a limit would be exceeded, and reserves a place for them. Requests that
+        can begin immediately are never rejected, whatever their size.
         """
         request = requests[0]
         excess = self._num_not_yielding(request) - self._capacity
@@ -223,23 +247,29 @@ class Backlog:
             last = self._excess(requests, self._with_returning(request, ahead))
             ticket, seconds = self.reservations.add(requests, claim, (last or exceeded).seconds)
         else:
-            ticket, seconds = self.reservations.postpone(reservation, exceeded.seconds if is_expected else 0.0)
+            ticket, seconds = self.reservations.postpone(
+                reservation, exceeded.seconds if is_expected else 0.0
+            )
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
     def _excess_of_expected(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
         """Return the limit that ``requests`` of a client that returns on time exceed, if any.
 
-        Such clients may use the whole queue. They may exceed it by what is served in one second (at least one
-        sequence), because Retry-After has whole seconds, so several clients return together.
+        Such clients may use the whole queue. They may exceed it by what is served in one second (at
+        least one sequence), because Retry-After has whole seconds, so several clients return
+        together.
         """
         num_served = 1 / min(1.0, self._seconds_each or FIRST_GUESS)
-        return self._excess(requests, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs))))
+        return self._excess(
+            requests, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
+        )
 
     def _excess_of_newcomer(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
         """Return the limit that ``requests`` of a newcomer exceed, if any.
 
-        Clients that will return before the newcomer's turn keep their part of the queue. Newcomers may use the rest,
-        but at least OPEN_SHARE, so that no capacity is lost if those clients do not return.
+        Clients that will return before the newcomer's turn keep their part of the queue. Newcomers
+        may use the rest, but at least OPEN_SHARE, so that no capacity is lost if those clients do
+        not return.
         """
         exceeded = self._excess(requests, ahead)
         if exceeded is None and self._excess(requests, ahead, OPEN_SHARE):
@@ -247,8 +277,12 @@ class Backlog:
             exceeded = self._excess(requests, self._with_returning(requests[0], ahead, seconds))
         return exceeded
 
-    def _with_returning(self, request: Request, ahead: QueueLoad, seconds: float = math.inf) -> QueueLoad:
-        """Return ``ahead`` plus the load of clients due within ``seconds`` that will be served before ``request``."""
+    def _with_returning(
+        self, request: Request, ahead: QueueLoad, seconds: float = math.inf
+    ) -> QueueLoad:
+        """Return ``ahead`` plus the load of clients due within ``seconds`` that will be served
+        before ``request``.
+        """
         total = ahead.times(1.0)
         for priority in self._classes(request):
             share = 1.0
@@ -260,20 +294,30 @@ class Backlog:
             total.add(self.reservations.load_within(priority, seconds), share)
         return total
 
-    def _excess(self, requests: list[Request], ahead: QueueLoad, share: float = 1.0) -> Excess | None:
-        """Return the first limit that ``requests`` behind ``ahead`` exceed if they may use ``share`` of the queue.
+    def _excess(
+        self, requests: list[Request], ahead: QueueLoad, share: float = 1.0
+    ) -> Excess | None:
+        """Return the first limit that ``requests`` behind ``ahead`` exceed if they may use
+        ``share`` of the queue.
 
         None if they exceed no limit.
         """
-        limits, seconds = self._limits, (ahead.num_seqs + 1) * (self._seconds_each or FIRST_GUESS / self._capacity)
+        limits, seconds = (
+            self._limits,
+            (ahead.num_seqs + 1) * (self._seconds_each or FIRST_GUESS / self._capacity),
+        )
         num_requests = ahead.num_requests + len(requests)
         if limits.requests is not None and num_requests > share * limits.requests:
             wait = seconds * min(1.0, (num_requests - limits.requests) / (ahead.num_requests + 1))
-            return Excess(f"{num_requests:.0f} requests would wait, {limits.requests} may", "requests", wait)
+            return Excess(
+                f"{num_requests:.0f} requests would wait, {limits.requests} may", "requests", wait
+            )
         num_tokens = ahead.num_tokens + sum(len(request.prompt) for request in requests)
         if limits.tokens is not None and num_tokens > share * limits.tokens:
             wait = seconds * min(1.0, (num_tokens - limits.tokens) / max(1.0, ahead.num_tokens))
-            return Excess(f"{num_tokens:.0f} prompt tokens would wait, {limits.tokens} may", "tokens", wait)
+            return Excess(
+                f"{num_tokens:.0f} prompt tokens would wait, {limits.tokens} may", "tokens", wait
+            )
         first = self._place_behind(ahead, requests[0]).seconds
         if limits.seconds is not None and first > share * limits.seconds:
             what = f"the first token would take {first:.1f} seconds, {limits.seconds:g} it may"
@@ -282,7 +326,11 @@ class Backlog:
 
     def _classes(self, request: Request) -> list[Priority]:
         """Return the classes that do not yield to ``request``."""
-        return [priority for priority in Priority if priority <= request.priority or not self._has_classes]
+        return [
+            priority
+            for priority in Priority
+            if priority <= request.priority or not self._has_classes
+        ]
 
     def _num_not_yielding(self, request: Request) -> int:
         return sum(self._num_seqs[priority] for priority in self._classes(request))
@@ -294,8 +342,13 @@ class Backlog:
         """
         classes = [(priority, self._pending[priority]) for priority in self._classes(request)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
-        num_waiting = min(num_seqs, excess)  # the others have a slot, and their prompts are being computed
-        own = self._pending[request.priority].get(request.key, NOTHING).num_requests * num_waiting / max(1, num_seqs)
+        # the others have a slot, and their prompts are being computed
+        num_waiting = min(num_seqs, excess)
+        own = (
+            self._pending[request.priority].get(request.key, NOTHING).num_requests
+            * num_waiting
+            / max(1, num_seqs)
+        )
         turn = (own + 1) / self._weights.get(request.key, 1.0)
         num_requests = num_tokens = 0.0
         ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have begun
@@ -322,11 +375,15 @@ class Backlog:
 
     @property
     def _seconds_each(self) -> float:
-        """Seconds from one free slot to the next while all are taken: measured, else the engine's estimate, else 0."""
+        """Seconds from one free slot to the next while all are taken: measured, else the engine's
+        estimate, else 0.
+        """
         return self._rate.seconds_each or self._stats.place_seconds
 
     def _seconds_to_compute(self, request: Request) -> float:
-        """Return the seconds from starting ``request`` to its first token: a step, and tokens that are not cached."""
+        """Return the seconds from starting ``request`` to its first token: a step, and tokens that
+        are not cached.
+        """
         return self._stats.step_seconds + len(request.prompt) * self._stats.prompt_token_seconds
 
 

@@ -1,7 +1,8 @@
 """The engine process: ``python -m cllm.process.child``, started by launch.py.
 
-One thread steps the engine and is the only one that calls libllama. A second thread only reads stdin into a queue. When
-stdin ends, the parent is gone, and the process exits immediately, whatever it is doing.
+One thread steps the engine and is the only one that calls libllama. A second thread only reads
+stdin into a queue. When stdin ends, the parent is gone, and the process exits immediately, whatever
+it is doing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from cllm.engine.commands import Command
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe import log
-from cllm.process.messages import LENGTH, Explained, Failed, FromChild, Loading, Ready, Stepped, frame
+from cllm.process.messages import (
+    LENGTH,
+    Explained,
+    Failed,
+    FromChild,
+    Loading,
+    Ready,
+    Stepped,
+    frame,
+)
 from cllm.scheduler.trace import Explanation
 
 PIPE_BYTES = 1 << 20  # room for the outputs of a few thousand steps while the parent is busy
@@ -43,7 +53,9 @@ class PipeInbox:
             while (body := read_frame(self._stdin)) is not None:
                 self._queue.put(self._decoder.decode(body))
         except msgspec.DecodeError:
-            logging.getLogger("cllm.engine").exception("a command of the API process could not be decoded")
+            logging.getLogger("cllm.engine").exception(
+                "a command of the API process could not be decoded"
+            )
             os._exit(1)
         os._exit(0)  # the parent is gone
 
@@ -81,7 +93,9 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def own_stdout() -> int:
-    """Return a private descriptor for frames, and redirect what libraries print to stdout to stderr."""
+    """Return a private descriptor for frames, and redirect what libraries print to stdout to
+    stderr.
+    """
     private = os.dup(1)
     os.dup2(2, 1)
     with contextlib.suppress(ImportError, AttributeError, OSError):
@@ -120,7 +134,11 @@ def main() -> None:
     try:
         params = fitted(params)
         backend = build_backend(
-            params, progress, lambda why: give_up(f"{params.path} is damaged, or llama.cpp does not support it: {why}")
+            params,
+            progress,
+            lambda why: give_up(
+                f"{params.path} is damaged, or llama.cpp does not support it: {why}"
+            ),
         )
         engine = build_engine(backend, params)
     except StartupError as error:

@@ -1,4 +1,6 @@
-"""The API process's end: starts the engine process, sends it requests, distributes tokens, and restarts it."""
+"""The API process's end: starts the engine process, sends it requests, distributes tokens, and
+restarts it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from cllm.scheduler.trace import Explanation
 log = logging.getLogger("cllm.process")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds between a death and the next start
-HEALTHY_AFTER = 60.0  # seconds of service after which the next death starts with FIRST_BACKOFF again
+# seconds of service after which the next death starts with FIRST_BACKOFF again
+HEALTHY_AFTER = 60.0
 CLOSE_TIMEOUT = 5.0
 USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 
@@ -40,8 +43,8 @@ USUAL_LOAD_SECONDS = 5.0  # assumed load time of a model, until it is measured
 class EngineClient:
     """Owns the engine process.
 
-    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now. ``stats`` are its latest
-    statistics.
+    ``info`` is set once the engine has been ready. ``ready`` says whether it is ready now.
+    ``stats`` are its latest statistics.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class EngineClient:
         launched: Popen[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limits``: of the queue; none by default. ``results``: the result cache; off by default. ``launched``: a
-        process that becomes the first engine. ``clock`` returns seconds. Raises StartupError for an unknown policy.
+        """``limits``: of the queue; none by default. ``results``: the result cache; off by default.
+        ``launched``: a process that becomes the first engine. ``clock`` returns seconds. Raises
+        StartupError for an unknown policy.
         """
         self.info: ModelInfo | None = None
         self.ready = False
@@ -66,7 +70,12 @@ class EngineClient:
         self._launched = launched
         self._on_loading = on_loading
         self._embeddings = Embeddings(limits or QueueLimits())
-        backlog = Backlog(limits or QueueLimits(), make_policy(params.policy, params.weights), params.weights, clock)
+        backlog = Backlog(
+            limits or QueueLimits(),
+            make_policy(params.policy, params.weights),
+            params.weights,
+            clock,
+        )
         self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
         self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
         self._process: EngineProcess | None = None
@@ -75,16 +84,22 @@ class EngineClient:
         self._closing = False
         self._backoff = FIRST_BACKOFF  # before the next start
         self._clock = clock
-        self._started = self._ready_since = clock()  # _started: during the back-off, the time of the next start
+        # _started: during the back-off, the time of the next start
+        self._started = self._ready_since = clock()
         self._load_seconds = USUAL_LOAD_SECONDS
 
     @property
     def num_unfinished(self) -> int:
-        """The number of requests that the engine has not answered completely, including those for embeddings."""
+        """The number of requests that the engine has not answered completely, including those for
+        embeddings.
+        """
         return len(self._in_flight) + len(self._embeddings)
 
     async def start(self) -> None:
-        """Start the engine and wait until it is ready. Raises StartupError if it cannot load the model."""
+        """Start the engine and wait until it is ready.
+
+        Raises StartupError if it cannot load the model.
+        """
         await self._spawn()
         self._watch = asyncio.create_task(self._serve_and_restart())
 
@@ -100,7 +115,8 @@ class EngineClient:
             await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._loaded.done():
                 raise StartupError(
-                    f"the engine died ({process.describe_end()}) while it loaded {self.params.path or 'the model'}: "
+                    f"the engine died ({process.describe_end()}) while it loaded "
+                    f"{self.params.path or 'the model'}: "
                     "the file may be damaged; cllm doctor checks this machine"
                 )
             self.info = self._loaded.result()
@@ -148,7 +164,9 @@ class EngineClient:
         return self._in_flight.backlog.reservations.counts
 
     def seconds_until_ready(self) -> float:
-        """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the engine is ready."""
+        """Return the rest of the back-off plus the duration of the last load, at least 1; 0 if the
+        engine is ready.
+        """
         return 0.0 if self.ready else max(1.0, self._load_seconds - (self._clock() - self._started))
 
     async def _serve_and_restart(self) -> None:
@@ -176,7 +194,9 @@ class EngineClient:
                 try:
                     await self._spawn()
                 except (StartupError, OSError) as error:
-                    log.error("the engine does not start: %s; next try in %.1f s", error, self._backoff)
+                    log.error(
+                        "the engine does not start: %s; next try in %.1f s", error, self._backoff
+                    )
             self.num_restarts += 1
             log.warning("the engine is ready again")
 
@@ -196,11 +216,16 @@ class EngineClient:
         self._embeddings.fail(error)
 
     def check_room(self, request: Request, claim: Claim = NO_CLAIM) -> None:
-        """Raise QueueFull if ``request`` would be rejected now. Equal requests that it could share are ignored."""
+        """Raise QueueFull if ``request`` would be rejected now.
+
+        Equal requests that it could share are ignored.
+        """
         self._in_flight.backlog.check([request], claim)
 
     def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
-        """Send requests to the engine, or find their results. The caller must call ``close_stream`` later.
+        """Send requests to the engine, or find their results.
+
+        The caller must call ``close_stream`` later.
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
@@ -211,13 +236,18 @@ class EngineClient:
         return stream
 
     def stop(self, stream: Stream, request_id: str, index: int) -> None:
-        """End one of a request's sequences in the engine's next step, because its reader needs no more tokens."""
+        """End one of a request's sequences in the engine's next step, because its reader needs no
+        more tokens.
+        """
         name = self._in_flight.stop(stream, request_id, index)
         if name is not None and self.ready:
             self._write(frame(Abort(name, index)))
 
     def close_stream(self, stream: Stream) -> None:
-        """Forget the stream's requests. Unfinished requests that no other stream reads are aborted."""
+        """Forget the stream's requests.
+
+        Unfinished requests that no other stream reads are aborted.
+        """
         for name in self._in_flight.leave(stream):
             if self.ready:
                 self._write(frame(Abort(name)))
@@ -238,7 +268,10 @@ class EngineClient:
             self._write(frame(Abort(waiter.request.request_id)))
 
     async def explain(self, num_steps: int) -> Explanation:
-        """Return the last ``num_steps`` steps, and what runs or waits and why. Raises EngineError without an engine."""
+        """Return the last ``num_steps`` steps, and what runs or waits and why.
+
+        Raises EngineError without an engine.
+        """
         self._check_ready()
         future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._asked.append(future)

@@ -15,7 +15,10 @@ MAX_TOKENS = 4_000_000  # in the engine at most, whatever the limits of the queu
 
 
 class Waiter:
-    """The vectors of one request. ``begun`` is set when the engine has begun; await ``done`` for all vectors."""
+    """The vectors of one request.
+
+    ``begun`` is set when the engine has begun; await ``done`` for all vectors.
+    """
 
     def __init__(self, request: EmbeddingRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -34,7 +37,9 @@ class Waiter:
         if self.done.done():
             return
         if embedded.error:
-            self.done.set_exception(EngineError(f"The texts could not be embedded: {embedded.error}."))
+            self.done.set_exception(
+                EngineError(f"The texts could not be embedded: {embedded.error}.")
+            )
         elif len(self.vectors) == len(self.request.texts):
             self.done.set_result(self.vectors)
 
@@ -56,7 +61,10 @@ class Embeddings:
         return len(self._waiters)
 
     def begin(self, request: EmbeddingRequest) -> Waiter:
-        """Add a request. Raises QueueFull; a request that can begin immediately is never rejected."""
+        """Add a request.
+
+        Raises QueueFull; a request that can begin immediately is never rejected.
+        """
         waiter = Waiter(request)
         if self._waiters:
             self._check(waiter)
@@ -68,7 +76,8 @@ class Embeddings:
     def _ahead(self, key: str) -> tuple[float, float]:
         """Return the requests and tokens ahead of a new request.
 
-        All requests of its own account count. Accounts take turns, so each other account counts at most one more.
+        All requests of its own account count. Accounts take turns, so each other account counts at
+        most one more.
         """
         loads: dict[str, tuple[int, int]] = {}
         for waiter in self._waiters.values():
@@ -77,7 +86,9 @@ class Embeddings:
         turns = loads.get(key, (0, 0))[0] + 1
         shares = {other: min(1.0, turns / count) for other, (count, _) in loads.items()}
         num_requests = sum(shares[other] * count for other, (count, _) in loads.items())
-        return round(num_requests, 6), sum(shares[other] * tokens for other, (_, tokens) in loads.items())
+        return round(num_requests, 6), sum(
+            shares[other] * tokens for other, (_, tokens) in loads.items()
+        )
 
     def _check(self, waiter: Waiter) -> None:
         limits = self._limits
@@ -93,7 +104,9 @@ class Embeddings:
             raise QueueFull(what, "requests", seconds / num_requests)
         if num_tokens > max_tokens:
             what = f"{num_tokens:.0f} tokens would wait to be embedded, {max_tokens} may"
-            raise QueueFull(what, "tokens", min(seconds, (num_tokens - max_tokens) * self._seconds_per_token))
+            raise QueueFull(
+                what, "tokens", min(seconds, (num_tokens - max_tokens) * self._seconds_per_token)
+            )
         if limits.seconds is not None and seconds > limits.seconds:
             what = f"the first vector would take {seconds:.1f} seconds, {limits.seconds:g} it may"
             raise QueueFull(what, "seconds", seconds - limits.seconds)
@@ -110,7 +123,10 @@ class Embeddings:
             self._last = now
 
     def forget(self, waiter: Waiter) -> bool:
-        """Remove a request. Returns whether the engine must abort it, because it has not finished."""
+        """Remove a request.
+
+        Returns whether the engine must abort it, because it has not finished.
+        """
         known = self._waiters.pop(waiter.request.request_id, None)
         waiter.begun.cancel()
         if not waiter.done.cancel() and not waiter.done.cancelled():

@@ -19,8 +19,9 @@ FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 class Stream:
     """Delivers the tokens of some requests to one reader.
 
-    place: the queue position of the first request at its submission. num_shared requests share the computation of an
-    equal request, and num_recalled were found in the result cache. num_reused_tokens: prompt tokens of both.
+    place: the queue position of the first request at its submission. num_shared requests share the
+    computation of an equal request, and num_recalled were found in the result cache.
+    num_reused_tokens: prompt tokens of both.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -44,7 +45,9 @@ class Stream:
         self.wake()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Call ``wake``, which must not raise, whenever something has arrived; None: stop calling."""
+        """Call ``wake``, which must not raise, whenever something has arrived; None: stop
+        calling.
+        """
         self._listener = wake
 
     def wake(self) -> None:
@@ -52,14 +55,20 @@ class Stream:
             self._listener()
 
     def take(self) -> list[TokenOutput]:
-        """Return all outputs since the last call. If there are none, raises the error that ``fail`` got, if any."""
+        """Return all outputs since the last call.
+
+        If there are none, raises the error that ``fail`` got, if any.
+        """
         outputs, self._outputs = self._outputs, []
         if not outputs and self._error is not None:
             raise self._error
         return outputs
 
     async def arrival(self) -> None:
-        """Return when there is something to take. Only one task may wait, and not together with a listener."""
+        """Return when there is something to take.
+
+        Only one task may wait, and not together with a listener.
+        """
         if self._outputs or self._error:
             return
         arrived = asyncio.get_running_loop().create_future()
@@ -71,13 +80,16 @@ class Stream:
 
 
 class InFlightRequest:
-    """One request in the engine, read by one or more streams, each of which has its own request id for it.
+    """One request in the engine, read by one or more streams, each of which has its own request id
+    for it.
 
     The outputs so far are kept for streams that join later, and for the result cache.
     """
 
     def __init__(self, request: Request, place: Place, key: bytes | None) -> None:
-        """``key``: the digest; None if no other stream may join and the outputs need not be kept."""
+        """``key``: the digest; None if no other stream may join and the outputs need not be
+        kept.
+        """
         self.request = request
         self.place = place
         self.key = key
@@ -112,14 +124,21 @@ class InFlightRequest:
                 stream.put(output if name == output.request_id else renamed(output, name))
 
     def place_now(self) -> Place:
-        """Return the queue position at submission, less the seconds since then; position 0 if it has begun."""
+        """Return the queue position at submission, less the seconds since then; position 0 if it
+        has begun.
+        """
         if self.begun:
             return Place()
-        return Place(self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted)))
+        return Place(
+            self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted))
+        )
 
 
 class InFlightRequests:
-    """All requests in the engine. Reports events to the backlog and finished results to the result cache."""
+    """All requests in the engine.
+
+    Reports events to the backlog and finished results to the result cache.
+    """
 
     def __init__(self, backlog: Backlog, results: ResultCache) -> None:
         self.backlog = backlog
@@ -130,19 +149,24 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> tuple[Stream, list[Request]]:
+    def submit(
+        self, requests: list[Request], claim: Claim = NO_CLAIM
+    ) -> tuple[Stream, list[Request]]:
         """Return a stream for ``requests``, and those of them that must be computed.
 
         Raises QueueFull; then nothing has changed, except that a place may be reserved.
 
-        A deterministic request takes a known result from the cache, or shares the computation of an equal request. It
-        does not share one of a lower class. A request with a time limit of its own neither shares nor is shared.
+        A deterministic request takes a known result from the cache, or shares the computation of an
+        equal request. It does not share one of a lower class. A request with a time limit of its
+        own neither shares nor is shared.
         """
         keys = [digest(request) for request in requests]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
             if key not in self._results and self._like(request, key) is None:
-                new.setdefault(key if key is not None and may_share(request) else request.request_id, request)
+                new.setdefault(
+                    key if key is not None and may_share(request) else request.request_id, request
+                )
         place = self.backlog.admit(list(new.values()), claim) if new else None
         stream = Stream(requests)
         places = []
@@ -181,7 +205,9 @@ class InFlightRequests:
         self.backlog.submitted(request)
 
     def _like(self, request: Request, key: bytes | None) -> InFlightRequest | None:
-        """Return an equal request in the engine, unless ``request`` itself would probably be served sooner."""
+        """Return an equal request in the engine, unless ``request`` itself would probably be served
+        sooner.
+        """
         entry = self._open.get(key) if key is not None and may_share(request) else None
         if entry is None or entry.request.priority > request.priority:
             return None
@@ -228,9 +254,11 @@ class InFlightRequests:
         self.backlog.ended(entry.request, num_running, len(entry.going) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
-        """Stop a sequence whose reader needs no more tokens; readers of an equal request need none either.
+        """Stop a sequence whose reader needs no more tokens; readers of an equal request need none
+        either.
 
-        Returns the request id under which the engine must stop it; None if the engine has ended it or was asked before.
+        Returns the request id under which the engine must stop it; None if the engine has ended it
+        or was asked before.
         """
         entry = stream.in_flight.get(request_id)
         if entry is None or index not in entry.going or index in entry.stopped:
@@ -239,7 +267,10 @@ class InFlightRequests:
         return entry.request.request_id
 
     def leave(self, stream: Stream) -> list[str]:
-        """Detach ``stream``. Returns the ids of unfinished requests that no stream reads any more."""
+        """Detach ``stream``.
+
+        Returns the ids of unfinished requests that no stream reads any more.
+        """
         unwanted = []
         for entry in set(stream.in_flight.values()):
             entry.leave(stream)

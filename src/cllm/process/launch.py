@@ -1,4 +1,7 @@
-"""Starts engine processes. It imports very little, so the child can start before its parent has imported the rest."""
+"""Starts engine processes.
+
+It imports very little, so the child can start before its parent has imported the rest.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ __all__ = ["Popen", "engine_environment", "launch", "with_big_pages"]
 
 
 def with_big_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with huge pages for big blocks of memory: for glibc, if the system leaves it to programs.
+    """Return ``environment`` with huge pages for big blocks of memory: for glibc, if the system
+    leaves it to programs.
 
-    A KV cache is then laid out six times as fast, and a row of logits is read in three quarters of the time.
+    A KV cache is then laid out six times as fast, and a row of logits is read in three quarters of
+    the time.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
@@ -35,7 +40,8 @@ def engine_environment() -> dict[str, str]:
 def launch() -> Popen[bytes]:
     """Start an engine process. It waits for its EngineParams, and ends when its stdin ends."""
     return Popen(
-        [sys.executable, "-P", "-m", "cllm.process.child"],  # -P: import nothing from the current folder
+        # -P: import nothing from the current folder
+        [sys.executable, "-P", "-m", "cllm.process.child"],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

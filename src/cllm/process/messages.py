@@ -1,7 +1,8 @@
-"""The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and stdout.
+"""The messages between the processes: a 4-byte length and MessagePack, over the child's stdin and
+stdout.
 
-To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs below
-and Embedded (core/output.py).
+To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs
+below and Embedded (core/output.py).
 """
 
 from __future__ import annotations

@@ -13,16 +13,21 @@ from typing import NamedTuple
 
 from cllm.core.request import Priority, Request
 
-MEAN_DELAY = 1.05  # clients wait for Retry-After or up to a tenth longer, so that they do not return together
-LONGEST_DELAY, LATENESS = 1.1, 2.0  # a client returns within this multiple of Retry-After, and this many seconds
-LONGEST_WAIT = 600.0  # seconds; clients that would have to wait longer get this Retry-After and no reservation
+# clients wait for Retry-After or up to a tenth longer, so that they do not return together
+MEAN_DELAY = 1.05
+# a client returns within this multiple of Retry-After, and this many seconds
+LONGEST_DELAY, LATENESS = 1.1, 2.0
+# seconds; clients that would have to wait longer get this Retry-After and no reservation
+LONGEST_WAIT = 600.0
 EARLIEST_RETRY = 0.3  # seconds; SDKs that ignore Retry-After retry later than this
 MAX_RESERVATIONS = 10_000
 MAX_PER_ACCOUNT = 1_000  # in each class
 
 
 class Claim(NamedTuple):
-    """What identifies a client that retries: the ticket from its rejection, or else a hash of the request's body."""
+    """What identifies a client that retries: the ticket from its rejection, or else a hash of the
+    request's body.
+    """
 
     ticket: str = ""
     body: int = 0
@@ -54,7 +59,8 @@ def load_of(*requests: Request) -> QueueLoad:
 class Reservation:
     """The place of one client in the queue.
 
-    due, expires: the client is expected between these seconds of the clock. rejected_at: when it was last rejected.
+    due, expires: the client is expected between these seconds of the clock. rejected_at: when it
+    was last rejected.
     """
 
     priority: Priority
@@ -70,9 +76,11 @@ class Reservation:
 class Reservations:
     """All reserved places.
 
-    A client claims its place with a ticket: a random number that works once, for the same account and class.
+    A client claims its place with a ticket: a random number that works once, for the same account
+    and class.
 
-    ``counts``: the number of reservations that were issued, honoured (the client returned and was admitted), expired.
+    ``counts``: the number of reservations that were issued, honoured (the client returned and was
+    admitted), expired.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -82,10 +90,13 @@ class Reservations:
         self._by_due: dict[Priority, list[Reservation]] = {priority: [] for priority in Priority}
         self._by_ticket: dict[str, Reservation] = {}
         self._groups: dict[Group, dict[Reservation, None]] = {}
-        self._groups_with_tickets: set[Group] = set()  # groups in which a client has sent its ticket
+        # groups in which a client has sent its ticket
+        self._groups_with_tickets: set[Group] = set()
         self._loads: dict[Priority, QueueLoad] = {priority: QueueLoad() for priority in Priority}
         # for each class: number of reservations -> number of accounts that have at least as many
-        self._num_accounts: dict[Priority, Counter[int]] = {priority: Counter() for priority in Priority}
+        self._num_accounts: dict[Priority, Counter[int]] = {
+            priority: Counter() for priority in Priority
+        }
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -93,10 +104,11 @@ class Reservations:
     def find(self, request: Request, claim: Claim) -> Reservation | None:
         """Return the reservation of the client that sends ``request``, if it has one.
 
-        A client that sends no ticket gets a reservation that is due: one of its account for the same body, or the only
-        one of its account, if the account has a name. If none is due, a reservation of its account for the same body
-        that is older than EARLIEST_RETRY means that the client retries too early, and is returned. In a group whose
-        clients do send tickets, a request without a ticket is a new one and gets none.
+        A client that sends no ticket gets a reservation that is due: one of its account for the
+        same body, or the only one of its account, if the account has a name. If none is due, a
+        reservation of its account for the same body that is older than EARLIEST_RETRY means that
+        the client retries too early, and is returned. In a group whose clients do send tickets, a
+        request without a ticket is a new one and gets none.
         """
         self._expire()
         found = self._by_ticket.get(claim.ticket)
@@ -107,9 +119,12 @@ class Reservations:
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
             for group in ((request.priority, request.key, body) for body in (claim.body, None))
         )
-        due = next(filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None)
+        due = next(
+            filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None
+        )
         early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
-        return due or min(early, key=rejected_at_of, default=None)  # the least recently rejected one
+        # the least recently rejected one
+        return due or min(early, key=rejected_at_of, default=None)
 
     def is_due(self, reservation: Reservation) -> bool:
         return reservation.due <= self._clock()
@@ -123,15 +138,21 @@ class Reservations:
         num_due = bisect_right(reservations, self._clock() + seconds, key=due_of)
         return self._loads[priority].times(num_due / max(1, len(reservations)))
 
-    def share_in_turns(self, priority: Priority, num_turns: float, weights: Mapping[str, float]) -> float:
-        """Return the share of a class's reservations that is served if each account gets ``num_turns`` turns.
+    def share_in_turns(
+        self, priority: Priority, num_turns: float, weights: Mapping[str, float]
+    ) -> float:
+        """Return the share of a class's reservations that is served if each account gets
+        ``num_turns`` turns.
 
         In a turn, an account is served as many requests as its weight, 1 by default.
         """
         num_accounts, total = self._num_accounts[priority], len(self._by_due[priority])
         count = float(total)
         if num_accounts[last := math.ceil(num_turns)]:  # otherwise no account has more
-            count = sum(num_accounts[i] for i in range(1, last)) + (num_turns - last + 1) * num_accounts[last]
+            count = (
+                sum(num_accounts[i] for i in range(1, last))
+                + (num_turns - last + 1) * num_accounts[last]
+            )
         for account, weight in weights.items():
             own = self.count(priority, account)
             count += min(own, num_turns * weight) - min(own, num_turns)
@@ -140,8 +161,8 @@ class Reservations:
     def add(self, requests: list[Request], claim: Claim, seconds: float) -> tuple[str, float]:
         """Reserve a place that will be free in ``seconds`` for ``requests``, which one client sent.
 
-        Returns the ticket and Retry-After in whole seconds. The ticket is "" if there are too many reservations or the
-        wait is too long.
+        Returns the ticket and Retry-After in whole seconds. The ticket is "" if there are too many
+        reservations or the wait is too long.
         """
         retry_after = max(1.0, round(min(seconds / MEAN_DELAY, LONGEST_WAIT)))
         priority, account = requests[0].priority, requests[0].key
@@ -153,13 +174,17 @@ class Reservations:
         self._by_ticket[reservation.ticket] = reservation
         for group in groups_of(reservation):
             self._groups.setdefault(group, {})[reservation] = None
-        self._num_accounts[reservation.priority][self.count(reservation.priority, reservation.account)] += 1
+        self._num_accounts[reservation.priority][
+            self.count(reservation.priority, reservation.account)
+        ] += 1
         self._schedule(reservation, self._clock() + retry_after, retry_after)
         self.counts["issued"] += 1
         return reservation.ticket, retry_after
 
     def postpone(self, reservation: Reservation, seconds: float) -> tuple[str, float]:
-        """Do the same as ``add`` for a client that returns too early, or that finds no room before ``seconds``."""
+        """Do the same as ``add`` for a client that returns too early, or that finds no room before
+        ``seconds``.
+        """
         due = max(reservation.due, self._clock() + min(seconds, LONGEST_WAIT))
         retry_after = max(1.0, math.ceil(due - self._clock()))
         self._by_due[reservation.priority].remove(reservation)
@@ -174,8 +199,11 @@ class Reservations:
     def _schedule(self, reservation: Reservation, due: float, retry_after: float) -> None:
         reservation.due = due
         reservation.rejected_at = self._clock()
-        # an early retry may come from another client, and the first client may still return at its time
-        reservation.expires = max(reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS)
+        # an early retry may come from another client, and the first client may still return at its
+        # time
+        reservation.expires = max(
+            reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS
+        )
         insort(self._by_due[reservation.priority], reservation, key=due_of)
 
     def _expire(self) -> None:
@@ -188,7 +216,9 @@ class Reservations:
 
     def _remove(self, reservation: Reservation) -> None:
         self._loads[reservation.priority].add(reservation.load, -1)
-        self._num_accounts[reservation.priority][self.count(reservation.priority, reservation.account)] -= 1
+        self._num_accounts[reservation.priority][
+            self.count(reservation.priority, reservation.account)
+        ] -= 1
         del self._by_ticket[reservation.ticket]
         self._by_due[reservation.priority].remove(reservation)
         for group in groups_of(reservation):

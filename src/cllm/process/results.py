@@ -1,4 +1,6 @@
-"""The result cache: finished answers, reused for requests that would compute the same answer again."""
+"""The result cache: finished answers, reused for requests that would compute the same answer
+again.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ _decoder = msgspec.msgpack.Decoder(list[TokenOutput])
 
 
 def digest(request: Request) -> bytes | None:
-    """Return a key that is the same for requests with necessarily the same answer; None if the answer is random."""
+    """Return a key that is the same for requests with necessarily the same answer; None if the
+    answer is random.
+    """
     params = request.params
     if not params.greedy and params.seed is None:
         return None
     if params.greedy:  # these do not affect a greedy choice
-        params = msgspec.structs.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
+        params = msgspec.structs.replace(
+            params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None
+        )
     if params.logit_bias:
         params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
     return hashlib.sha256(_encoder.encode((request.prompt, params, request.cache_salt))).digest()
 
 
 class ResultCache:
-    """Evicts the least recently used results when there are too many, or when they take too much memory."""
+    """Evicts the least recently used results when there are too many, or when they take too much
+    memory.
+    """
 
     def __init__(self, max_results: int = 0, max_bytes: int = 0) -> None:
         self.num_bytes = 0
@@ -63,11 +71,17 @@ class ResultCache:
             self.num_bytes -= len(result) + OVERHEAD
 
     def recall(self, key: bytes, request_id: str) -> list[TokenOutput]:
-        """Return the stored outputs as those of ``request_id``. Raises KeyError if there are none under ``key``."""
+        """Return the stored outputs as those of ``request_id``.
+
+        Raises KeyError if there are none under ``key``.
+        """
         self._results.move_to_end(key)
         return [renamed(output, request_id) for output in _decoder.decode(self._results[key])]
 
 
 def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
-    """Return ``output`` for another reader. Stream.num_reused_tokens counts its prompt, so num_cached_tokens is 0."""
+    """Return ``output`` for another reader.
+
+    Stream.num_reused_tokens counts its prompt, so num_cached_tokens is 0.
+    """
     return msgspec.structs.replace(output, request_id=request_id, num_cached_tokens=0)

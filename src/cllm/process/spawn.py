@@ -19,8 +19,12 @@ log = logging.getLogger("cllm.process")
 _decode = msgspec.msgpack.Decoder[FromChild](FromChild).decode
 
 
-async def spawn(take: Callable[[FromChild], None], launched: Popen[bytes] | None = None) -> EngineProcess:
-    """Connect to ``launched``, or to a new engine process; ``take`` is called with each of its messages."""
+async def spawn(
+    take: Callable[[FromChild], None], launched: Popen[bytes] | None = None
+) -> EngineProcess:
+    """Connect to ``launched``, or to a new engine process; ``take`` is called with each of its
+    messages.
+    """
     process = EngineProcess(launched or launch(), take)
     await process.connect()
     return process
@@ -29,8 +33,8 @@ async def spawn(take: Callable[[FromChild], None], launched: Popen[bytes] | None
 class EngineProcess(asyncio.Protocol):
     """A running engine process.
 
-    Messages are handled where their bytes arrive, because waking a task for them takes time. ``ended`` is set when the
-    process has ended and all of its messages have been handled.
+    Messages are handled where their bytes arrive, because waking a task for them takes time.
+    ``ended`` is set when the process has ended and all of its messages have been handled.
     """
 
     def __init__(self, process: Popen[bytes], take: Callable[[FromChild], None]) -> None:
@@ -52,7 +56,8 @@ class EngineProcess(asyncio.Protocol):
         return self._process.pid
 
     def write(self, data: bytes) -> None:
-        if self._stdin is not None and not self._stdin.is_closing():  # the end of its stdout reports a dead engine
+        # the end of its stdout reports a dead engine
+        if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(data)
 
     def data_received(self, data: bytes) -> None:
@@ -78,7 +83,8 @@ class EngineProcess(asyncio.Protocol):
         self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        thread = ThreadPoolExecutor(1, "cllm-reaper")  # asyncio's own threads may all be busy for seconds
+        # asyncio's own threads may all be busy for seconds
+        thread = ThreadPoolExecutor(1, "cllm-reaper")
         await asyncio.get_running_loop().run_in_executor(thread, self._process.wait)
         thread.shutdown(wait=False)
         if self._stdin is not None:

@@ -1,1 +1,3 @@
-"""Turns logits of shape (rows, vocabulary) into one token id per row: exact, vectorised, reproducible per request."""
+"""Turns logits of shape (rows, vocabulary) into one token id per row: exact, vectorised,
+reproducible per request.
+"""

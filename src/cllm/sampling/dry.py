@@ -26,9 +26,14 @@ class Past:
         self._length = 0
 
     def of(self, tokens: list[int]) -> Tokens:
-        """Return ``tokens`` as an array. They must begin with those of the last call, which are not copied again."""
+        """Return ``tokens`` as an array.
+
+        They must begin with those of the last call, which are not copied again.
+        """
         if len(tokens) > len(self._array):
-            self._array = np.concatenate((self._array[: self._length], np.zeros(len(tokens) + 64, np.int32)))
+            self._array = np.concatenate(
+                (self._array[: self._length], np.zeros(len(tokens) + 64, np.int32))
+            )
         self._array[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
         return self._array[: self._length]
@@ -37,25 +42,31 @@ class Past:
 def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: Past) -> None:
     """Subtract the penalties from the logits ``row``, shape (vocabulary,).
 
-    If the last n tokens occurred before and were followed by t, then t loses multiplier * base ** (n - allowed_length),
-    unless n < allowed_length. The longest such n counts, up to MAX_MATCH. The last dry_penalty_last_n tokens are
-    searched (-1: all), up to MAX_WINDOW. Breakers end a repetition and are never penalized.
+    If the last n tokens occurred before and were followed by t, then t loses multiplier * base **
+    (n - allowed_length), unless n < allowed_length. The longest such n counts, up to MAX_MATCH. The
+    last dry_penalty_last_n tokens are searched (-1: all), up to MAX_WINDOW. Breakers end a
+    repetition and are never penalized.
     """
     params = seq.request.params
-    window = MAX_WINDOW if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, MAX_WINDOW)
+    window = (
+        MAX_WINDOW if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, MAX_WINDOW)
+    )
     ids, lengths = repetitions(past.of(seq.tokens)[-window:], past.breakers)
     long = lengths >= params.dry_allowed_length
     if not long.any():
         return
     ids, lengths = ids[long], lengths[long]
     with np.errstate(over="ignore"):
-        penalty = params.dry_multiplier * np.float64(params.dry_base) ** (lengths - params.dry_allowed_length)
+        penalty = params.dry_multiplier * np.float64(params.dry_base) ** (
+            lengths - params.dry_allowed_length
+        )
     penalty[[int(token) in past.breakers for token in ids]] = 0
     row[ids] -= np.minimum(penalty, LARGEST).astype(np.float32)
 
 
 def repetitions(tokens: Tokens, breakers: frozenset[int]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Return tokens that followed an earlier occurrence of the end of ``tokens``, and the length of the longest match.
+    """Return tokens that followed an earlier occurrence of the end of ``tokens``, and the length of
+    the longest match.
 
     Costs at most MAX_MATCH numpy comparisons, each of at most len(tokens) elements.
     """

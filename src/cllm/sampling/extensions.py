@@ -1,7 +1,8 @@
 """Sampling steps that few requests use: top-n-sigma, typical, XTC, mirostat. Exact, in float64.
 
-The steps work on candidates: token ids and logits, in descending order. Each step returns which candidates remain, as
-indices or a count in that order, so the best remaining candidate is always first.
+The steps work on candidates: token ids and logits, in descending order. Each step returns which
+candidates remain, as indices or a count in that order, so the best remaining candidate is always
+first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Values = npt.NDArray[np.float64]
 
 
 def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) -> int:
-    """Return the token at ``position`` of the sequence with ``seed``, after all steps from top-n-sigma to the draw."""
+    """Return the token at ``position`` of the sequence with ``seed``, after all steps from
+    top-n-sigma to the draw.
+    """
     ids, values = candidates(row, params)
     if params.typical_p < 1:
         ids, values = stay(ids, values, typical(values, params.typical_p))
@@ -31,7 +34,10 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
     if params.min_p > 0:
         kept = int((np.exp(values - values[0]) >= params.min_p).sum())
         ids, values = ids[:kept], values[:kept]
-    if params.xtc_probability > 0 and uniform(derive_seed(seed, XTC_STREAM), position) < params.xtc_probability:
+    if (
+        params.xtc_probability > 0
+        and uniform(derive_seed(seed, XTC_STREAM), position) < params.xtc_probability
+    ):
         first = xtc(values, params.xtc_threshold)
         ids, values = ids[first:], values[first:]
     weights = softmax(values, params.temperature)
@@ -39,7 +45,8 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
 
 
 def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
-    """Return the ids and logits that top-n-sigma and top-k keep, in descending order; for equal logits, by lowest id.
+    """Return the ids and logits that top-n-sigma and top-k keep, in descending order; for equal
+    logits, by lowest id.
 
     Raises EngineError if the largest logit is not finite.
     """
@@ -58,8 +65,8 @@ def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
 def in_falling_order(row: Row, ids: Ids) -> Ids:
     """Return ``ids`` sorted by descending logit; for equal logits, by lowest id.
 
-    Sorts integers, which takes a tenth of the time of a stable argsort. The bits of floats sort like the floats once
-    those of negative numbers are inverted.
+    Sorts integers, which takes a tenth of the time of a stable argsort. The bits of floats sort
+    like the floats once those of negative numbers are inverted.
     """
     bits = (0.0 - row[ids]).view(np.int32)  # the subtraction maps both zeros to the same bits
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -78,7 +85,9 @@ def sigma_threshold(row: Row, n: float) -> float:
 
 
 def typical(values: Values, mass: float) -> Ids:
-    """Return the candidates whose surprise is nearest to the entropy and that reach ``mass`` (Meister et al. 2023)."""
+    """Return the candidates whose surprise is nearest to the entropy and that reach ``mass``
+    (Meister et al. 2023).
+    """
     probabilities = softmax(values)
     with np.errstate(divide="ignore"):
         surprise = -np.log(probabilities)
@@ -95,7 +104,8 @@ def top_p(values: Values, mass: float) -> int:
 
 
 def xtc(values: Values, threshold: float) -> int:
-    """Return how many of the best candidates to exclude: all that reach ``threshold``, except the least probable one.
+    """Return how many of the best candidates to exclude: all that reach ``threshold``, except the
+    least probable one.
 
     "Exclude top choices", by Philipp Emanuel Weidmann (text-generation-webui, 2024).
     """
@@ -105,11 +115,12 @@ def xtc(values: Values, threshold: float) -> int:
 class Mirostat:
     """Mirostat version 2 (Basu et al. 2021).
 
-    Excludes tokens whose surprise exceeds ``mu``, and adjusts mu so that the surprise (in bits) of the drawn tokens
-    approaches ``tau``.
+    Excludes tokens whose surprise exceeds ``mu``, and adjusts mu so that the surprise (in bits) of
+    the drawn tokens approaches ``tau``.
 
-    ``mu`` is stored for each position. A position that is sampled again, after a rejected draft token or a failed
-    step, uses the same mu as before. A token that was not drawn does not change mu.
+    ``mu`` is stored for each position. A position that is sampled again, after a rejected draft
+    token or a failed step, uses the same mu as before. A token that was not drawn does not change
+    mu.
     """
 
     def __init__(self, params: SamplingParams, position: int) -> None:
@@ -118,13 +129,17 @@ class Mirostat:
         self._mu = {position: 2 * params.mirostat_tau}
 
     def draw(self, row: Row, temperature: float, number: float, position: int, first: int) -> int:
-        """Return the token at ``position``. Later calls must not ask for positions before ``first``.
+        """Return the token at ``position``.
+
+        Later calls must not ask for positions before ``first``.
 
         Raises EngineError if the largest logit is not finite.
         """
         known = max(at for at in self._mu if at <= position)
         mu = self._mu[known]
-        self._mu = {at: old for at, old in self._mu.items() if first <= at <= position or at == known}
+        self._mu = {
+            at: old for at, old in self._mu.items() if first <= at <= position or at == known
+        }
         largest = float(row.max())
         if not math.isfinite(largest):
             raise EngineError("the model computes what is not a number")

@@ -1,4 +1,6 @@
-"""Computes which tokens a grammar allows next, with llguidance: https://github.com/guidance-ai/llguidance."""
+"""Computes which tokens a grammar allows next, with llguidance:
+https://github.com/guidance-ai/llguidance.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,18 @@ from cllm.sampling.top_k import Ids, Row
 if TYPE_CHECKING:  # importing it takes 0.1 s
     from llguidance import LLMatcher, LLTokenizer
 
-SLOW, PATIENCE = 0.005, 0.5  # seconds: allowed mean time of a mask, and by how much all masks together may exceed it
-FEW = 512  # nonzero mask bytes up to which the allowed tokens are picked from the row; with more, the row is masked
-FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0, -np.inf, 0)
-PENALTIES = FORBIDDEN.astype(np.float32)  # for the eight tokens of each possible mask byte, shape (256, 8)
+# seconds: allowed mean time of a mask, and by how much all masks together may exceed it
+SLOW, PATIENCE = 0.005, 0.5
+# nonzero mask bytes up to which the allowed tokens are picked from the row; with more, the row is
+# masked
+FEW = 512
+FORBIDDEN = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0,
+    -np.inf,
+    0,
+)
+# for the eight tokens of each possible mask byte, shape (256, 8)
+PENALTIES = FORBIDDEN.astype(np.float32)
 
 
 class Grammar:
@@ -68,13 +78,15 @@ class Matcher:
 
     def accepts(self, token: int) -> bool:
         matcher = self._at()
-        return bool(matcher.is_error() or matcher.validate_tokens([token]))  # a failed matcher constrains nothing
+        # a failed matcher constrains nothing
+        return bool(matcher.is_error() or matcher.validate_tokens([token]))
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         begun = time.perf_counter()
         matcher = self._at()
         mask = matcher.compute_bitmask()
-        if matcher.is_error():  # no token is allowed, or a limit is reached; the shared lexer is at that limit too
+        # no token is allowed, or a limit is reached; the shared lexer is at that limit too
+        if matcher.is_error():
             self._grammar.error = matcher.get_error()
             return None
         self._seconds += time.perf_counter() - begun - SLOW
@@ -89,7 +101,9 @@ class Matcher:
 
 
 def allowed_ids(mask: npt.NDArray[np.uint8]) -> Ids | None:
-    """Return the ids of the tokens that ``mask`` allows, or None if more than FEW bytes of the mask are nonzero."""
+    """Return the ids of the tokens that ``mask`` allows, or None if more than FEW bytes of the mask
+    are nonzero.
+    """
     used = mask.nonzero()[0]
     if used.shape[0] > FEW:
         return None
@@ -99,5 +113,7 @@ def allowed_ids(mask: npt.NDArray[np.uint8]) -> Ids | None:
 
 
 def forbid(row: Row, mask: npt.NDArray[np.uint8]) -> None:
-    """Set logits of ``row``, shape (vocabulary,), to minus infinity where ``mask`` does not allow the token."""
+    """Set logits of ``row``, shape (vocabulary,), to minus infinity where ``mask`` does not allow
+    the token.
+    """
     row += PENALTIES.take(mask, axis=0).reshape(-1)[: row.shape[0]]

@@ -11,7 +11,10 @@ from cllm.sampling.top_k import Ids, Row, top_k
 
 
 class Distribution(NamedTuple):
-    """The best tokens of a row, saved before the row is modified. ``norm``: the logarithm of the sum of exp(logit)."""
+    """The best tokens of a row, saved before the row is modified.
+
+    ``norm``: the logarithm of the sum of exp(logit).
+    """
 
     norm: float
     ids: Ids
@@ -24,7 +27,11 @@ class Distribution(NamedTuple):
 
 
 def distribution(row: Row, num_top: int) -> Distribution:
-    """Return the distribution of the logits ``row``, shape (vocabulary,), with the ``num_top`` best tokens."""
+    """Return the distribution of the logits ``row``, shape (vocabulary,), with the ``num_top`` best
+    tokens.
+    """
     largest = row.max()
     norm = float(largest) + float(np.log(np.exp(row - largest).sum(dtype=np.float64)))
-    return Distribution(norm, *(top_k(row, num_top) if num_top else (row[:0].astype(np.intp), row[:0])))
+    return Distribution(
+        norm, *(top_k(row, num_top) if num_top else (row[:0].astype(np.intp), row[:0]))
+    )

@@ -1,4 +1,6 @@
-"""Changes to individual logits before selection: penalties for tokens seen, and the request's logit bias."""
+"""Changes to individual logits before selection: penalties for tokens seen, and the request's logit
+bias.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def penalize(row: npt.NDArray[np.float32], seq: Sequence) -> None:
     ids = np.fromiter(seq.token_counts, np.intp, len(seq.token_counts))
     in_output = np.array([counts[1] for counts in seq.token_counts.values()], np.float32)
     logits = row[ids]
-    logits = np.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+    logits = np.where(
+        logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+    )
     logits -= params.frequency_penalty * in_output + params.presence_penalty * (in_output > 0)
     row[ids] = logits
 

@@ -1,10 +1,11 @@
-"""The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p, temperature.
+"""The steps from logits to tokens, in the order of llama.cpp: penalties, bias, top-k, top-p, min-p,
+temperature.
 
-Steps that few requests use are in extensions.py and dry.py; core/params.py documents their place in this order. A
-grammar masks tokens after the bias.
+Steps that few requests use are in extensions.py and dry.py; core/params.py documents their place in
+this order. A grammar masks tokens after the bias.
 
-Rows are sampled one by one. The CPU caches are cold after each decode, so the speed depends on how little memory is
-touched: a row is read once, and all later steps work on its candidates.
+Rows are sampled one by one. The CPU caches are cold after each decode, so the speed depends on how
+little memory is touched: a row is read once, and all later steps work on its candidates.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ AGAIN_STREAM = 0x416761  # seed index of the random numbers for tokens that are 
 class Sampler:
     """Draws tokens.
 
-    A draw depends only on the row, the request's params, its seed and the position; with mirostat or DRY, also on the
-    tokens before, whose state is cached for each sequence.
+    A draw depends only on the row, the request's params, its seed and the position; with mirostat
+    or DRY, also on the tokens before, whose state is cached for each sequence.
     """
 
     def __init__(self, end_tokens: Collection[int] = ()) -> None:
@@ -50,13 +51,17 @@ class Sampler:
         self._end_tokens = [*end_tokens]
         self._pasts: WeakKeyDictionary[Sequence, Past] = WeakKeyDictionary()
         self._mirostats: WeakKeyDictionary[Sequence, Mirostat] = WeakKeyDictionary()
-        self.logprobs: dict[int, Logprobs] = {}  # from the last call, by row of the logits; if requested
+        # from the last call, by row of the logits; if requested
+        self.logprobs: dict[int, Logprobs] = {}
 
     def sample(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
-        """Return a token for each row of ``logits``, shape (num_samples, vocabulary). Modifies ``logits``.
+        """Return a token for each row of ``logits``, shape (num_samples, vocabulary).
 
-        A row that only gives a prompt logprob yields the prompt's next token. If a grammar allows no token, the row
-        yields NO_TOKEN. A sequence whose sampling raises an exception gets FAILED for each of its rows.
+        Modifies ``logits``.
+
+        A row that only gives a prompt logprob yields the prompt's next token. If a grammar allows
+        no token, the row yields NO_TOKEN. A sequence whose sampling raises an exception gets FAILED
+        for each of its rows.
         """
         if self.logprobs:
             self.logprobs = {}
@@ -66,7 +71,12 @@ class Sampler:
             try:
                 self._sample(row, logits, tokens)
             except Exception as error:
-                log.error("%s cannot be sampled: %s", row.seq.name, error, exc_info=not isinstance(error, EngineError))
+                log.error(
+                    "%s cannot be sampled: %s",
+                    row.seq.name,
+                    error,
+                    exc_info=not isinstance(error, EngineError),
+                )
                 tokens[begun:] = [FAILED] * row.num_samples
         return tokens
 
@@ -86,8 +96,11 @@ class Sampler:
                 tokens.append(self._choose(logits[at], seq, position, at, row.draft))
             position += 1
 
-    def _follow(self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int) -> list[int]:
-        """Return the tokens of a sequence with a grammar: the next one, and one more after each correct draft token.
+    def _follow(
+        self, row: BatchRow, matcher: Matcher, logits: npt.NDArray[np.float32], at: int
+    ) -> list[int]:
+        """Return the tokens of a sequence with a grammar: the next one, and one more after each
+        correct draft token.
 
         The remaining rows get NO_TOKEN.
         """
@@ -110,8 +123,12 @@ class Sampler:
             self.logprobs[i] = distribution(logits[i], num_top).of(logits[i, token])
         return tokens
 
-    def _choose(self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]) -> int:
-        """Do the same as ``choose``, with all options of a request, after its own tokens and some of ``draft``."""
+    def _choose(
+        self, row: Row, seq: Sequence, position: int, at: int, draft: tuple[int, ...]
+    ) -> int:
+        """Do the same as ``choose``, with all options of a request, after its own tokens and some
+        of ``draft``.
+        """
         params = seq.request.params
         if params.logprobs is None:
             return self._choose_from(row, seq, position, draft)
@@ -145,11 +162,17 @@ class Sampler:
         if seq.matcher is None or seq.matcher.accepts(token):
             return token
         # Draw with another random number: the first one belongs to tokens that the grammar refuses.
-        again = self._select_allowed(row, seq, seq.matcher, position, derive_seed(seq.seed, AGAIN_STREAM))
+        again = self._select_allowed(
+            row, seq, seq.matcher, position, derive_seed(seq.seed, AGAIN_STREAM)
+        )
         return token if again == NO_TOKEN else again
 
-    def _select_allowed(self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int) -> int:
-        """Return a token that the grammar allows, or NO_TOKEN if ``min_tokens`` or the grammar itself forbids all."""
+    def _select_allowed(
+        self, row: Row, seq: Sequence, matcher: Matcher, position: int, seed: int
+    ) -> int:
+        """Return a token that the grammar allows, or NO_TOKEN if ``min_tokens`` or the grammar
+        itself forbids all.
+        """
         mask = matcher.allowed()
         if mask is None:
             return NO_TOKEN
@@ -174,11 +197,15 @@ class Sampler:
             return draw_extended(row, params, seed, position)
         if seq not in self._mirostats:
             self._mirostats[seq] = Mirostat(params, position)
-        return self._mirostats[seq].draw(row, params.temperature, uniform(seed, position), position, seq.num_tokens)
+        return self._mirostats[seq].draw(
+            row, params.temperature, uniform(seed, position), position, seq.num_tokens
+        )
 
 
 def choose(row: Row, seq: Sequence, position: int) -> int:
-    """Return the index in ``row`` of the token of ``seq`` at ``position``, chosen by its logits alone."""
+    """Return the index in ``row`` of the token of ``seq`` at ``position``, chosen by its logits
+    alone.
+    """
     params = seq.request.params
     return int(row.argmax()) if params.greedy else draw(row, params, uniform(seq.seed, position))
 
@@ -206,10 +233,13 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
     return pick(ids, row[ids], params, number, total)
 
 
-def pick(ids: Ids, values: Row, params: SamplingParams, number: float, total: float | None = None) -> int:
+def pick(
+    ids: Ids, values: Row, params: SamplingParams, number: float, total: float | None = None
+) -> int:
     """Apply top-p, min-p and temperature to candidates in descending order, and draw one of them.
 
-    ``total`` is the mass that top-p refers to, the sum of exp(logit - largest logit); None: that of the candidates.
+    ``total`` is the mass that top-p refers to, the sum of exp(logit - largest logit); None: that of
+    the candidates.
     """
     shifted = np.subtract(values, values[0], dtype=np.float64)
     weights = np.exp(shifted)

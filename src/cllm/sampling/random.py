@@ -1,4 +1,6 @@
-"""Random numbers that depend on seed and position alone, so other sequences in the batch never change a text."""
+"""Random numbers that depend on seed and position alone, so other sequences in the batch never
+change a text.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ _MASK = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a uniform number in [0, 1) from SplitMix64 (Steele, Lea, Flood 2014), with the position as counter."""
+    """Return a uniform number in [0, 1) from SplitMix64 (Steele, Lea, Flood 2014), with the
+    position as counter.
+    """
     mixed = _mix(_mix(seed + _GAMMA & _MASK) + position * _GAMMA & _MASK)
     return (mixed >> 11) * 2.0**-53
 

@@ -1,4 +1,6 @@
-"""The thinking budget: when it is used up, the tokens that end the reasoning are forced instead of sampled."""
+"""The thinking budget: when it is used up, the tokens that end the reasoning are forced instead of
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,18 @@ from collections.abc import Sequence as Run
 from cllm.core.params import ThinkingBudget
 from cllm.core.sequence import Sequence
 
-LEAD = 4  # first tokens of a text, one of which may open the reasoning; white space may come before it
+# first tokens of a text, one of which may open the reasoning; white space may come before it
+LEAD = 4
 
 
-def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> int | None:
+def forced_token(
+    seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()
+) -> int | None:
     """Return the token that is forced at ``position``, or None if it is to be sampled.
 
-    ``guesses`` are the draft tokens after those of ``seq``, at least up to ``position``. The function keeps no state:
-    everything follows from the tokens, and most of them are read only near the end of the budget.
+    ``guesses`` are the draft tokens after those of ``seq``, at least up to ``position``. The
+    function keeps no state: everything follows from the tokens, and most of them are read only near
+    the end of the budget.
     """
     first = seq.num_prompt_tokens
     end = end_of_budget(seq, budget, position, guesses)
@@ -23,11 +29,17 @@ def forced_token(seq: Sequence, budget: ThinkingBudget, position: int, guesses: 
     at = position - end
     output = [*seq.tokens[first:], *guesses][: position - first]
     thoughts, written = output[: end - first], output[end - first :]
-    return None if budget.close in thoughts or tuple(written) != budget.force[:at] else budget.force[at]
+    return (
+        None
+        if budget.close in thoughts or tuple(written) != budget.force[:at]
+        else budget.force[at]
+    )
 
 
 def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int] = ()) -> bool:
-    """Return whether ``close`` must not be sampled at ``position``: after a forced end, models tend to repeat it."""
+    """Return whether ``close`` must not be sampled at ``position``: after a forced end, models tend
+    to repeat it.
+    """
     end = end_of_budget(seq, budget, position, guesses) if budget.closes_once else None
     if end is None or position < end + len(budget.force):
         return False
@@ -36,8 +48,12 @@ def is_closed(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run
     return (*seq.tokens[end:behind], *guessed) == budget.force
 
 
-def end_of_budget(seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]) -> int | None:
-    """Return the position after the budget's last token; None if that is not reached, or if there is no reasoning."""
+def end_of_budget(
+    seq: Sequence, budget: ThinkingBudget, position: int, guesses: Run[int]
+) -> int | None:
+    """Return the position after the budget's last token; None if that is not reached, or if there
+    is no reasoning.
+    """
     first = seq.num_prompt_tokens
     if position - first < budget.num_tokens:
         return None

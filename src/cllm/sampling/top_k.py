@@ -14,11 +14,13 @@ Row = npt.NDArray[np.float32]
 
 
 def top_k(row: Row, k: int) -> tuple[Ids, Row]:
-    """Return ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in descending order.
+    """Return ids and logits of the ``k`` largest values of ``row``, shape (vocabulary,), in
+    descending order.
 
-    Equal values are sorted by id. The row is viewed as a table of NUM_BLOCKS lines. The k-th largest column maximum is
-    a threshold that at least k values reach, and all values that reach it are in columns whose maximum does. The rest
-    of the row, fewer than NUM_BLOCKS values, is searched directly.
+    Equal values are sorted by id. The row is viewed as a table of NUM_BLOCKS lines. The k-th
+    largest column maximum is a threshold that at least k values reach, and all values that reach it
+    are in columns whose maximum does. The rest of the row, fewer than NUM_BLOCKS values, is
+    searched directly.
     """
     size = row.shape[0]
     k = min(k, size)
@@ -28,7 +30,8 @@ def top_k(row: Row, k: int) -> tuple[Ids, Row]:
         ids = (row >= threshold).nonzero()[0]
         values = row[ids]
     else:
-        # Compare the halves first: memory delivers two streams three times as fast as NUM_BLOCKS streams.
+        # Compare the halves first: memory delivers two streams three times as fast as NUM_BLOCKS
+        # streams.
         half = width * NUM_BLOCKS // 2
         maxima = np.maximum(row[:half], row[half : 2 * half]).reshape(-1, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]

@@ -1,4 +1,6 @@
-"""Sequences that wait for a prefix that is already being computed or read, so that nothing is done twice."""
+"""Sequences that wait for a prefix that is already being computed or read, so that nothing is done
+twice.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from cllm.kv_cache.tiers import Snapshot
 
 
 class Deferred:
-    """Sequences behind a leader that computes their prefix, or behind a snapshot that is being read from disk.
+    """Sequences behind a leader that computes their prefix, or behind a snapshot that is being read
+    from disk.
 
-    The sequences that a method returns are no longer deferred. A sequence that ends while deferred is discarded. Its
-    entry in the leader's list stays until the leader stops, and has no effect.
+    The sequences that a method returns are no longer deferred. A sequence that ends while deferred
+    is discarded. Its entry in the leader's list stays until the leader stops, and has no effect.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[Sequence, str] = {}
-        self._followers: dict[Sequence, list[tuple[int, Sequence]]] = {}  # leader -> (tokens awaited, follower)
+        # leader -> (tokens awaited, follower)
+        self._followers: dict[Sequence, list[tuple[int, Sequence]]] = {}
         self._readers: dict[int, list[Sequence]] = {}  # snapshot key -> sequences
 
     def __len__(self) -> int:
@@ -49,15 +53,21 @@ class Deferred:
         followers = self._followers.get(leader)
         if not followers:
             return []
-        self._followers[leader] = [entry for entry in followers if entry[0] > leader.num_computed_tokens]
-        return self._called([seq for count, seq in followers if count <= leader.num_computed_tokens])
+        self._followers[leader] = [
+            entry for entry in followers if entry[0] > leader.num_computed_tokens
+        ]
+        return self._called(
+            [seq for count, seq in followers if count <= leader.num_computed_tokens]
+        )
 
     def stopped(self, leader: Sequence) -> list[Sequence]:
         """Return all followers of ``leader``, which has stopped running."""
         return self._called([seq for _, seq in self._followers.pop(leader, ())])
 
     def was_read(self, key: int) -> list[Sequence]:
-        """Return the sequences that waited for the snapshot ``key``, which was read or could not be read."""
+        """Return the sequences that waited for the snapshot ``key``, which was read or could not be
+        read.
+        """
         return self._called(self._readers.pop(key, []))
 
     def _called(self, seqs: list[Sequence]) -> list[Sequence]:

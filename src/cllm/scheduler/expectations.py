@@ -10,7 +10,10 @@ FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until the first sequence has finished
 
 
 class Expectations:
-    """Running means. ``output``: tokens per output. ``computed``: prompt tokens that were not cached, per sequence."""
+    """Running means.
+
+    ``output``: tokens per output. ``computed``: prompt tokens that were not cached, per sequence.
+    """
 
     def __init__(self) -> None:
         self.output = FIRST_GUESS_OF_OUTPUT
@@ -33,6 +36,8 @@ class Expectations:
         return self.computed / self._mean_prompt if self._mean_prompt else 1.0
 
     def size(self, seq: Sequence) -> int:
-        """Return the expected final number of tokens of ``seq``, from the mean output and its own limit."""
+        """Return the expected final number of tokens of ``seq``, from the mean output and its own
+        limit.
+        """
         growth = max(MIN_GROWTH, int(self.output) - seq.num_output_tokens)
         return min(seq.limit, seq.num_tokens + growth)

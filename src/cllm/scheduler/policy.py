@@ -15,20 +15,22 @@ from cllm.core.request import Priority
 from cllm.errors import StartupError
 
 if TYPE_CHECKING:
-    from cllm.core.sequence import Sequence  # it imports NumPy, which would delay the start of the API process
+    # it imports NumPy, which would delay the start of the API process
+    from cllm.core.sequence import Sequence
 
 OUTPUT_WEIGHT = 2  # a sampled token counts as two prompt tokens, as in the paper cited in Fair
 MAX_COUNTERS = 4096
 
 
 class Policy(Protocol):
-    """Sorts waiting sequences into groups. The group with the lowest rank is served next; within a group, the earliest
-    deadline and then the earliest arrival decide.
+    """Sorts waiting sequences into groups. The group with the lowest rank is served next; within a
+    group, the earliest deadline and then the earliest arrival decide.
 
     While a group has waiting sequences, its rank may rise but not fall.
 
-    ``has_classes``: running requests of a lower class yield to waiting ones of a higher class. ``takes_turns``: within
-    a class, accounts are served in turn, by weight. From these two the API process estimates queue positions.
+    ``has_classes``: running requests of a lower class yield to waiting ones of a higher class.
+    ``takes_turns``: within a class, accounts are served in turn, by weight. From these two the API
+    process estimates queue positions.
     """
 
     has_classes: bool
@@ -47,11 +49,16 @@ class Policy(Protocol):
         ...
 
     def urgency(self, seq: Sequence) -> int:
-        """Return the class of ``seq`` while it runs. It may be parked for sequences with a lower number."""
+        """Return the class of ``seq`` while it runs.
+
+        It may be parked for sequences with a lower number.
+        """
         ...
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Note how many prompt tokens of ``seq`` will be computed, or how many output tokens were sampled."""
+        """Note how many prompt tokens of ``seq`` will be computed, or how many output tokens were
+        sampled.
+        """
         ...
 
 
@@ -93,13 +100,15 @@ class Priorities(FirstComeFirstServed):
 
 
 class Fair(Priorities):
-    """Higher classes first; within a class, the account that has been served least, by virtual token counters.
+    """Higher classes first; within a class, the account that has been served least, by virtual
+    token counters.
 
-    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. An account's counter grows by the tokens it is
-    served, divided by its weight. When an account returns, its counter is raised to the class's floor: the counter of
-    the account admitted last, which is the lowest of those waiting. So no account saves up credit while it is idle.
-    (The paper takes the minimum over the waiting accounts. The floor is the virtual time of start-time fair queueing,
-    and costs O(1).)
+    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. An account's counter grows
+    by the tokens it is served, divided by its weight. When an account returns, its counter is
+    raised to the class's floor: the counter of the account admitted last, which is the lowest of
+    those waiting. So no account saves up credit while it is idle. (The paper takes the minimum over
+    the waiting accounts. The floor is the virtual time of start-time fair queueing, and costs
+    O(1).)
     """
 
     takes_turns = True
@@ -133,7 +142,10 @@ class Fair(Priorities):
         self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
 
     def _forget_half(self) -> None:
-        """Forget the lower half of the counters. The floors rise to the forgotten values, so no rank falls."""
+        """Forget the lower half of the counters.
+
+        The floors rise to the forgotten values, so no rank falls.
+        """
         by_size = sorted(self.counters.items(), key=lambda item: item[1])
         half = len(by_size) // 2
         for (priority, _), counter in by_size[:half]:
@@ -141,13 +153,16 @@ class Fair(Priorities):
         self.counters = dict(by_size[half:])
 
 
-def split_prefill_budget(lacking: list[Sequence], budget: int, enough: float) -> Iterator[tuple[Sequence, int]]:
+def split_prefill_budget(
+    lacking: list[Sequence], budget: int, enough: float
+) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
-    Sequences are served by class and arrival. But up to half of the budget first goes to those of the head's class that
-    lack less than half as many tokens as the head. So short prompts do not wait for a long one, and cannot delay it
-    forever. Once ``enough`` tokens are given out, no further prompt starts: prompts computed together all get their
-    first tokens when the last one does, but computed one after the other, all except the last get theirs sooner.
+    Sequences are served by class and arrival. But up to half of the budget first goes to those of
+    the head's class that lack less than half as many tokens as the head. So short prompts do not
+    wait for a long one, and cannot delay it forever. Once ``enough`` tokens are given out, no
+    further prompt starts: prompts computed together all get their first tokens when the last one
+    does, but computed one after the other, all except the last get theirs sooner.
     """
     lacking = sorted(lacking, key=lambda seq: (seq.urgency, seq.order))
     if not lacking:
@@ -174,16 +189,21 @@ POLICIES = {"fair": Fair, "priority": Priorities, "fcfs": FirstComeFirstServed}
 
 
 def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
-    """Return the policy named ``name``, also as ``package.module:Class``. Raises StartupError if there is none."""
+    """Return the policy named ``name``, also as ``package.module:Class``.
+
+    Raises StartupError if there is none.
+    """
     if name in POLICIES:
         return cast("Policy", POLICIES[name](weights))
     module, _, class_name = name.partition(":")
-    sys.path.append(str(Path.cwd()))  # for the user's own module; a console script does not look there
+    # for the user's own module; a console script does not look there
+    sys.path.append(str(Path.cwd()))
     try:
         return cast("Policy", getattr(import_module(module), class_name)(weights))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise StartupError(
-            f"scheduler.policy must be {', '.join(POLICIES)} or package.module:Class, not {name} ({error})"
+            f"scheduler.policy must be {', '.join(POLICIES)} or package.module:Class, not {name} "
+            f"({error})"
         ) from None
     finally:
         sys.path.pop()

@@ -1,8 +1,8 @@
 """Decides what each step computes, and for which sequences.
 
-All sequences have one order: the running ones by class and arrival, then the waiting ones as the policy sorts them.
-They are served from the head of this order. When cells run short, sequences are parked from its tail. A sequence
-finishes in the step that samples its last token.
+All sequences have one order: the running ones by class and arrival, then the waiting ones as the
+policy sorts them. They are served from the head of this order. When cells run short, sequences are
+parked from its tail. A sequence finishes in the step that samples its last token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOTHING: Mapping[int, Logprobs] = {}
 
 
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least one for each
-    running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a sequence that other requests'
-    prompts may cause; None gives prompts all the space there is.
+    """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
+    one for each running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a
+    sequence that other requests' prompts may cause; None gives prompts all the space there is.
     """
 
     max_num_batched_tokens: int = 512
@@ -40,7 +40,9 @@ class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Sequences):
-    """Decides what to compute: ``schedule`` returns a batch, ``update`` takes the tokens sampled from it."""
+    """Decides what to compute: ``schedule`` returns a batch, ``update`` takes the tokens sampled
+    from it.
+    """
 
     def __init__(
         self,
@@ -52,13 +54,17 @@ class Scheduler(Sequences):
     ) -> None:
         """``end_tokens``: ids of the tokens with which the model ends its output."""
         if params.max_num_batched_tokens < ledger.seq_ids.size:
-            raise ValueError(f"{params.max_num_batched_tokens} tokens a step do not hold {ledger.seq_ids.size} rows")
+            raise ValueError(
+                f"{params.max_num_batched_tokens} tokens a step do not hold "
+                f"{ledger.seq_ids.size} rows"
+            )
         super().__init__(ledger, policy, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile)
         self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
-        self.reads: list[Snapshot] = []  # to be read from disk; the engine starts the reads and clears the list
+        # to be read from disk; the engine starts the reads and clears the list
+        self.reads: list[Snapshot] = []
         self.expected = Expectations()
         self.begun = 0.0  # when the present step began
         self.budget = 0  # the tokens that it may prefill
@@ -69,16 +75,23 @@ class Scheduler(Sequences):
         self.num_guesses = 0
         self.num_accepted = 0
 
-    # --- one step ----------------------------------------------------------------------------------------------------
+    # --- one step --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next batch, or None if there is nothing to do (except perhaps snapshots to read, in ``reads``)."""
+        """Return the next batch, or None if there is nothing to do (except perhaps snapshots to
+        read, in ``reads``).
+        """
         # 1. Expire: requests that have timed out end.
-        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its seq_id or its cells.
-        # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the tail is parked.
-        # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be admitted.
-        # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If cells run short, the
-        #    tail of ``unserved`` is parked. A sequence leaves ``unserved`` either with a row or without its cells.
+        # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
+        # seq_id or its cells.
+        # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the
+        # tail is parked.
+        # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be
+        # admitted.
+        # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
+        # cells run short, the
+        # tail of ``unserved`` is parked. A sequence leaves ``unserved`` either with a row or
+        # without its cells.
         self.begun, self.blocked, self._suspects = now, "", ()
         self._expire(now)
         self._suspects = self.running
@@ -87,8 +100,12 @@ class Scheduler(Sequences):
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
         space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
-        target_itl = None if self.params.target_itl is None else self.params.target_itl - self.reserved
-        self.budget = self.cost.prefill_budget(space, len(rows), num_tokens, target_itl, shares=shares)
+        target_itl = (
+            None if self.params.target_itl is None else self.params.target_itl - self.reserved
+        )
+        self.budget = self.cost.prefill_budget(
+            space, len(rows), num_tokens, target_itl, shares=shares
+        )
         self._admit_waiting(now, operations)
         self._suspects = self.running
         rows += self._prefill(rows, operations)
@@ -102,19 +119,33 @@ class Scheduler(Sequences):
         self._suspects = (seq,)
         self.ledger.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-        num_scores = seq.count_prompt_logprobs(seq.num_computed_tokens, count) if seq.num_pending_prompt_logprobs else 0
+        num_scores = (
+            seq.count_prompt_logprobs(seq.num_computed_tokens, count)
+            if seq.num_pending_prompt_logprobs
+            else 0
+        )
         return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
-        """Return a row for each sequence that lacks one token, after parking sequences that do not fit.
+        """Return a row for each sequence that lacks one token, after parking sequences that do not
+        fit.
 
         The rows get draft tokens if all running sequences decode and none waits.
         """
         decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
         drafts: dict[Sequence, tuple[int, ...]] = {}
-        if self._speculation is not None and decoding and len(decoding) == len(self.running) and not self.waiting:
-            drafts = self._speculation.propose(decoding, self.cost, self.params.max_num_batched_tokens)
-        while (room := self.ledger.make_room(len(decoding) + sum(map(len, drafts.values())))) is None:
+        if (
+            self._speculation is not None
+            and decoding
+            and len(decoding) == len(self.running)
+            and not self.waiting
+        ):
+            drafts = self._speculation.propose(
+                decoding, self.cost, self.params.max_num_batched_tokens
+            )
+        while (
+            room := self.ledger.make_room(len(decoding) + sum(map(len, drafts.values())))
+        ) is None:
             if drafts:
                 drafts = {}
                 continue
@@ -124,18 +155,29 @@ class Scheduler(Sequences):
         return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
     def _prefill(self, decoding: list[Row], operations: list[Operation]) -> list[Row]:
-        """Return rows for the running sequences that lack more than one token, within the prefill budget."""
+        """Return rows for the running sequences that lack more than one token, within the prefill
+        budget.
+        """
         served = {row.seq for row in decoding}
         lacking = [seq for seq in self.running if seq not in served]
-        unserved = dict(split_prefill_budget(lacking, self.budget, self.cost.efficient_prefill_tokens))
+        unserved = dict(
+            split_prefill_budget(lacking, self.budget, self.cost.efficient_prefill_tokens)
+        )
         rows: list[Row] = []
         while unserved:
             seq, share = next(iter(unserved.items()))
             if share == 0:
-                self.blocked = self.blocked or f"the step has enough tokens of prompts, of {self.budget} at most"
+                self.blocked = (
+                    self.blocked
+                    or f"the step has enough tokens of prompts, of {self.budget} at most"
+                )
                 break
             self._suspects = (seq,)
-            count = min(share, self._until_checkpoint(seq), self._until_logits_run_out(seq, [*decoding, *rows]))
+            count = min(
+                share,
+                self._until_checkpoint(seq),
+                self._until_logits_run_out(seq, [*decoding, *rows]),
+            )
             room = self._make_room(seq, count, unserved)
             if room is not None:
                 del unserved[seq]
@@ -143,15 +185,20 @@ class Scheduler(Sequences):
                 rows.append(self._row(seq, count))
         return rows
 
-    def _make_room(self, seq: Sequence, count: int, unserved: dict[Sequence, int]) -> list[Operation] | None:
-        """Return operations that free ``count`` cells for ``seq``, after parking from the tail of ``unserved``.
+    def _make_room(
+        self, seq: Sequence, count: int, unserved: dict[Sequence, int]
+    ) -> list[Operation] | None:
+        """Return operations that free ``count`` cells for ``seq``, after parking from the tail of
+        ``unserved``.
 
         None if ``seq`` itself became the tail: then it is parked too.
         """
         while (room := self.ledger.make_room(count)) is None:
             tail = max(unserved, key=rank)
             if tail is seq:
-                self.blocked = f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
+                self.blocked = (
+                    f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
+                )
             del unserved[tail]
             self._park(tail)
             if tail is seq:
@@ -159,27 +206,47 @@ class Scheduler(Sequences):
         return room
 
     def _until_checkpoint(self, seq: Sequence) -> int:
-        """Return the number of tokens up to the next position where the state of ``seq`` must be saved."""
-        return min((at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens)
+        """Return the number of tokens up to the next position where the state of ``seq`` must be
+        saved.
+        """
+        return min(
+            (at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens
+        )
 
     def _until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
-        """Return how many tokens of ``seq`` fit into the step's rows of logits, if its prompt logprobs are needed.
+        """Return how many tokens of ``seq`` fit into the step's rows of logits, if its prompt
+        logprobs are needed.
 
         Reserves a row for each other running sequence.
         """
         if not seq.num_pending_prompt_logprobs:
             return seq.num_tokens
-        space = self.params.max_num_samples - sum(row.num_samples for row in rows) - (len(self.running) - len(rows) - 1)
-        return max(0, seq.num_prompt_tokens - 1 - seq.num_pending_prompt_logprobs - seq.num_computed_tokens) + space
+        space = (
+            self.params.max_num_samples
+            - sum(row.num_samples for row in rows)
+            - (len(self.running) - len(rows) - 1)
+        )
+        return (
+            max(
+                0,
+                seq.num_prompt_tokens
+                - 1
+                - seq.num_pending_prompt_logprobs
+                - seq.num_computed_tokens,
+            )
+            + space
+        )
 
     def _checkpoints(self, seq: Sequence) -> list[int]:
-        """Return the positions ahead where state is saved: where followers wait, and before the last prompt token."""
+        """Return the positions ahead where state is saved: where followers wait, and before the
+        last prompt token.
+        """
         if self.ledger.layout.trims:
             return []
         awaited = self.deferred.awaited(seq)
         return [at for at in (*awaited, seq.num_prompt_tokens - 1) if at > seq.num_computed_tokens]
 
-    # --- admission ---------------------------------------------------------------------------------------------------
+    # --- admission -------------------------------------------------------------------------------
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit waiting sequences, in the order of the policy, until one cannot be admitted."""
@@ -192,7 +259,9 @@ class Scheduler(Sequences):
                 return
             match = self.ledger.find(seq)
             if seq.num_failures and any(other.num_failures for other in self.running):
-                self.blocked = f"{seq.name} and another one were in a step that failed: not both again"
+                self.blocked = (
+                    f"{seq.name} and another one were in a step that failed: not both again"
+                )
                 return
             if match.is_on_its_way:
                 if len(self.deferred) >= 2 * self.ledger.seq_ids.size:
@@ -212,14 +281,17 @@ class Scheduler(Sequences):
             self._suspects = self.waiting
 
     def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
-        """Return whether ``seq`` will probably find enough cells, if running sequences need ``growth`` more."""
+        """Return whether ``seq`` will probably find enough cells, if running sequences need
+        ``growth`` more.
+        """
         if not self.running or not self.ledger.layout.shares:
             return True
         need = self.expected.size(seq) - self.ledger.num_shared(match)
         if need + growth <= self.ledger.num_available:
             return True
         self.blocked = (
-            f"no cells: {seq.name} needs {need}, those who run {growth} more, {self.ledger.num_available} are to be had"
+            f"no cells: {seq.name} needs {need}, those who run {growth} more, "
+            f"{self.ledger.num_available} are to be had"
         )
         return False
 
@@ -227,13 +299,17 @@ class Scheduler(Sequences):
         """Return the number of further cells that running sequences will probably need."""
         return sum(self.expected.size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
 
-    def _admit(self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]) -> list[Operation]:
+    def _admit(
+        self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]
+    ) -> list[Operation]:
         self.waiting.take(seq)
         seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
         if seq.num_cached_tokens is None:  # a parked one's own cells are not counted as cached
             seq.num_cached_tokens = num_cached
             siblings = self._requests[seq.request.request_id].values()
-            if seq.request.queue_timeout is not None and not any(s.status is Status.RUNNING for s in siblings):
+            if seq.request.queue_timeout is not None and not any(
+                s.status is Status.RUNNING for s in siblings
+            ):
                 for sibling in siblings:  # the request has started: only its deadline counts now
                     self._expire_in(sibling, seq.request.deadline)
             self.expected.begun(seq)
@@ -267,7 +343,9 @@ class Scheduler(Sequences):
         return operations
 
     def was_read(self, key: int, *, succeeded: bool) -> None:
-        """Note that a snapshot from ``reads`` is in RAM now or could not be read; requeue the sequences behind it."""
+        """Note that a snapshot from ``reads`` is in RAM now or could not be read; requeue the
+        sequences behind it.
+        """
         snapshot = self.ledger.tiers.find(key)
         if snapshot is not None and succeeded:
             snapshot.place = Place.RAM
@@ -276,7 +354,9 @@ class Scheduler(Sequences):
         self._call_back(self.deferred.was_read(key))
 
     def _yield_to_a_higher_class(self, now: float) -> None:
-        """Park one running sequence if a waiting one of a higher class needs its seq_id or its cells."""
+        """Park one running sequence if a waiting one of a higher class needs its seq_id or its
+        cells.
+        """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
         tail = max(self.running, key=rank)
@@ -286,15 +366,21 @@ class Scheduler(Sequences):
         ):
             self._park(tail)
 
-    # --- results -----------------------------------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def update(
-        self, batch: Batch, tokens: list[int], now: float, logprobs: Mapping[int, Logprobs] = NOTHING
+        self,
+        batch: Batch,
+        tokens: list[int],
+        now: float,
+        logprobs: Mapping[int, Logprobs] = NOTHING,
     ) -> list[TokenOutput]:
-        """Append the sampled tokens, ``num_samples`` for each row in order; release finished sequences.
+        """Append the sampled tokens, ``num_samples`` for each row in order; release finished
+        sequences.
 
-        ``logprobs``: by index into ``tokens``, for the tokens whose logprobs are reported. NO_TOKEN means that the
-        sequence's grammar allows no token, FAILED that it cannot be sampled; both end the sequence.
+        ``logprobs``: by index into ``tokens``, for the tokens whose logprobs are reported. NO_TOKEN
+        means that the sequence's grammar allows no token, FAILED that it cannot be sampled; both
+        end the sequence.
         """
         self._num_recoveries = 0
         self._operations = []  # they have run
@@ -312,7 +398,9 @@ class Scheduler(Sequences):
                 self._drop_failed(seq)
                 continue
             if row.num_scores:
-                outputs.append(self._scored(seq, [logprobs[i] for i in range(begin - row.num_scores, begin)]))
+                outputs.append(
+                    self._scored(seq, [logprobs[i] for i in range(begin - row.num_scores, begin)])
+                )
             right = 0
             while right < len(row.draft) and found[right] == row.draft[right]:
                 right += 1
@@ -342,7 +430,9 @@ class Scheduler(Sequences):
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
         self._suspects = ()
-        self.trace.append(step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted))
+        self.trace.append(
+            step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted)
+        )
         return self.take_outputs()
 
     def _drop_failed(self, seq: Sequence) -> None:
@@ -358,7 +448,9 @@ class Scheduler(Sequences):
             self._pending_operations.append(Trim(seq_id, min(keep, seq.num_tokens)))
 
     def _progressed(self, seq: Sequence) -> None:
-        """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has computed."""
+        """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has
+        computed.
+        """
         if seq.status is not Status.RUNNING:
             return
         if not self.ledger.layout.trims and (
@@ -375,7 +467,9 @@ class Scheduler(Sequences):
         if seq.num_tokens >= seq.limit:  # max_tokens is 0: only the prompt is computed
             self.release(seq)
             num_cached = 0 if seq.index else seq.num_cached_tokens or 0
-            return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached)
+            return TokenOutput(
+                seq.request.request_id, seq.index, NO_TOKEN, FinishReason.LENGTH, False, num_cached
+            )
         if token != NO_TOKEN:
             seq.append(token)
             self.waiting.policy.served(seq, 0, 1)
@@ -385,9 +479,11 @@ class Scheduler(Sequences):
             self.release(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
-        return TokenOutput(seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs)
+        return TokenOutput(
+            seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs
+        )
 
-    # --- statistics --------------------------------------------------------------------------------------------------
+    # --- statistics ------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return stats_of(self)

@@ -2,9 +2,9 @@
 
 Every sequence ends in one function, ``release``, which frees its seq_id and cells.
 
-Invariants: an unfinished sequence is in exactly one of ``running``, ``waiting`` and ``deferred``; RUNNING means a
-leased seq_id; between steps a seq_id has as many cells as its sequence has computed tokens; a deferred sequence has a
-leader that runs or a snapshot that is being read.
+Invariants: an unfinished sequence is in exactly one of ``running``, ``waiting`` and ``deferred``;
+RUNNING means a leased seq_id; between steps a seq_id has as many cells as its sequence has computed
+tokens; a deferred sequence has a leader that runs or a snapshot that is being read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to
 
 
 def rank(seq: Sequence) -> tuple[int, int]:
-    """Return the sort key of a running sequence: class, then arrival. The last sequence is parked first."""
+    """Return the sort key of a running sequence: class, then arrival.
+
+    The last sequence is parked first.
+    """
     return seq.urgency, seq.order
 
 
 class Sequences:
-    """Moves sequences between states, and rebuilds the bookkeeping if an exception has left it inconsistent."""
+    """Moves sequences between states, and rebuilds the bookkeeping if an exception has left it
+    inconsistent.
+    """
 
     def __init__(self, ledger: Ledger, policy: Policy, speculation: Speculation | None) -> None:
         self.ledger = ledger
@@ -48,13 +53,17 @@ class Sequences:
         self._outputs: list[TokenOutput] = []  # not returned by any call yet
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
-        self._suspects: Iterable[Sequence] = ()  # the sequences that would have caused an exception raised now
+        # the sequences that would have caused an exception raised now
+        self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
 
-    # --- arrival -----------------------------------------------------------------------------------------------------
+    # --- arrival ---------------------------------------------------------------------------------
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Queue a sequence. Raises ValueError if its prompt leaves no cell for the first sampled token."""
+        """Queue a sequence.
+
+        Raises ValueError if its prompt leaves no cell for the first sampled token.
+        """
         self._suspects = (seq,)
         if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
@@ -64,7 +73,9 @@ class Sequences:
         match = self.ledger.find(seq)
         seq.num_uncached_tokens = seq.num_tokens - max(match.num_tokens, match.num_inflight_tokens)
         request = seq.request
-        self._expire_in(seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None))
+        self._expire_in(
+            seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None)
+        )
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
         self.waiting.push(seq)
         self._suspects = ()
@@ -81,10 +92,12 @@ class Sequences:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.deferred)
 
-    # --- parking and resuming ----------------------------------------------------------------------------------------
+    # --- parking and resuming --------------------------------------------------------------------
 
     def _park(self, seq: Sequence) -> None:
-        """Release a running sequence's cells; it resumes later from what is left of them in the cells or in RAM."""
+        """Release a running sequence's cells; it resumes later from what is left of them in the
+        cells or in RAM.
+        """
         self._give_back(seq, soon=True)
         self.running.remove(seq)
         seq.status = Status.PARKED
@@ -95,7 +108,10 @@ class Sequences:
         """Park all running sequences; return operations that empty all cells."""
         while self.running:
             self._park(max(self.running, key=rank))
-        return [*self.drain_pending_operations(), *(self.ledger.make_room(self.ledger.cells.size) or ())]
+        return [
+            *self.drain_pending_operations(),
+            *(self.ledger.make_room(self.ledger.cells.size) or ()),
+        ]
 
     def drain_pending_operations(self) -> list[Operation]:
         """Return and clear the operations that must run before all others."""
@@ -107,7 +123,7 @@ class Sequences:
         for seq in seqs:
             self.waiting.push(seq)
 
-    # --- ending ------------------------------------------------------------------------------------------------------
+    # --- ending ----------------------------------------------------------------------------------
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
         """End a request's sequences (all, or the one with ``index``), wherever they are."""
@@ -157,12 +173,15 @@ class Sequences:
             seq.num_computed_tokens = 0
             self._call_back(self.deferred.stopped(seq))
 
-    # --- failures ----------------------------------------------------------------------------------------------------
+    # --- failures --------------------------------------------------------------------------------
 
     def fail(self, batch: Batch) -> list[TokenOutput]:
-        """Undo a batch that could not be computed. The contents of all seq_ids that it touched are unknown.
+        """Undo a batch that could not be computed.
 
-        Its sequences are computed again from their tokens. Sequences with MAX_FAILURES failed batches end.
+        The contents of all seq_ids that it touched are unknown.
+
+        Its sequences are computed again from their tokens. Sequences with MAX_FAILURES failed
+        batches end.
         """
         touched, owed = self.ledger.invalidate_operations(batch.operations)
         touched |= {row.seq.seq_id for row in batch.rows}
@@ -179,24 +198,32 @@ class Sequences:
         return self.take_outputs()
 
     def recover(self) -> list[TokenOutput]:
-        """Continue after an exception in any other method, which may have left the bookkeeping inconsistent.
+        """Continue after an exception in any other method, which may have left the bookkeeping
+        inconsistent.
 
-        Rebuilds it from the sequences and their tokens; all cells count as empty. If one sequence was being worked on,
-        it ends. If there were several, each counts one more failed batch, as in ``fail``. After MAX_FAILURES recoveries
-        without a completed step, all sequences end.
+        Rebuilds it from the sequences and their tokens; all cells count as empty. If one sequence
+        was being worked on, it ends. If there were several, each counts one more failed batch, as
+        in ``fail``. After MAX_FAILURES recoveries without a completed step, all sequences end.
         """
         suspects = {seq for seq in self._suspects if self.knows(seq)}
         self._num_recoveries += 1
         self.ledger = self.ledger.without_cells()
-        _, dropped = self.ledger.invalidate_operations([*self._operations, *self._pending_operations])
+        _, dropped = self.ledger.invalidate_operations(
+            [*self._operations, *self._pending_operations]
+        )
         seq_ids = range(self.ledger.seq_ids.size + self.ledger.layout.num_spare_ids)
-        self._operations, self._pending_operations = [], [*dropped, *self.ledger.invalidate_seq_ids(set(seq_ids))]
+        self._operations, self._pending_operations = (
+            [],
+            [*dropped, *self.ledger.invalidate_seq_ids(set(seq_ids))],
+        )
         self.waiting, self.deferred, self.running = Waiting(self.waiting.policy), Deferred(), []
         for seq in [seq for seqs in self._requests.values() for seq in seqs.values()]:
             seq.status = Status.WAITING if seq.num_cached_tokens is None else Status.PARKED
             seq.seq_id, seq.num_computed_tokens = -1, 0
             seq.num_failures += seq in suspects
-            is_culprit = suspects == {seq} or max(seq.num_failures, self._num_recoveries) >= MAX_FAILURES
+            is_culprit = (
+                suspects == {seq} or max(seq.num_failures, self._num_recoveries) >= MAX_FAILURES
+            )
             if is_culprit or not self._could_push(seq):
                 self.release(seq)
                 self._outputs.append(seq.end_output(FinishReason.ERROR))
@@ -210,7 +237,7 @@ class Sequences:
             return False
         return True
 
-    # --- invariants --------------------------------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. Call it between steps."""

@@ -1,7 +1,8 @@
 """Draft tokens that are verified in one step, and how many of them pay.
 
-Each position is sampled with its own random number, as it would be without speculation. A draft token is accepted if it
-equals the sampled one. So the text is the same with and without speculation, at every temperature.
+Each position is sampled with its own random number, as it would be without speculation. A draft
+token is accepted if it equals the sampled one. So the text is the same with and without
+speculation, at every temperature.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ log = logging.getLogger("cllm.scheduler")
 
 START = 0.6  # expected acceptance rate of a new sequence
 MEMORY = 0.1  # weight of one verified token in that rate
-RECOVERY = 0.002  # weight of START in each step: the rate slowly recovers, so drafting is tried again
+# weight of START in each step: the rate slowly recovers, so drafting is tried again
+RECOVERY = 0.002
 
 
 class Drafter(Protocol):
     """Predicts the next tokens of sequences."""
 
     def draft(self, wanted: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Return at most ``wanted[seq]`` draft tokens for each sequence; omits sequences without any."""
+        """Return at most ``wanted[seq]`` draft tokens for each sequence; omits sequences without
+        any.
+        """
         ...
 
     def forget(self, seq: Sequence) -> None: ...
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the previous occurrence of the last n-gram. Works well for copies and edits.
+    """Drafts the tokens that followed the previous occurrence of the last n-gram.
+
+    Works well for copies and edits.
 
     Saxena, "Prompt Lookup Decoding", 2023. Indexing the n-grams of a sequence costs O(1) per token.
     """
@@ -48,7 +54,8 @@ class PromptLookup:
     def _look_up(self, seq: Sequence, count: int) -> tuple[int, ...]:
         done, index = self._index.setdefault(seq, ([0], {}))
         tokens = seq.tokens
-        for end in range(max(done[0], 1), len(tokens)):  # index n-grams that end before ``end`` by where they continue
+        # index n-grams that end before ``end`` by where they continue
+        for end in range(max(done[0], 1), len(tokens)):
             for size in self.SIZES:
                 if end >= size:
                     index[tuple(tokens[end - size : end])] = end
@@ -66,9 +73,9 @@ class PromptLookup:
 class Speculation:
     """Asks a drafter for as many draft tokens as pay.
 
-    By the learned step costs, a draft token costs as much as one more row, and an accepted one saves the cost of a
-    decoded token. So drafting stops by itself when rows are worth more to other sequences, or when few drafts are
-    accepted.
+    By the learned step costs, a draft token costs as much as one more row, and an accepted one
+    saves the cost of a decoded token. So drafting stops by itself when rows are worth more to other
+    sequences, or when few drafts are accepted.
     """
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int, max_samples: int) -> None:
@@ -79,8 +86,12 @@ class Speculation:
         self._trust: dict[Sequence, float] = {}
         self._failed = False
 
-    def propose(self, seqs: list[Sequence], cost: StepCost, max_tokens: int) -> dict[Sequence, tuple[int, ...]]:
-        """Return draft tokens for some of ``seqs``, which all decode, in a step of at most ``max_tokens``."""
+    def propose(
+        self, seqs: list[Sequence], cost: StepCost, max_tokens: int
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Return draft tokens for some of ``seqs``, which all decode, in a step of at most
+        ``max_tokens``.
+        """
         space = min(self._max_samples, max_tokens) - len(seqs)
         wanted: dict[Sequence, int] = {}
         for seq in seqs:
@@ -88,7 +99,9 @@ class Speculation:
             self._trust[seq] = trust + RECOVERY * (START - trust)
             most = min(self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1)
             params = seq.request.params
-            if not (params.looks_back or params.is_bound) and (count := self._best_count(len(seqs), trust, cost, most)):
+            if not (params.looks_back or params.is_bound) and (
+                count := self._best_count(len(seqs), trust, cost, most)
+            ):
                 wanted[seq] = count
         if not wanted or self._failed:
             return {}
@@ -100,7 +113,9 @@ class Speculation:
             return {}
 
     def _best_count(self, num_rows: int, trust: float, cost: StepCost, most: int) -> int:
-        """Return the number of draft tokens per sequence that maximizes the expected tokens per second."""
+        """Return the number of draft tokens per sequence that maximizes the expected tokens per
+        second.
+        """
         now = cost.decode(num_rows)
         best, best_speed = 0, num_rows / now if now else 0.0
         if not now:

@@ -6,15 +6,16 @@ import math
 
 SHARE = 0.2  # weight of a new observation in the mean
 ENOUGH = 20  # in steps of one row: reading the weights is then only a twentieth of the step
-ROW_OFFSET = 3  # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
+# the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
+ROW_OFFSET = 3
 
 
 class StepCost:
     """Seconds of a step: the cost of its decoding rows plus the cost of its prefill tokens.
 
-    The first is an exponential mean for each number of rows, because with real kernels it is far from linear. The
-    second is an exponential mean per tile: kernels compute prompts in tiles, and part of a tile costs as much as a
-    whole one.
+    The first is an exponential mean for each number of rows, because with real kernels it is far
+    from linear. The second is an exponential mean per tile: kernels compute prompts in tiles, and
+    part of a tile costs as much as a whole one.
     """
 
     def __init__(self, tile: int) -> None:
@@ -29,17 +30,22 @@ class StepCost:
         return self.per_tile and self.per_tile / self.tile
 
     def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn that a step of ``num_rows`` decoding rows and ``num_tokens`` prefill tokens took ``seconds``."""
+        """Learn that a step of ``num_rows`` decoding rows and ``num_tokens`` prefill tokens took
+        ``seconds``.
+        """
         expected = self.decode(num_rows)
         if num_tokens == 0:
             self.per_rows[num_rows] = mean(self.per_rows.get(num_rows, expected or None), seconds)
         else:
             num_tiles = -(-num_tokens // self.tile)
-            share = 1 - (1 - SHARE) ** (num_tokens / self.tile)  # as if each tile had been observed on its own
+            # as if each tile had been observed on its own
+            share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
             self.per_tile = mean(self.per_tile, max(0.0, seconds - expected) / num_tiles, share)
 
     def decode(self, num_rows: int) -> float:
-        """Return the expected seconds of a step with only decoding rows; 0 if none has been observed."""
+        """Return the expected seconds of a step with only decoding rows; 0 if none has been
+        observed.
+        """
         known = self.per_rows.get(num_rows)
         if known is not None or not self.per_rows or num_rows == 0:
             return known or 0.0
@@ -47,18 +53,23 @@ class StepCost:
         return self.per_rows[nearest] * (num_rows + ROW_OFFSET) / (nearest + ROW_OFFSET)
 
     def prefill(self, num_tokens: int) -> float:
-        """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been observed."""
+        """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
+        observed.
+        """
         return num_tokens * (self.per_token or 0.0)
 
     @property
     def efficient_prefill_tokens(self) -> float:
-        """Prefill tokens of a step beyond which it hardly gets more efficient; inf while unknown."""
+        """Prefill tokens of a step beyond which it hardly gets more efficient; inf while
+        unknown.
+        """
         if not self.per_token or not self.per_rows:
             return math.inf
         return ENOUGH * self.decode(1) / self.per_token
 
     def num_tiles(self, num_rows: int, seconds: float) -> int | None:
-        """Return how many tiles of prefill tokens fit into ``seconds`` together with the decoding rows, at least one.
+        """Return how many tiles of prefill tokens fit into ``seconds`` together with the decoding
+        rows, at least one.
 
         None while the cost of a tile is unknown.
         """
@@ -69,17 +80,20 @@ class StepCost:
     def prefill_budget(
         self, space: int, num_rows: int, num_tokens: int, target_itl: float | None, *, shares: bool
     ) -> int:
-        """Return how many prefill tokens to compute with the decoding rows: at most ``space``, within ``target_itl``.
+        """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
+        within ``target_itl``.
 
-        ``num_tokens``: tokens of the decoding rows. ``shares``: whether all sequences use one pool of cells.
+        ``num_tokens``: tokens of the decoding rows. ``shares``: whether all sequences use one pool
+        of cells.
         """
         if not num_rows or target_itl is None:
             return space
         num_tiles = self.num_tiles(num_rows, target_itl)
         if num_tiles is None:
             return space
-        # Fill whole tiles. With one pool, decoding rows are computed in the same tiles as prompts. Otherwise a prompt's
-        # first token is computed with the rows, and its other tokens separately.
+        # Fill whole tiles. With one pool, decoding rows are computed in the same tiles as prompts.
+        # Otherwise a prompt's first token is computed with the rows, and its other tokens
+        # separately.
         budget = num_tiles * self.tile - (num_tokens % self.tile if shares else -1)
         return min(space, budget if budget >= self.tile // 2 else budget + self.tile)
 

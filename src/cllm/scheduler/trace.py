@@ -18,7 +18,9 @@ MAX_NAMED = 100  # waiting sequences listed in one answer
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step: its contents, its duration in seconds, and why the head of the queue was not admitted."""
+    """One step: its contents, its duration in seconds, and why the head of the queue was not
+    admitted.
+    """
 
     number: int
     at: float
@@ -47,9 +49,11 @@ class Waiter(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """The state of the engine: the last steps, the running sequences, the first MAX_NAMED waiting ones, and costs.
+    """The state of the engine: the last steps, the running sequences, the first MAX_NAMED waiting
+    ones, and costs.
 
-    row_seconds: seconds of a step, by its number of decoding rows. token_seconds: seconds per prefill token.
+    row_seconds: seconds of a step, by its number of decoding rows. token_seconds: seconds per
+    prefill token.
     """
 
     steps: list[Step]
@@ -153,7 +157,9 @@ def seconds_of_place(scheduler: Scheduler) -> float:
 
 
 def seconds_of_waiting(scheduler: Scheduler) -> float:
-    """Return the estimated seconds until all waiting sequences have been computed, by the learned step costs."""
+    """Return the estimated seconds until all waiting sequences have been computed, by the learned
+    step costs.
+    """
     num_waiting = len(scheduler.waiting) + len(scheduler.deferred)
     if not num_waiting:
         return 0.0

@@ -10,7 +10,8 @@ from typing import Any
 from cllm.core.sequence import Sequence
 from cllm.scheduler.policy import Policy
 
-# No sequence starves: one in AGED_SHARE admissions goes to the one that has waited longest, if longer than PATIENCE.
+# No sequence starves: one in AGED_SHARE admissions goes to the one that has waited longest, if
+# longer than PATIENCE.
 AGED_SHARE = 8
 PATIENCE = 30.0  # seconds
 AGED = -1  # above every class: such a sequence is not parked for a higher class after its long wait
@@ -19,13 +20,15 @@ AGED = -1  # above every class: such a sequence is not parked for a higher class
 class Waiting:
     """A queue in which every operation costs O(log of its length).
 
-    Removed sequences leave stale entries in the heaps; ``_stamps`` says which entries are valid. A sequence that
-    returns gets its old position, because its deadline and its order have not changed.
+    Removed sequences leave stale entries in the heaps; ``_stamps`` says which entries are valid. A
+    sequence that returns gets its old position, because its deadline and its order have not
+    changed.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.num_tokens = 0  # to be computed for waiting sequences, by what was cached on their arrival
+        # to be computed for waiting sequences, by what was cached on their arrival
+        self.num_tokens = 0
         self._stamps: dict[Sequence, int] = {}
         self._next_stamp = 0
         self._groups: dict[Any, list[tuple[float, int, int, Sequence]]] = {}
@@ -56,7 +59,10 @@ class Waiting:
         heapq.heappush(self._by_age, (seq.order, stamp, seq))
 
     def head(self, now: float) -> Sequence | None:
-        """Return the sequence to serve next. One that has waited too long belongs to the class AGED from then on."""
+        """Return the sequence to serve next.
+
+        One that has waited too long belongs to the class AGED from then on.
+        """
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:

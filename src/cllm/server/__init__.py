@@ -1,1 +1,4 @@
-"""HTTP, one folder for each dialect. It only translates wire formats for the service, and does not use llama.cpp."""
+"""HTTP, one folder for each dialect.
+
+It only translates wire formats for the service, and does not use llama.cpp.
+"""

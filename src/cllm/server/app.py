@@ -15,7 +15,15 @@ from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
 from cllm.server.ollama import routes as ollama
-from cllm.server.openai import batches, completions, embeddings, files, llama_server, responses, tokens
+from cllm.server.openai import (
+    batches,
+    completions,
+    embeddings,
+    files,
+    llama_server,
+    responses,
+    tokens,
+)
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
 from cllm.service import Service
@@ -53,7 +61,9 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.state.service = service
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
-    app.state.responses = ResponseStore(settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000)
+    app.state.responses = ResponseStore(
+        settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000
+    )
     app.state.skipped = set()  # types of skipped parts that have been logged
     app.state.batches = batches.make(app, settings)
     errors.install(app, DIALECTS)
@@ -66,5 +76,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
 
 def routes() -> list[APIRoute]:
-    """Return all routes, grouped by dialect, including those that are not in the OpenAPI document."""
+    """Return all routes, grouped by dialect, including those that are not in the OpenAPI
+    document.
+    """
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]

@@ -1,4 +1,6 @@
-"""Reads request bodies: checks their size, type and JSON, and validates them with a pydantic model."""
+"""Reads request bodies: checks their size, type and JSON, and validates them with a pydantic
+model.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
 
 def stop_at_first_fault(schema: Any) -> None:
-    """Make every list in ``schema`` stop validation at its first fault: a body of a few megabytes can contain millions
-    of faults, and each would become an object and a text.
+    """Make every list in ``schema`` stop validation at its first fault: a body of a few megabytes
+    can contain millions of faults, and each would become an object and a text.
     """
     if isinstance(schema, dict):
         if schema.get("type") == "list":
@@ -68,23 +70,30 @@ def at_most(count: int) -> pydantic.BeforeValidator:
 class Body(pydantic.BaseModel):
     """Base of request models: no coercion, no NaN.
 
-    ``ignored`` has the parameters that are accepted without effect, ``refused`` those that are not supported, each with
-    the reason. Any other parameter is unknown. docs/api.md lists them all.
+    ``ignored`` has the parameters that are accepted without effect, ``refused`` those that are not
+    supported, each with the reason. Any other parameter is unknown. docs/api.md lists them all.
     """
 
-    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+    model_config = pydantic.ConfigDict(
+        strict=True, allow_inf_nan=False, extra="ignore", frozen=True
+    )
     ignored: ClassVar[Mapping[str, str]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> CoreSchema:
         schema = handler(source)
         stop_at_first_fault(handler.resolve_ref_schema(schema))
         return schema
 
 
 class Shape(pydantic.BaseModel):
-    """Base of answer models. They are used only for the OpenAPI document: answers are not validated."""
+    """Base of answer models.
+
+    They are used only for the OpenAPI document: answers are not validated.
+    """
 
 
 class ErrorObject(Shape):
@@ -108,21 +117,28 @@ def documented(
     stream: str = "",
     error: type[pydantic.BaseModel] = Error,
 ) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as in
+    """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as
+    in
 
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 
-    body: the model given to ``read_body``; None if the route reads no body. answer: the model of a 200 answer, a Shape;
-    fields with a default may be missing. takes: the media type of the body. stream: the media type of a streamed
-    answer, if the route can stream. error: the model of 4xx and 5xx answers, in the dialect's form. The models must be
-    defined at module level. A class gives its example with ``model_config = example(name=value)``; every body has one.
-    The route's docstring is its description.
+    body: the model given to ``read_body``; None if the route reads no body. answer: the model of a
+    200 answer, a Shape; fields with a default may be missing. takes: the media type of the body.
+    stream: the media type of a streamed answer, if the route can stream. error: the model of 4xx
+    and 5xx answers, in the dialect's form. The models must be defined at module level. A class
+    gives its example with ``model_config = example(name=value)``; every body has one. The route's
+    docstring is its description.
 
-    openapi.py makes schemas of the models when the document is first requested, because that takes time.
-    tests/server/test_openapi.py sends requests made from the schemas and compares the answers with them.
+    openapi.py makes schemas of the models when the document is first requested, because that takes
+    time. tests/server/test_openapi.py sends requests made from the schemas and compares the answers
+    with them.
     """
     models = {"body": body, "answer": answer, "error": error}
-    named = {role: f"{model.__module__}:{model.__qualname__}" for role, model in models.items() if model is not None}
+    named = {
+        role: f"{model.__module__}:{model.__qualname__}"
+        for role, model in models.items()
+        if model is not None
+    }
     return {"x-models": {**named, "takes": takes, "stream": stream}}
 
 
@@ -131,15 +147,23 @@ def example(**values: Any) -> pydantic.ConfigDict:
     return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
 
 
-def check_parameters(value: dict[str, Any], model: type[Body], request: Request, path: str = "") -> None:
-    """Raise BadRequest for refused parameters, and in strict mode for unknown ones. Otherwise count the unknown ones.
+def check_parameters(
+    value: dict[str, Any], model: type[Body], request: Request, path: str = ""
+) -> None:
+    """Raise BadRequest for refused parameters, and in strict mode for unknown ones.
+
+    Otherwise count the unknown ones.
 
     ``path``: the place of ``value`` in the body. Nested objects that have a model are checked too.
     """
     for name, why in model.refused.items():
         if value.get(name) not in (None, False, "", [], {}):
             param = path + name
-            raise BadRequest(f"Unsupported parameter: '{param}': {why}.", param=param, code="unsupported_parameter")
+            raise BadRequest(
+                f"Unsupported parameter: '{param}': {why}.",
+                param=param,
+                code="unsupported_parameter",
+            )
     unknown = [name for name in value if name not in known_names(model)]
     if unknown and request.app.state.settings.server.strict:
         param = path + unknown[0][:100]
@@ -159,7 +183,9 @@ def known_names(model: type[Body]) -> frozenset[str]:
 
 @functools.cache
 def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
-    """Return the fields whose value may be an object with a Body model, and the possible models of each."""
+    """Return the fields whose value may be an object with a Body model, and the possible models of
+    each.
+    """
     found = {
         field.alias or name: [
             kind
@@ -172,8 +198,8 @@ def inner_models(model: type[Body]) -> dict[str, list[type[Body]]]:
 
 
 async def read_body(request: Request, model: type[Model], *, any_type: bool = False) -> Model:
-    """Return the body of ``request`` as ``model``. Raises BadRequest (408, 413, 415, or 400, which names the field),
-    and EngineError if too many large bodies wait.
+    """Return the body of ``request`` as ``model``. Raises BadRequest (408, 413, 415, or 400, which
+    names the field), and EngineError if too many large bodies wait.
 
     ``any_type``: accept any Content-Type, unless a page in a browser has sent the request.
     """
@@ -198,10 +224,16 @@ def read(data: bytes, model: type[Model], request: Request) -> Model:
 
 
 def check_type(content_type: str) -> None:
-    """Raise BadRequest (415) unless ``content_type`` is JSON in UTF-8, by any name of that encoding."""
+    """Raise BadRequest (415) unless ``content_type`` is JSON in UTF-8, by any name of that
+    encoding.
+    """
     media_type, *parameters = content_type.lower().split(";")
     pairs = [parameter.partition("=") for parameter in parameters]
-    charsets = {normalize_encoding(value.strip(' \t"')) for name, _, value in pairs if name.strip() == "charset"}
+    charsets = {
+        normalize_encoding(value.strip(' \t"'))
+        for name, _, value in pairs
+        if name.strip() == "charset"
+    }
     if media_type.strip() != "application/json" or not charsets <= UTF8:
         message = f"The Content-Type must be application/json in UTF-8, not {content_type[:80]!r}."
         raise BadRequest(message, code="unsupported_media_type", status=415)
@@ -216,18 +248,25 @@ def check_encoding(request: Request) -> None:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """Return the body. One over the server's limit is rejected as soon as that is known, and not read to its end."""
+    """Return the body.
+
+    One over the server's limit is rejected as soon as that is known, and not read to its end.
+    """
     check_encoding(request)
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
-    too_large = BadRequest(f"The body is larger than {limit} bytes.", code="request_too_large", status=413)
+    too_large = BadRequest(
+        f"The body is larger than {limit} bytes.", code="request_too_large", status=413
+    )
     data = b"".join([part async for part in parts_of(request, limit, too_large)])
     request.scope[BODY_HASH] = hash(data)
     return data
 
 
-async def parts_of(request: Request, limit: int, too_large: BadRequest) -> AsyncGenerator[bytes, None]:
-    """Yield the parts of the body as they arrive. Raises ``too_large`` if there are more than ``limit`` bytes, and
-    BadRequest (408) if they arrive too slowly.
+async def parts_of(
+    request: Request, limit: int, too_large: BadRequest
+) -> AsyncGenerator[bytes, None]:
+    """Yield the parts of the body as they arrive. Raises ``too_large`` if there are more than
+    ``limit`` bytes, and BadRequest (408) if they arrive too slowly.
     """
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
@@ -240,7 +279,10 @@ async def parts_of(request: Request, limit: int, too_large: BadRequest) -> Async
             async with asyncio.timeout(pace.deadline - waited):
                 part = await anext(stream, None)
         except TimeoutError:
-            message = f"The body comes too slowly: less than {PACE_BYTES} bytes in {PACE_WINDOW:g} seconds."
+            message = (
+                f"The body comes too slowly: less than {PACE_BYTES} bytes in "
+                f"{PACE_WINDOW:g} seconds."
+            )
             raise BadRequest(message, code="body_timeout", status=408) from None
         if part is None:
             return
@@ -253,7 +295,8 @@ async def parts_of(request: Request, limit: int, too_large: BadRequest) -> Async
 
 
 class Pace:
-    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have arrived in the last ``window`` seconds.
+    """Finds when a body becomes too slow: when fewer than ``num_bytes`` have arrived in the last
+    ``window`` seconds.
 
     Times are the seconds spent waiting for the body so far.
     """
@@ -261,7 +304,8 @@ class Pace:
     def __init__(self, num_bytes: int, window: float) -> None:
         self._num_bytes = num_bytes
         self._window = window
-        self._parts: deque[tuple[float, int]] = deque()  # times and sizes of the latest, enough for num_bytes
+        # times and sizes of the latest, enough for num_bytes
+        self._parts: deque[tuple[float, int]] = deque()
         self._size = 0
         self._since = 0.0  # when the current window began
 
@@ -284,7 +328,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
     try:
         value = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise BadRequest(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+        raise BadRequest(
+            f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return value
@@ -304,7 +350,9 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """Return ``location`` without the names that pydantic gives to union members, such as str, list[int] or a class."""
+    """Return ``location`` without the names that pydantic gives to union members, such as str,
+    list[int] or a class.
+    """
 
     def is_field(part: str) -> bool:
         return part.isidentifier() and part not in UNION_MEMBERS and not part[0].isupper()
@@ -315,7 +363,8 @@ def field_path(location: tuple[int | str, ...]) -> list[int | str]:
 def explain(error: pydantic.ValidationError) -> BadRequest:
     """Return the first fault of a body, with the field's path as OpenAI writes it."""
     faults = error.errors(include_url=False, include_input=False)
-    # a value that fits no member of a union has a fault for each; the deepest belongs to the member that fits best
+    # a value that fits no member of a union has a fault for each; the deepest belongs to the member
+    # that fits best
     of_first_field = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
     first = max(of_first_field, key=lambda fault: len(field_path(fault["loc"])))
     param = ""

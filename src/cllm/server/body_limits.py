@@ -1,6 +1,8 @@
-"""Limits what a JSON body may contain, so that reading it neither stalls the event loop nor fills the memory.
+"""Limits what a JSON body may contain, so that reading it neither stalls the event loop nor fills
+the memory.
 
-The size in bytes is limited elsewhere. Four megabytes can contain a million lists, and each becomes an object.
+The size in bytes is limited elsewhere. Four megabytes can contain a million lists, and each becomes
+an object.
 """
 
 from __future__ import annotations
@@ -19,20 +21,26 @@ PARTS = ("content", "tool_calls", "summary", "output")  # fields of messages, it
 
 def check_structure(data: bytes) -> None:
     """Raise BadRequest if ``data``, JSON that has not been parsed, contains too many values."""
-    if is_within_limits(data):  # also counts characters in strings, because removing strings is slow
+    # also counts characters in strings, because removing strings is slow
+    if is_within_limits(data):
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_strings = plain.count(b'"') // 2
-    if num_strings > MAX_STRUCTURE + MAX_VALUES or not is_within_limits(b"".join(plain.split(b'"')[::2])):
+    if num_strings > MAX_STRUCTURE + MAX_VALUES or not is_within_limits(
+        b"".join(plain.split(b'"')[::2])
+    ):
         message = (
             f"The body is too large: at most {MAX_PARTS} messages and parts, "
-            f"{MAX_STRUCTURE} objects, lists and members of objects, {MAX_VALUES} values in all are accepted."
+            f"{MAX_STRUCTURE} objects, lists and members of objects, {MAX_VALUES} values in all "
+            f"are accepted."
         )
         raise BadRequest(message, code="body_too_large")
 
 
 def is_within_limits(data: bytes) -> bool:
-    return sum(map(data.count, (b"{", b"[", b":"))) <= MAX_STRUCTURE and data.count(b",") < MAX_VALUES
+    return (
+        sum(map(data.count, (b"{", b"[", b":"))) <= MAX_STRUCTURE and data.count(b",") < MAX_VALUES
+    )
 
 
 def check_parts(body: dict[str, Any]) -> None:
@@ -45,7 +53,9 @@ def check_parts(body: dict[str, Any]) -> None:
 def check_num_parts(count: int, param: str) -> None:
     """Raise BadRequest, naming ``param``, if a conversation has too many messages and parts."""
     if count > MAX_PARTS:
-        message = f"Invalid '{param}': at most {MAX_PARTS} messages and parts are accepted, not {count}."
+        message = (
+            f"Invalid '{param}': at most {MAX_PARTS} messages and parts are accepted, not {count}."
+        )
         raise BadRequest(message, param=param, code="array_above_max_length")
 
 
@@ -54,5 +64,7 @@ def num_parts(conversation: list[Any]) -> int:
     while pending:
         objects = [item for item in pending.pop() if isinstance(item, dict)]
         count += len(objects)
-        pending += [item[name] for item in objects for name in PARTS if isinstance(item.get(name), list)]
+        pending += [
+            item[name] for item in objects for name in PARTS if isinstance(item.get(name), list)
+        ]
     return count

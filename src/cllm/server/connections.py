@@ -11,10 +11,14 @@ from collections.abc import Callable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-RESERVED = 48  # file descriptors for everything but connections: pipes of the engine and of text workers, a new engine
+# file descriptors for everything but connections: pipes of the engine and of text workers, a new
+# engine
+RESERVED = 48
 PER_CONNECTION = 2  # the socket, and a file that is uploaded or downloaded
 WANTED = 65_536  # file descriptors
-IDLE = 0.1  # seconds without a request before a connection may be closed; a new one needs time to send its first
+# seconds without a request before a connection may be closed; a new one needs time to send its
+# first
+IDLE = 0.1
 PAUSE = 1.0  # seconds before the next attempt to accept a connection, after an error
 
 log = logging.getLogger("cllm.server")
@@ -43,7 +47,10 @@ def max_connections(num_descriptors: int) -> int:
 
 
 class Connections(ServerState):
-    """The connections of a server, at most ``limit``. It records which ones are idle (without a request)."""
+    """The connections of a server, at most ``limit``.
+
+    It records which ones are idle (without a request).
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -53,7 +60,10 @@ class Connections(ServerState):
         self._has_warned = False
 
     def mark_idle(self, connection: HttpToolsProtocol) -> None:
-        """Note that ``connection`` has no request. It may be closed when another one needs its file descriptor."""
+        """Note that ``connection`` has no request.
+
+        It may be closed when another one needs its file descriptor.
+        """
         self._idle[connection] = connection.loop.time()
         self._has_changed.set()
 
@@ -65,10 +75,15 @@ class Connections(ServerState):
         self._idle.pop(connection, None)
         self._has_changed.set()
 
-    async def accept(self, listener: socket.socket, protocol: Callable[[], HttpToolsProtocol]) -> None:
-        """Accept connections until cancelled. While all connections have a request, new ones wait in the backlog.
+    async def accept(
+        self, listener: socket.socket, protocol: Callable[[], HttpToolsProtocol]
+    ) -> None:
+        """Accept connections until cancelled.
 
-        Accepts one at a time: asyncio and uvloop would accept all that wait before any could be closed.
+        While all connections have a request, new ones wait in the backlog.
+
+        Accepts one at a time: asyncio and uvloop would accept all that wait before any could be
+        closed.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -81,7 +96,10 @@ class Connections(ServerState):
                 await asyncio.sleep(PAUSE)
 
     async def _make_room(self) -> None:
-        """Wait until there is room for another connection. If there is none, close the longest idle one."""
+        """Wait until there is room for another connection.
+
+        If there is none, close the longest idle one.
+        """
         clock = asyncio.get_running_loop().time
         while len(self.connections) >= self._limit:
             self._has_changed.clear()
@@ -95,7 +113,10 @@ class Connections(ServerState):
                     timeout = None
             elif not self._has_warned:
                 self._has_warned = True
-                message = "all %d connections are busy and new ones wait; the limit of open files allows no more"
+                message = (
+                    "all %d connections are busy and new ones wait; the limit of open "
+                    "files allows no more"
+                )
                 log.warning(message, self._limit)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):

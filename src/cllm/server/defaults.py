@@ -19,7 +19,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
 
     def params(self, **given: Any) -> SamplingParams:
-        """Return the SamplingParams of a request. Arguments that are None get the default. Raises BadRequest."""
+        """Return the SamplingParams of a request.
+
+        Arguments that are None get the default. Raises BadRequest.
+        """
         values = {name: value for name, value in given.items() if value is not None}
         if "max_tokens" in values:  # a limit above any context length is valid
             values["max_tokens"] = min(values["max_tokens"], LARGEST)

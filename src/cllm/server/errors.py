@@ -1,4 +1,6 @@
-"""Turns errors into answers, in the form of the request's dialect. Internal error details are never sent to clients.
+"""Turns errors into answers, in the form of the request's dialect.
+
+Internal error details are never sent to clients.
 
 Paths that no other dialect claims use OpenAI's form.
 """
@@ -31,7 +33,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Fault(NamedTuple):
-    """An error in OpenAI's terms, which are the most detailed. status: the HTTP status. retry_after: seconds.
+    """An error in OpenAI's terms, which are the most detailed.
+
+    status: the HTTP status. retry_after: seconds.
 
     ticket: claims a reserved queue position when the client retries.
     """
@@ -70,10 +74,28 @@ def describe(error: Exception) -> Fault:
         return Fault(504, str(error), "timeout", code=error.code)
     if isinstance(error, QueueFull):  # OpenAI's type of a rate limit names what was limited
         kind = "tokens" if error.bound == "tokens" else "requests"
-        return Fault(429, str(error), kind, code="queue_full", retry_after=error.retry_after, ticket=error.ticket)
+        return Fault(
+            429,
+            str(error),
+            kind,
+            code="queue_full",
+            retry_after=error.retry_after,
+            ticket=error.ticket,
+        )
     if isinstance(error, EngineError):
-        return Fault(503, str(error), "server_error", code="engine_unavailable", retry_after=error.retry_after)
-    return Fault(500, "Internal error; the log of the server says more.", "server_error", code="internal_error")
+        return Fault(
+            503,
+            str(error),
+            "server_error",
+            code="engine_unavailable",
+            retry_after=error.retry_after,
+        )
+    return Fault(
+        500,
+        "Internal error; the log of the server says more.",
+        "server_error",
+        code="internal_error",
+    )
 
 
 def describe_in_stream(error: Exception) -> Fault:
@@ -90,7 +112,10 @@ def openai_form(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
 
 
 def error_event(error: Exception) -> bytes:
-    """Return an event with OpenAI's error object, for a stream that has begun. The stream then ends."""
+    """Return an event with OpenAI's error object, for a stream that has begun.
+
+    The stream then ends.
+    """
     return b"data: " + pydantic_core.to_json(openai_form(describe_in_stream(error))[1]) + b"\n\n"
 
 
@@ -107,7 +132,11 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
     def answer(request: Request, fault: Fault) -> Response:
         form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
         status, content = form(fault, request_id(request))
-        headers = {"retry-after": str(max(1, math.ceil(fault.retry_after)))} if fault.status in (429, 503) else {}
+        headers = (
+            {"retry-after": str(max(1, math.ceil(fault.retry_after)))}
+            if fault.status in (429, 503)
+            else {}
+        )
         if fault.ticket:
             headers[TICKET] = fault.ticket
         return Response(pydantic_core.to_json(content), status, headers, "application/json")

@@ -1,4 +1,6 @@
-"""Reads HTTP from connections: uvicorn's protocol, with the timeouts, limits and checks that it lacks."""
+"""Reads HTTP from connections: uvicorn's protocol, with the timeouts, limits and checks that it
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +23,36 @@ from cllm.server.sse import PROBE
 HEAD_TIMEOUT = 10.0  # seconds from the first byte of a request to the end of its head
 MAX_HEAD = 65_536  # bytes of the request line, the header fields and the trailer fields
 MAX_FIELDS = 200  # header and trailer fields of a request
-READ_TIMEOUT = 60.0  # seconds in which a client must read LEAST_READ of the pending data, or all of it
+# seconds in which a client must read LEAST_READ of the pending data, or all of it
+READ_TIMEOUT = 60.0
 LEAST_READ = 65_536  # bytes
 LINGER_PAUSE = 5.0  # seconds that a client may pause while it sends data that is discarded
 LINGER_TIMEOUT = 30.0  # seconds that it may send in total
 LINGER_BYTES = 1 << 30  # bytes that it may send in total
 FIRST_PROBE, LONGEST_PROBE = 0.05, 15.0  # seconds between two probes of a half-closed connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")  # RFC 9110, 7.2
+# RFC 9110, 7.2
+HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 
 
 class Protocol(HttpToolsProtocol):
-    """Rejects input that is not HTTP or has too large a head. Closes connections whose clients do not send a head or do
-    not read their answer. Lets a client that is still sending read an early answer. ``parts_of`` in body.py limits how
-    slowly a body may arrive. An Upgrade field is ignored, which RFC 9110, 7.8 allows.
+    """Rejects input that is not HTTP or has too large a head. Closes connections whose clients do
+    not send a head or do not read their answer. Lets a client that is still sending read an early
+    answer. ``parts_of`` in body.py limits how slowly a body may arrive. An Upgrade field is
+    ignored, which RFC 9110, 7.8 allows.
 
-    A client may shut down its sending side after its request (half-close) and still gets the answer. A client that
-    closes the connection looks the same at first, so a half-closed connection is probed: data written to a closed
-    connection is answered with a reset, and the next write fails.
+    A client may shut down its sending side after its request (half-close) and still gets the
+    answer. A client that closes the connection looks the same at first, so a half-closed connection
+    is probed: data written to a closed connection is answered with a reset, and the next write
+    fails.
     """
 
     server_state: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._num_unparsed_bytes = 0  # since the last end of a head, part of a body or end of a body
+        # since the last end of a head, part of a body or end of a body
+        self._num_unparsed_bytes = 0
         self._num_head_bytes = self._num_fields = 0
         self._refusal: tuple[HTTPStatus, str] | None = None  # why parsing has stopped
         self._running: RequestResponseCycle | None = None  # the request that is being answered
@@ -55,7 +62,9 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._closing_timer: asyncio.TimerHandle | None = None  # of the next probe, or of lingering
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
         self.server_state.mark_idle(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,7 +76,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self.server_state.forget(self)
 
-    # --- what the client reads ----------------------------------------------------------------------------------------
+    # --- what the client reads -------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -88,7 +97,7 @@ class Protocol(HttpToolsProtocol):
         else:
             self._await_reading()
 
-    # --- what the client sends ----------------------------------------------------------------------------------------
+    # --- what the client sends -------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._is_discarding or self._refusal is not None:
@@ -105,8 +114,8 @@ class Protocol(HttpToolsProtocol):
             self._time_head()
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. It stops after a head that asks for an upgrade and would skip the body. A new parser then
-        reads the same head without the Upgrade field, and the rest of the data.
+        """Feed the parser. It stops after a head that asks for an upgrade and would skip the body.
+        A new parser then reads the same head without the Upgrade field, and the rest of the data.
         """
         head, rest = b"", memoryview(data)
         while True:
@@ -137,7 +146,9 @@ class Protocol(HttpToolsProtocol):
     def _time_head(self) -> None:
         if self._head_timer is None:
             message = f"The head of the request took longer than {HEAD_TIMEOUT:g} seconds."
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._refuse, HTTPStatus.REQUEST_TIMEOUT, message)
+            self._head_timer = self.loop.call_later(
+                HEAD_TIMEOUT, self._refuse, HTTPStatus.REQUEST_TIMEOUT, message
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -160,7 +171,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            self._stop_parser(HTTPStatus.NOT_IMPLEMENTED, "This server is not a proxy: CONNECT is not supported.")
+            self._stop_parser(
+                HTTPStatus.NOT_IMPLEMENTED, "This server is not a proxy: CONNECT is not supported."
+            )
         if self.parser.should_upgrade():  # the head is parsed again, without the Upgrade field
             return
         self._num_unparsed_bytes = 0
@@ -177,15 +190,27 @@ class Protocol(HttpToolsProtocol):
     def _check_fields(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._stop_parser(HTTPStatus.BAD_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1.")
+            self._stop_parser(
+                HTTPStatus.BAD_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1."
+            )
         hosts = [value.strip() for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and version == "1.1"):
-            self._stop_parser(HTTPStatus.BAD_REQUEST, f"The request has {len(hosts)} Host header fields, not one.")
+            self._stop_parser(
+                HTTPStatus.BAD_REQUEST, f"The request has {len(hosts)} Host header fields, not one."
+            )
         if hosts and not HOST.fullmatch(hosts[0]):
-            self._stop_parser(HTTPStatus.BAD_REQUEST, "The Host header field is not a host name with an optional port.")
-        codings = b", ".join(value.strip() for name, value in self.headers if name == b"transfer-encoding")
+            self._stop_parser(
+                HTTPStatus.BAD_REQUEST,
+                "The Host header field is not a host name with an optional port.",
+            )
+        codings = b", ".join(
+            value.strip() for name, value in self.headers if name == b"transfer-encoding"
+        )
         if codings.lower() not in (b"", b"chunked"):
-            message = f"The Transfer-Encoding {codings[:80].decode('latin-1')!r} is not supported; only 'chunked' is."
+            message = (
+                f"The Transfer-Encoding {codings[:80].decode('latin-1')!r} is not "
+                f"supported; only 'chunked' is."
+            )
             self._stop_parser(HTTPStatus.NOT_IMPLEMENTED, message)
 
     def on_body(self, body: bytes) -> None:
@@ -207,7 +232,9 @@ class Protocol(HttpToolsProtocol):
         self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer invalid input once the complete requests before it are answered, and close the connection."""
+        """Answer invalid input once the complete requests before it are answered, and close the
+        connection.
+        """
         if self._is_discarding or self.transport.is_closing():
             return
         if self._is_busy():
@@ -230,7 +257,10 @@ class Protocol(HttpToolsProtocol):
             (b"connection", b"close"),
             *((name, request_id) for name in HEADERS),
         ]
-        lines = [b"HTTP/1.1 %d %s" % (status.value, status.phrase.encode()), *(b"%s: %s" % field for field in head)]
+        lines = [
+            b"HTTP/1.1 %d %s" % (status.value, status.phrase.encode()),
+            *(b"%s: %s" % field for field in head),
+        ]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + content)
         self.linger()
 
@@ -239,11 +269,13 @@ class Protocol(HttpToolsProtocol):
         cycle.disconnected = True
         cycle.message_event.set()
 
-    # --- how an answer ends -------------------------------------------------------------------------------------------
+    # --- how an answer ends ----------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] == "1.1" else without_chunks(cycle, app))
+        super()._start_asgi_task(
+            cycle, app if cycle.scope["http_version"] == "1.1" else without_chunks(cycle, app)
+        )
 
     def on_response_complete(self) -> None:
         if self._running is not None:
@@ -262,8 +294,9 @@ class Protocol(HttpToolsProtocol):
             self._time_head()
 
     def linger(self) -> None:
-        """Close the connection once the client has read its answer. Closing it while the client still sends would reset
-        it and lose the answer. What the client sends is discarded, within limits.
+        """Close the connection once the client has read its answer. Closing it while the client
+        still sends would reset it and lose the answer. What the client sends is discarded, within
+        limits.
         """
         if self._is_discarding or self.transport.is_closing():
             return
@@ -274,7 +307,9 @@ class Protocol(HttpToolsProtocol):
         self.server_state.mark_idle(self)
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._closing_timer = self.loop.call_later(LINGER_PAUSE, self._check_lingering, 0, LINGER_TIMEOUT)
+        self._closing_timer = self.loop.call_later(
+            LINGER_PAUSE, self._check_lingering, 0, LINGER_TIMEOUT
+        )
 
     def _check_lingering(self, num_bytes_before: int, seconds_left: float) -> None:
         """Close the connection if nothing has arrived since the last check, or time is up.
@@ -290,7 +325,10 @@ class Protocol(HttpToolsProtocol):
         )
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn always closes the connection
-        """Note that the client sends nothing more. Return whether the connection stays open for its answer."""
+        """Note that the client sends nothing more.
+
+        Return whether the connection stays open for its answer.
+        """
         if self._is_discarding or not self._is_busy() or self.cycle.more_body:
             return False
         if not self._is_half_closed:
@@ -307,11 +345,16 @@ class Protocol(HttpToolsProtocol):
             probe()
         elif not self._running.response_started and scope["http_version"] == "1.1":
             self.transport.write(CONTINUE)
-        self._closing_timer = self.loop.call_later(seconds, self._probe, min(2 * seconds, LONGEST_PROBE))
+        self._closing_timer = self.loop.call_later(
+            seconds, self._probe, min(2 * seconds, LONGEST_PROBE)
+        )
 
 
 class AnswerTransport:
-    """The connection that an answer is written to. ``close`` lingers while the client still sends its request."""
+    """The connection that an answer is written to.
+
+    ``close`` lingers while the client still sends its request.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
         self.write = transport.write
@@ -327,8 +370,8 @@ class AnswerTransport:
 
 
 def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """Return ``app`` without chunks in ``cycle``: an answer without a length ends with the connection, because clients
-    of HTTP/1.0 cannot read chunks (RFC 9112, 6.1).
+    """Return ``app`` without chunks in ``cycle``: an answer without a length ends with the
+    connection, because clients of HTTP/1.0 cannot read chunks (RFC 9112, 6.1).
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
@@ -343,5 +386,7 @@ def without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
 
 
 def too_large_head() -> tuple[HTTPStatus, str]:
-    message = f"The head of the request has more than {MAX_HEAD} bytes or {MAX_FIELDS} header fields."
+    message = (
+        f"The head of the request has more than {MAX_HEAD} bytes or {MAX_FIELDS} header fields."
+    )
     return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message

@@ -1,4 +1,7 @@
-"""The HTTP server and the service behind it. Importing this module and opening both takes a second."""
+"""The HTTP server and the service behind it.
+
+Importing this module and opening both takes a second.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,25 @@ from cllm.service import Service
 
 log = logging.getLogger("cllm.server")
 
-KEEP_ALIVE = 75  # seconds; longer than the idle time of the usual clients and proxies, so that they close first
+# seconds; longer than the idle time of the usual clients and proxies, so that they close first
+KEEP_ALIVE = 75
 LAST_WORDS = 2  # seconds in which streams that were ended send their error
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but after SIGTERM running streams get ``drain_timeout`` seconds to finish, and then end with an error.
+    """uvicorn, but after SIGTERM running streams get ``drain_timeout`` seconds to finish, and then
+    end with an error.
 
     A second signal ends them immediately.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, batches: Batches | None, drain_timeout: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        batches: Batches | None,
+        drain_timeout: float,
+    ) -> None:
         super().__init__(config)
         self.server_state: Connections = Connections(max_connections(raise_descriptor_limit()))
         self.service = service
@@ -47,13 +58,19 @@ class HttpServer(uvicorn.Server):
         self._drain_timeout = drain_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting connections. Signals now reach ``handle_exit``; earlier ones are in ``early``."""
+        """Start accepting connections.
+
+        Signals now reach ``handle_exit``; earlier ones are in ``early``.
+        """
         self._loop = asyncio.get_running_loop()
         self.should_exit = self.should_exit or bool(self.early)
         await super().startup([])  # without sockets, because ``_accept`` accepts the connections
-        self._accepting = [self._loop.create_task(self._accept(listener)) for listener in sockets or ()]
+        self._accepting = [
+            self._loop.create_task(self._accept(listener)) for listener in sockets or ()
+        ]
         if self.service.vocabulary.chat_template:
-            self._starting = self._loop.create_task(self.service.renderer.start())  # while the engine loads
+            # while the engine loads
+            self._starting = self._loop.create_task(self.service.renderer.start())
         if self._batches is not None:
             self._batches.start()
 
@@ -65,7 +82,8 @@ class HttpServer(uvicorn.Server):
         await self.server_state.accept(listener, protocol)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # a signal handler can interrupt any code, so it must not write to streams itself
+        # a signal handler can interrupt any code, so it must not write to streams itself
+        if self.should_exit:
             self._loop.call_soon_threadsafe(self._end_streams)
         self.service.draining = True
         super().handle_exit(sig, frame)
@@ -79,7 +97,11 @@ class HttpServer(uvicorn.Server):
             await self._batches.stop()
         if (going := self.service.engine.num_unfinished) and self._drain_timeout:
             requests = "1 request" if going == 1 else f"{going} requests"
-            log.warning("waiting up to %g s for %s; Ctrl-C again ends them now", self._drain_timeout, requests)
+            log.warning(
+                "waiting up to %g s for %s; Ctrl-C again ends them now",
+                self._drain_timeout,
+                requests,
+            )
         timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._end_streams)
         try:
             await super().shutdown(sockets)
@@ -90,11 +112,15 @@ class HttpServer(uvicorn.Server):
         self.service.engine.end_all(EngineError("The server is shutting down."))
 
 
-def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient) -> HttpServer:
+def open_server(
+    settings: Settings, vocabulary: Vocabulary, model_name: str, engine: EngineClient
+) -> HttpServer:
     """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
     timeout, aliases = settings.scheduler.request_timeout, settings.model.aliases
-    service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases)
+    service = Service(
+        engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases
+    )
     app = create_app(service, settings)
     config = uvicorn.Config(
         streaming(with_answer_headers(heads_as_gets(app))),
@@ -111,10 +137,15 @@ def open_server(settings: Settings, vocabulary: Vocabulary, model_name: str, eng
 
 
 def heads_as_gets(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with HEAD requests turned into GET. uvicorn sends only the headers of the answer."""
+    """Return ``app`` with HEAD requests turned into GET.
+
+    uvicorn sends only the headers of the answer.
+    """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+        await app(
+            {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send
+        )
 
     return called
 

@@ -19,8 +19,13 @@ class Snippet(NamedTuple):
     text: str
 
 
-async def infill(service: Service, prefix: list[int], suffix: str, terms: SchedulingOptions) -> list[int]:
-    """Return a prompt for the text between ``prefix`` and ``suffix``. Raises BadRequest if the model cannot fill in."""
+async def infill(
+    service: Service, prefix: list[int], suffix: str, terms: SchedulingOptions
+) -> list[int]:
+    """Return a prompt for the text between ``prefix`` and ``suffix``.
+
+    Raises BadRequest if the model cannot fill in.
+    """
     marks = find_marks(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     behind = await service.encode(suffix, "suffix", terms, plain=True)
@@ -28,43 +33,70 @@ async def infill(service: Service, prefix: list[int], suffix: str, terms: Schedu
 
 
 def find_marks(service: Service, param: str) -> tuple[int, int, int]:
-    """Return the tokens that mark the prefix, the suffix and the middle. Raises BadRequest if the model has none."""
+    """Return the tokens that mark the prefix, the suffix and the middle.
+
+    Raises BadRequest if the model has none.
+    """
     if (marks := service.vocabulary.infill_tokens) is None:
-        message = "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a suffix and a middle."
+        message = (
+            "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a "
+            "suffix and a middle."
+        )
         raise BadRequest(message, param=param, code="unsupported_parameter")
     return marks
 
 
 async def build_infill_prompt(
-    service: Service, prefix: str, suffix: str, snippets: Sequence[Snippet], num_new_tokens: int | None
+    service: Service,
+    prefix: str,
+    suffix: str,
+    snippets: Sequence[Snippet],
+    num_new_tokens: int | None,
 ) -> tuple[list[int], bool]:
-    """Return the prompt, with ``snippets`` of other files before the prefix, and whether it was shortened to fit.
+    """Return the prompt, with ``snippets`` of other files before the prefix, and whether it was
+    shortened to fit.
 
-    The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None. Snippets are dropped
-    first, beginning with the first one. Then the beginning of the prefix and the end of the suffix are cut, down to
-    three quarters and one quarter of the room. Raises BadRequest if the model cannot fill in.
+    The prompt leaves room for ``num_new_tokens``, or for a quarter of the context if that is None.
+    Snippets are dropped first, beginning with the first one. Then the beginning of the prefix and
+    the end of the suffix are cut, down to three quarters and one quarter of the room. Raises
+    BadRequest if the model cannot fill in.
     """
     marks, files = find_marks(service, "input_suffix"), service.vocabulary.repository_tokens
     context = service.info.context_length
     longest = context * service.longest_piece  # characters; a longer text cannot fit
     texts = ["project\n", "file\n", prefix[-longest:], suffix[:longest]]
     for snippet in reversed(snippets):
-        text = f"{snippet.filename}\n{snippet.text}\n" if files else f"--- {snippet.filename} ---\n{snippet.text}\n\n"
+        text = (
+            f"{snippet.filename}\n{snippet.text}\n"
+            if files
+            else f"--- {snippet.filename} ---\n{snippet.text}\n\n"
+        )
         if (longest := longest - len(text)) < 0:
             break
         texts.append(text)
 
     def tokenize() -> list[list[int]]:
-        return [service.vocabulary.tokenize(text, add_special=False, parse_special=False) for text in texts]
+        return [
+            service.vocabulary.tokenize(text, add_special=False, parse_special=False)
+            for text in texts
+        ]
 
     is_long = sum(map(len, texts)) >= LONG_TEXT
-    project, file, before, behind, *parts = await asyncio.to_thread(tokenize) if is_long else tokenize()
+    project, file, before, behind, *parts = (
+        await asyncio.to_thread(tokenize) if is_long else tokenize()
+    )
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
     wanted = context // 4 if num_new_tokens is None else min(num_new_tokens, context // 2)
     room = context - 1 - wanted - len(begin) - len(marks)
     num_behind = min(len(behind), max(room // 4, room - len(before)))
     num_before = min(len(before), room - num_behind)
-    middle = [marks[0], *before[len(before) - num_before :], marks[1], *behind[:num_behind], marks[2]]
+    middle = [
+        marks[0],
+        *before[len(before) - num_before :],
+        marks[1],
+        *behind[:num_behind],
+        marks[2],
+    ]
     head, tail = ([files[0], *project], [files[1], *file]) if files else ([], [])
     room -= num_before + num_behind + len(head) + len(tail)
     shown: list[list[int]] = []

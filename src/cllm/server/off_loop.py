@@ -1,6 +1,8 @@
-"""Long work on large requests and answers runs in another thread, so that the event loop can serve other clients.
+"""Long work on large requests and answers runs in another thread, so that the event loop can serve
+other clients.
 
-There is one such thread, because each thread that computes competes with the event loop for the GIL.
+There is one such thread, because each thread that computes competes with the event loop for the
+GIL.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ waiting: dict[Request, int] = {}  # the requests that wait for the thread, and t
 def admit(request: Request, num_bytes: int) -> None:
     """Record that ``num_bytes`` belong to ``request``.
 
-    Raises EngineError if that makes ``request`` large and too many bytes of large requests wait already.
+    Raises EngineError if that makes ``request`` large and too many bytes of large requests wait
+    already.
     """
     size = request.scope[NUM_BYTES] = request.scope.get(NUM_BYTES, 0) + num_bytes
     if size > LARGE and waiting and sum(waiting.values()) + size > MAX_WAITING_BYTES:
@@ -38,9 +41,12 @@ def admit(request: Request, num_bytes: int) -> None:
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on the data of ``request``. If that is large, ``work`` runs in the thread.
+    """Return the result of ``work`` on the data of ``request``.
 
-    Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it never does.
+    If that is large, ``work`` runs in the thread.
+
+    Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it
+    never does.
     """
     size = request.scope.get(NUM_BYTES, 0)
     if size <= LARGE:
@@ -54,17 +60,20 @@ async def off_loop(request: Request, work: Callable[[], T]) -> T:
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, computed in the thread."""
-    # On cancellation this list is emptied: the thread's queue would keep ``work`` and everything that it refers to.
+    # On cancellation this list is emptied: the thread's queue would keep ``work`` and everything
+    # that it refers to.
     pending = [work]
     try:
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: without_gc(pending.pop()))
+        return await asyncio.get_running_loop().run_in_executor(
+            thread, lambda: without_gc(pending.pop())
+        )
     finally:
         pending.clear()
 
 
 def without_gc(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, without garbage collection: scanning its many new objects again and again would
-    take twice as long as ``work`` itself.
+    """Return the result of ``work``, without garbage collection: scanning its many new objects
+    again and again would take twice as long as ``work`` itself.
     """
     gc.disable()
     try:

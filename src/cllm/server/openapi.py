@@ -1,4 +1,6 @@
-"""The OpenAPI document at /openapi.json, and a page at /docs that shows it and loads nothing from other servers."""
+"""The OpenAPI document at /openapi.json, and a page at /docs that shows it and loads nothing from
+other servers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are
 
 
 def install(app: FastAPI) -> None:
-    """Let ``app.openapi`` include what routes declare with ``documented``. It is built once, on the first request."""
+    """Let ``app.openapi`` include what routes declare with ``documented``.
+
+    It is built once, on the first request.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -37,15 +42,29 @@ def install(app: FastAPI) -> None:
 def filled(document: dict[str, Any]) -> dict[str, Any]:
     """Return ``document`` with the schemas of all models that its operations name."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    named = [operation.pop("x-models", {"error": "cllm.server.body:Error"}) for operation in operations]
-    models = {name: model_of(name) for models in named for role, name in models.items() if role not in MEDIA_TYPES}
+    named = [
+        operation.pop("x-models", {"error": "cllm.server.body:Error"}) for operation in operations
+    ]
+    models = {
+        name: model_of(name)
+        for models in named
+        for role, name in models.items()
+        if role not in MEDIA_TYPES
+    }
     references, definitions = models_json_schema(
-        [(model, "validation") for model in models.values()], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in models.values()],
+        ref_template="#/components/schemas/{model}",
     )
-    document["components"] = {"schemas": definitions.get("$defs", {})}  # replaces the framework's error form
+    # replaces the framework's error form
+    document["components"] = {"schemas": definitions.get("$defs", {})}
     for operation, roles in zip(operations, named, strict=True):
         fill(
-            operation, {role: references[models[name], "validation"] for role, name in roles.items() if name in models}
+            operation,
+            {
+                role: references[models[name], "validation"]
+                for role, name in roles.items()
+                if name in models
+            },
         )
         if "requestBody" in operation:
             content = operation["requestBody"]["content"]
@@ -70,7 +89,10 @@ def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
     if "body" in schemas:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas["body"]}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schemas["body"]}},
+        }
     if "answer" in schemas:
         responses["200"] = {
             "description": "The answer.",
@@ -78,7 +100,10 @@ def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
         }
     error = {"application/json": {"schema": schemas["error"]}}
     responses["4XX"] = {"description": "The request cannot be served as it is.", "content": error}
-    responses["5XX"] = {"description": "The engine cannot serve it now, or it took too long.", "content": error}
+    responses["5XX"] = {
+        "description": "The engine cannot serve it now, or it took too long.",
+        "content": error,
+    }
 
 
 def page() -> tuple[bytes, str]:
@@ -88,10 +113,13 @@ def page() -> tuple[bytes, str]:
     def digest(tag: str) -> str:
         found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         assert found is not None
-        return "'sha256-" + base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode() + "'"
+        return (
+            "'sha256-" + base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode() + "'"
+        )
 
     policy = (
-        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; connect-src 'self'; "
+        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; "
+        f"connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html.encode(), policy

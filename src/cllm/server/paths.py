@@ -12,10 +12,11 @@ PRIVATE = ("/metrics", "/scheduler", "/benchmark")
 
 
 def install(app: FastAPI) -> None:
-    """Rewrite a path that has no route to the same path with one /v1 less or more, if that has a route.
+    """Rewrite a path that has no route to the same path with one /v1 less or more, if that has a
+    route.
 
-    This happens after routing has failed, so known paths lose no time. Handlers, dialects and the OpenAPI document see
-    one path for each route.
+    This happens after routing has failed, so known paths lose no time. Handlers, dialects and the
+    OpenAPI document see one path for each route.
     """
     not_found = app.router.default
 

@@ -1,5 +1,5 @@
-"""Headers of every answer: the request id, with which clients and the operator identify a request, and whether the
-connection is closed.
+"""Headers of every answer: the request id, with which clients and the operator identify a request,
+and whether the connection is closed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEY = "cllm.request_id"
 HEADERS = (b"x-request-id", b"request-id")  # the second is Anthropic's
-IS_INCOMPLETE = "cllm.is_incomplete"  # in the scope's state: a function that says whether more of the body will come
+# in the scope's state: a function that says whether more of the body will come
+IS_INCOMPLETE = "cllm.is_incomplete"
 
 
 def new_request_id() -> str:
@@ -26,9 +27,12 @@ def request_id(request: Request) -> str:
 
 
 def with_answer_headers(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with the headers added to all its answers. An answer that has set x-request-id keeps it.
+    """Return ``app`` with the headers added to all its answers.
 
-    An answer that begins before the whole request has arrived (always an error) closes the connection.
+    An answer that has set x-request-id keeps it.
+
+    An answer that begins before the whole request has arrived (always an error) closes the
+    connection.
     """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """Runs the HTTP server and its engine, from opening the socket to the shutdown.
 
-The engine process is started first. While it loads, this process imports and opens the rest, so the start takes only as
-long as the slower of the two.
+The engine process is started first. While it loads, this process imports and opens the rest, so the
+start takes only as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+            raise StartupError(
+                f"port {port} on {host} is in use; choose another with --port"
+            ) from None
+        raise StartupError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}"
+        ) from None
     return listener
 
 
@@ -61,7 +65,9 @@ def address(listener: socket.socket) -> str:
 
 
 def address_elsewhere(listener: socket.socket) -> str | None:
-    """Return the URL for clients on other machines if the socket listens on all addresses; else None."""
+    """Return the URL for clients on other machines if the socket listens on all addresses; else
+    None.
+    """
     host, port = listener.getsockname()[:2]
     return f"http://{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else None
 
@@ -76,9 +82,12 @@ async def run(
     on_ready: Callable[[Service], None],
     launched: Popen[bytes] | None,
 ) -> bool:
-    """Serve until SIGTERM or SIGINT. Return whether the server has served. Raises StartupError if it cannot start.
+    """Serve until SIGTERM or SIGINT.
 
-    early: signals that arrived before the server could handle them. launched: a process that becomes the engine.
+    Return whether the server has served. Raises StartupError if it cannot start.
+
+    early: signals that arrived before the server could handle them. launched: a process that
+    becomes the engine.
     """
     vocabulary_is_sound: Future[None] = Future()
 
@@ -131,7 +140,9 @@ def open_server(
     engine: EngineClient,
     wait_for_engine: Callable[[], object],
 ) -> HttpServer:
-    """Import and open the server. Meanwhile a thread calls ``wait_for_engine`` and then reads the vocabulary.
+    """Import and open the server.
+
+    Meanwhile a thread calls ``wait_for_engine`` and then reads the vocabulary.
 
     Raises StartupError, and any exception of the thread.
     """
@@ -150,7 +161,9 @@ def read_vocabulary(params: EngineParams, wait_for_engine: Callable[[], object])
 
 def queue_limits(settings: Settings) -> QueueLimits:
     scheduler = settings.scheduler
-    return QueueLimits(scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds)
+    return QueueLimits(
+        scheduler.max_queue_requests, scheduler.max_queue_tokens, scheduler.max_queue_seconds
+    )
 
 
 def result_cache(settings: Settings) -> ResultCache:
@@ -176,11 +189,14 @@ def run_forever(
         factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
     except ImportError:
         factory = None
-    # uvicorn raises a signal again once it has shut down, which would end this process before the engine has ended
+    # uvicorn raises a signal again once it has shut down, which would end this process before the
+    # engine has ended
     signals: list[int] = []
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, _: signals.append(number))
     with asyncio.Runner(loop_factory=factory) as runner:
-        served = runner.run(run(settings, params, signals, model_name, listener, on_loading, on_ready, launched))
+        served = runner.run(
+            run(settings, params, signals, model_name, listener, on_loading, on_ready, launched)
+        )
     if not served and signal.SIGINT in signals:
         raise KeyboardInterrupt

@@ -70,9 +70,14 @@ log = logging.getLogger("cllm.server")
 
 
 def note_skipped(request: Request, kinds: Iterable[str]) -> dict[str, str]:
-    """Count the parts of ``request`` that are left out and log each type once; return a header that names the types."""
+    """Count the parts of ``request`` that are left out and log each type once; return a header that
+    names the types.
+    """
     service: Service = request.app.state.service
-    names = [name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other" for kind in kinds]
+    names = [
+        name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other"
+        for kind in kinds
+    ]
     if not names:
         return {}
     logged: set[str] = request.app.state.skipped
@@ -81,6 +86,8 @@ def note_skipped(request: Request, kinds: Iterable[str]) -> dict[str, str]:
         if name not in logged:
             logged.add(name)
             log.warning(
-                "requests contain %s, which cannot be served; it is left out, counted, and not logged again", name
+                "requests contain %s, which cannot be served; it is left out, counted, and not "
+                "logged again",
+                name,
             )
     return {HEADER: ", ".join(dict.fromkeys(names))}

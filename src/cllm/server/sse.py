@@ -1,4 +1,6 @@
-"""Answers that end when the client disconnects: streams, such as server-sent events, and plain ones."""
+"""Answers that end when the client disconnects: streams, such as server-sent events, and plain
+ones.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from cllm.answer import Answer, Delta
 
 T = TypeVar("T")
 
-HEARTBEAT = 15.0  # seconds of silence after which a heartbeat is sent, so that proxies and clients keep waiting
+# seconds of silence after which a heartbeat is sent, so that proxies and clients keep waiting
+HEARTBEAT = 15.0
 HEARTBEAT_BYTES = b": ping\n\n"
 DIRECT_SEND = "cllm.send"
-PROBE = "cllm.probe"  # in the scope's state: a function that writes something a reader of the stream skips
+# in the scope's state: a function that writes something a reader of the stream skips
+PROBE = "cllm.probe"
 
 
 class ClientGone(Exception):
@@ -35,7 +39,9 @@ class Events(Protocol):
 
 
 def streaming(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with streams that bypass the layers in between, which only look at the beginning of an answer."""
+    """Return ``app`` with streams that bypass the layers in between, which only look at the
+    beginning of an answer.
+    """
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, DIRECT_SEND: send}, receive, send)
@@ -46,11 +52,11 @@ def streaming(app: ASGIApp) -> ASGIApp:
 class EventStream(Response):
     """Sends an answer as it is generated.
 
-    Tokens are written in the call that delivers them: waking a task for each token would cost more than everything
-    else. What arrives while a client does not read is collected and sent together.
+    Tokens are written in the call that delivers them: waking a task for each token would cost more
+    than everything else. What arrives while a client does not read is collected and sent together.
 
-    A task watches for a disconnect, so that the stream ends and releases its resources as soon as the client has gone,
-    even if there is nothing to write.
+    A task watches for a disconnect, so that the stream ends and releases its resources as soon as
+    the client has gone, even if there is nothing to write.
     """
 
     media_type = "text/event-stream"
@@ -63,7 +69,9 @@ class EventStream(Response):
         media_type: str | None = None,
         heartbeat: bytes = HEARTBEAT_BYTES,
     ) -> None:
-        """``heartbeat``: bytes sent after silence, which readers skip, such as a space before a line of JSON."""
+        """``heartbeat``: bytes sent after silence, which readers skip, such as a space before a
+        line of JSON.
+        """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
@@ -76,7 +84,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             scope.get("state", {})[PROBE] = self._break_silence
             await self._run(receive, scope.get(DIRECT_SEND, send))
         finally:
@@ -107,7 +121,11 @@ class EventStream(Response):
         """Send heartbeats during silence, until everything has been sent or the client has gone."""
         while True:
             sent = self._num_sent
-            if (await asyncio.wait({self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED))[0]:
+            if (
+                await asyncio.wait(
+                    {self._ended, watching}, timeout=HEARTBEAT, return_when=FIRST_COMPLETED
+                )
+            )[0]:
                 return
             if self._num_sent == sent:
                 self._break_silence()
@@ -119,7 +137,9 @@ class EventStream(Response):
     def _pump(self) -> None:
         """Write everything that has arrived."""
         try:
-            while self._writing is None and not self._is_last and (data := self._take()) is not None:
+            while (
+                self._writing is None and not self._is_last and (data := self._take()) is not None
+            ):
                 self._write(data)
         except Exception as error:  # noqa: BLE001  # ends only this stream; others are in the same call
             self._end(error)
@@ -169,7 +189,10 @@ class EventStream(Response):
 
 
 def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
-    """Run ``work`` until it has to wait. Return a task that finishes it, or None if it has finished."""
+    """Run ``work`` until it has to wait.
+
+    Return a task that finishes it, or None if it has finished.
+    """
     steps = work.__await__()
     try:
         future = next(steps)
@@ -197,7 +220,10 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise ClientGone."""
+    """Return the result of ``work``.
+
+    If the client disconnects first, cancel ``work`` and raise ClientGone.
+    """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(disconnected(request.receive))
     try:

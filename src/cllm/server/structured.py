@@ -1,4 +1,6 @@
-"""Constraints on the answer, in the formats of OpenAI (``response_format``) and vLLM (``structured_outputs``)."""
+"""Constraints on the answer, in the formats of OpenAI (``response_format``) and vLLM
+(``structured_outputs``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from cllm.text.grammar import FREE, Checked, Constraint
 
 
 class JsonSchema(Body):
-    """With ``strict``, a keyword that cannot be enforced is rejected. Clients of llama-server send no ``name``."""
+    """With ``strict``, a keyword that cannot be enforced is rejected.
+
+    Clients of llama-server send no ``name``.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
@@ -40,15 +45,19 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema:
-            return Constraint("json_schema", self.json_schema.schema_, strict=self.json_schema.strict is True)
+            return Constraint(
+                "json_schema", self.json_schema.schema_, strict=self.json_schema.strict is True
+            )
         return (
-            Constraint("json_object") if self.schema_ is None else Constraint("json_schema", self.schema_, strict=False)
+            Constraint("json_object")
+            if self.schema_ is None
+            else Constraint("json_schema", self.schema_, strict=False)
         )
 
 
 class StructuredOutputs(Body):
-    """vLLM's structured outputs. ``disable_fallback`` and ``disable_any_whitespace`` have no effect: there is one
-    backend, and whitespace is always limited.
+    """vLLM's structured outputs. ``disable_fallback`` and ``disable_any_whitespace`` have no
+    effect: there is one backend, and whitespace is always limited.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -64,13 +73,21 @@ class StructuredOutputs(Body):
     def constraints(self) -> dict[str, Constraint]:
         """Return the constraints by field name."""
         return constraints_of(
-            "structured_outputs.", json=self.json_, regex=self.regex, choice=self.choice, grammar=self.grammar
-        ) | ({"structured_outputs.json_object": Constraint("json_object")} if self.json_object else {})
+            "structured_outputs.",
+            json=self.json_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+        ) | (
+            {"structured_outputs.json_object": Constraint("json_object")}
+            if self.json_object
+            else {}
+        )
 
 
 class ConstrainedBody(Body):
-    """Fields that constrain the answer. ``guided_*`` are vLLM's names until 0.12, which clients still send. Those
-    without a prefix are llama-server's and SGLang's.
+    """Fields that constrain the answer. ``guided_*`` are vLLM's names until 0.12, which clients
+    still send. Those without a prefix are llama-server's and SGLang's.
     """
 
     response_format: ResponseFormat | None = None
@@ -85,8 +102,8 @@ class ConstrainedBody(Body):
     ebnf: str | None = None
 
     async def grammar(self, service: Service) -> Checked:
-        """Return the constraint on the answer. Raises BadRequest if there is more than one or it cannot be enforced,
-        and EngineError if too many grammars are being checked.
+        """Return the constraint on the answer. Raises BadRequest if there is more than one or it
+        cannot be enforced, and EngineError if too many grammars are being checked.
         """
         constraints = constraints_of(
             "guided_",
@@ -94,7 +111,13 @@ class ConstrainedBody(Body):
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
-        ) | constraints_of("", json_schema=self.json_schema, regex=self.regex, grammar=self.grammar_, ebnf=self.ebnf)
+        ) | constraints_of(
+            "",
+            json_schema=self.json_schema,
+            regex=self.regex,
+            grammar=self.grammar_,
+            ebnf=self.ebnf,
+        )
         if self.structured_outputs is not None:
             constraints |= self.structured_outputs.constraints()
         if self.response_format is not None and (constraint := self.response_format.constraint()):
@@ -110,7 +133,10 @@ class ConstrainedBody(Body):
 
 
 def constraints_of(prefix: str, **fields: Any) -> dict[str, Constraint]:
-    """Return the constraints of the fields that are not None, by prefixed name. Raises BadRequest for invalid JSON."""
+    """Return the constraints of the fields that are not None, by prefixed name.
+
+    Raises BadRequest for invalid JSON.
+    """
     found = {name: value for name, value in fields.items() if value is not None}
     for name in found.keys() & {"json", "json_schema"}:
         try:

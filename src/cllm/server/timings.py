@@ -9,7 +9,10 @@ from cllm.server.body import Shape
 
 
 class Timings(Shape):
-    """Times in milliseconds. ``cache_n``: prompt tokens from the cache. ``prompt_ms`` includes time in the queue."""
+    """Times in milliseconds.
+
+    ``cache_n``: prompt tokens from the cache. ``prompt_ms`` includes time in the queue.
+    """
 
     cache_n: int
     prompt_n: int
@@ -27,13 +30,18 @@ def build_timings(generation: Generation) -> dict[str, Any]:
     usage, times = generation.usage, generation.times
     return {
         "cache_n": usage.cached_tokens,
-        **build_part("prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted),
+        **build_part(
+            "prompt", usage.prompt_tokens - usage.cached_tokens, times.first - times.submitted
+        ),
         **build_part("predicted", usage.completion_tokens, times.latest - times.first),
     }
 
 
 def build_part(name: str, count: int, seconds: float) -> dict[str, Any]:
-    """Return the fields for ``count`` tokens that took ``seconds``. A rate is 0 if its divisor is 0."""
+    """Return the fields for ``count`` tokens that took ``seconds``.
+
+    A rate is 0 if its divisor is 0.
+    """
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1000,

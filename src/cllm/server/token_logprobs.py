@@ -11,16 +11,25 @@ from cllm.text.alignment import TokenLogprob
 LEAST = -9999.0  # JSON has no infinity
 
 
-def token_objects(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display: a part of a
-    character is U+FFFD in it.
+def token_objects(
+    vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """Return an object for each token. All ``bytes`` joined are the text. ``token`` is for display:
+    a part of a character is U+FFFD in it.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = vocabulary.text_of(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": max(logprob, LEAST),
+            "bytes": list(data),
+        }
 
     return [
-        {**entry(one.token, one.logprobs.logprob), "top_logprobs": [entry(*other) for other in one.logprobs.top]}
+        {
+            **entry(one.token, one.logprobs.logprob),
+            "top_logprobs": [entry(*other) for other in one.logprobs.top],
+        }
         for one in token_logprobs
     ]

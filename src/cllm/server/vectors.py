@@ -13,9 +13,11 @@ from cllm.embedding import Vectors
 AT_ONCE = 16  # vectors encoded before the event loop may run other tasks
 
 
-async def written(vectors: Vectors, write: Callable[[int, npt.NDArray[np.float32]], bytes]) -> bytes:
-    """Encode each vector with ``write`` and join them with commas. Other tasks run in between, because the result may
-    have megabytes.
+async def written(
+    vectors: Vectors, write: Callable[[int, npt.NDArray[np.float32]], bytes]
+) -> bytes:
+    """Encode each vector with ``write`` and join them with commas. Other tasks run in between,
+    because the result may have megabytes.
     """
     parts = []
     for i, vector in enumerate(vectors):

@@ -1,1 +1,3 @@
-"""Conversion between text and tokens: chat templates, tool formats, grammars, detokenizing, stop strings."""
+"""Conversion between text and tokens: chat templates, tool formats, grammars, detokenizing, stop
+strings.
+"""

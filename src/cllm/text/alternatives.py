@@ -1,4 +1,6 @@
-"""The values that a schema allows, as alternatives of one type each, and the intersection of alternatives."""
+"""The values that a schema allows, as alternatives of one type each, and the intersection of
+alternatives.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 from cllm.text.json_schema import Schema
 from cllm.text.lark import matches, search_term
 
-# A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``: the values that
-# constants allow. ``parts`` (of strings): schemas that must all be satisfied.
+# A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:
+# the values that constants allow. ``parts`` (of strings): schemas that must all be satisfied.
 Alternative = dict[str, Any]
 Alternatives = list[Alternative] | None  # None: any value
 
@@ -49,7 +51,9 @@ def are_apart(one: Alternative, other: Alternative) -> bool:
 
 
 def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
-    """Return the alternatives for the keywords that do not refer to other schemas for the same value."""
+    """Return the alternatives for the keywords that do not refer to other schemas for the same
+    value.
+    """
     kinds = schema.get("type", ANY)
     kinds = dict.fromkeys([kinds] if isinstance(kinds, str) else kinds)
     found = []
@@ -64,7 +68,9 @@ def own_alternatives(schema: dict[str, Any]) -> list[Alternative]:
         alternative = {"type": kind, **KEYWORDS_OF[kind], **own}
         if kind == "object" and alternative["patternProperties"]:
             names = alternative["properties"]
-            alternative["properties"] = {name: with_patterns(names[name], name, alternative) for name in names}
+            alternative["properties"] = {
+                name: with_patterns(names[name], name, alternative) for name in names
+            }
         found.append(alternative)
     return found
 
@@ -96,10 +102,20 @@ def constants(values: list[Any]) -> list[Alternative]:
                 )
             case dict():
                 properties = {name: {"const": inner} for name, inner in value.items()}
-                exact = {"properties": properties, "required": [*value], "additionalProperties": False}
+                exact = {
+                    "properties": properties,
+                    "required": [*value],
+                    "additionalProperties": False,
+                }
                 found += own_alternatives({"type": "object", **exact})
             case _:
-                kind = "boolean" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+                kind = (
+                    "boolean"
+                    if isinstance(value, bool)
+                    else "string"
+                    if isinstance(value, str)
+                    else "number"
+                )
                 scalars.setdefault(kind, []).append(value)
     for kind, some in scalars.items():
         found += [own_alternatives({"type": kind})[0] | {"in": [*dict.fromkeys(some)]}]
@@ -116,7 +132,10 @@ def both(first: Schema, second: Schema) -> Schema:
 
 
 def merged(one: Alternative, other: Alternative) -> Alternative | None:
-    """Return the values that both allow; None if their types exclude each other. Neither is a reference."""
+    """Return the values that both allow; None if their types exclude each other.
+
+    Neither is a reference.
+    """
     kinds = {one["type"], other["type"]}
     if len(kinds) > 1 and kinds != {"integer", "number"}:
         return None
@@ -161,8 +180,12 @@ def merged_objects(one: Alternative, other: Alternative) -> Alternative:
     names = {**one["properties"], **other["properties"]}
     patterns = {**one["patternProperties"], **other["patternProperties"]}
     return {
-        "properties": {name: both(property_of(one, name), property_of(other, name)) for name in names},
-        "patternProperties": {pattern: both(like(one, pattern), like(other, pattern)) for pattern in patterns},
+        "properties": {
+            name: both(property_of(one, name), property_of(other, name)) for name in names
+        },
+        "patternProperties": {
+            pattern: both(like(one, pattern), like(other, pattern)) for pattern in patterns
+        },
         "additionalProperties": both(one["additionalProperties"], other["additionalProperties"]),
         "required": [*dict.fromkeys(one["required"] + other["required"])],
         "minProperties": max(one["minProperties"], other["minProperties"]),

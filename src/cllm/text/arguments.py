@@ -1,7 +1,9 @@
-"""Convert the arguments of a call, as a model writes them, to JSON text while they stream, without scanning twice.
+"""Convert the arguments of a call, as a model writes them, to JSON text while they stream, without
+scanning twice.
 
-A reader has two methods. ``feed(text)`` returns the JSON text that ``text`` adds, and the part of ``text`` after the
-arguments, None while they continue. ``close()`` returns what completes them if no more text follows.
+A reader has two methods. ``feed(text)`` returns the JSON text that ``text`` adds, and the part of
+``text`` after the arguments, None while they continue. ``close()`` returns what completes them if
+no more text follows.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
-STRING_PAIR = re.compile(r'string="true|type="string')  # what some models write after the key of a string
+# what some models write after the key of a string
+STRING_PAIR = re.compile(r'string="true|type="string')
 PYTHON_WORD = re.compile(r"""[^\s()\[\]{},:='"]+""")
 PYTHON_STRING = re.compile(r"""["']|\\""")
-ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[^xuU0-7])", re.DOTALL)
+ESCAPE = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[^xuU0-7])", re.DOTALL
+)
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{1,2})?")
 
@@ -32,10 +37,16 @@ class Reader(Protocol):
 
 
 class Object:
-    """A JSON object, passed on unchanged. If a mark ends the call before the object is closed, it is closed there."""
+    """A JSON object, passed on unchanged.
+
+    If a mark ends the call before the object is closed, it is closed there.
+    """
 
     def __init__(self, depth: int = 0, ends: tuple[str, ...] = ()) -> None:
-        """``depth``: the number of objects that are already open. ``ends``: the marks that end the call."""
+        """``depth``: the number of objects that are already open.
+
+        ``ends``: the marks that end the call.
+        """
         self._closes = ["}"] * depth
         self._outside, self._begun = outside(ends), marks_of(ends).begun
         self._held = ""
@@ -65,7 +76,9 @@ class Object:
                 if not self._closes:
                     return text[:at], text[at:]
             else:
-                return text[: match.start()] + "".join(reversed(self._closes)), text[match.start() :]
+                return text[: match.start()] + "".join(reversed(self._closes)), text[
+                    match.start() :
+                ]
         if not self._in_string and (found := self._begun.search(text, at)):
             text, self._held = text[: found.start()], text[found.start() :]
         return text, None
@@ -82,7 +95,9 @@ def outside(ends: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Bare:
-    """An object whose keys are bare words and whose strings are enclosed in a special mark (Gemma 4)."""
+    """An object whose keys are bare words and whose strings are enclosed in a special mark (Gemma
+    4).
+    """
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
@@ -133,7 +148,10 @@ class Bare:
 
 
 class Keywords:
-    """A function's keyword arguments in Python, with their parentheses. Values are literals or words."""
+    """A function's keyword arguments in Python, with their parentheses.
+
+    Values are literals or words.
+    """
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -176,7 +194,9 @@ class Keywords:
             size = match.end()
             if size == len(buffer) < MAX_HEAD:
                 return False
-            self._begin(written, json.dumps(match[0]) if self._is_key else value_of(match[0], set()))
+            self._begin(
+                written, json.dumps(match[0]) if self._is_key else value_of(match[0], set())
+            )
         self._buffer = buffer[size:]
         return True
 
@@ -225,7 +245,10 @@ def unescaped(text: str) -> str:
 
 
 class Pairs:
-    """Keys and values between tags. Values that the schema calls strings are streamed; others wait for their end."""
+    """Keys and values between tags.
+
+    Values that the schema calls strings are streamed; others wait for their end.
+    """
 
     def __init__(self, tags: Tags, schema: dict[str, Any]) -> None:
         self._tags = tags
@@ -261,7 +284,9 @@ class Pairs:
         key, found, rest = buffer[len(tags.key_open) :].partition(tags.key_close)
         rest = rest.lstrip() if tags.value_open else rest
         is_pair = buffer.startswith(tags.key_open) and len(key) < MAX_HEAD
-        if is_pair and (not found or (tags.value_open.startswith(rest) and len(rest) < len(tags.value_open))):
+        if is_pair and (
+            not found or (tags.value_open.startswith(rest) and len(rest) < len(tags.value_open))
+        ):
             return False
         if not is_pair or not rest.startswith(tags.value_open):
             written.append("{}" if self._lead == "{" else "}")
@@ -272,10 +297,14 @@ class Pairs:
         if wrap.startswith(rest) and len(rest) < len(wrap):
             return False
         is_wrapped = bool(wrap) and rest.startswith(wrap)
-        self._buffer, self._value_close = (rest[len(wrap) :], unwrap) if is_wrapped else (rest, tags.value_close)
+        self._buffer, self._value_close = (
+            (rest[len(wrap) :], unwrap) if is_wrapped else (rest, tags.value_close)
+        )
         name, _, attribute = key.strip().partition('"')
         written.append(f"{self._lead}{json.dumps(name, ensure_ascii=False)}: ")
-        self._types = types_of(self._properties.get(name)) or ({"string"} if STRING_PAIR.search(attribute) else set())
+        self._types = types_of(self._properties.get(name)) or (
+            {"string"} if STRING_PAIR.search(attribute) else set()
+        )
         self._is_first, self._step = True, self._text if self._types == {"string"} else self._whole
         if self._step == self._text:
             written.append('"')
@@ -338,7 +367,11 @@ def types_of(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type", [])
-    if not kind and isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
+    if (
+        not kind
+        and isinstance(values := schema.get("enum"), list)
+        and all(isinstance(value, str) for value in values)
+    ):
         return {"string"}
     return {item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)}
 
@@ -347,7 +380,11 @@ def value_of(text: str, types: set[str]) -> str:
     """Return the JSON of a value that was written without quotes."""
     stripped = text.strip()
     if "string" in types:
-        return "null" if stripped in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
+        return (
+            "null"
+            if stripped in ("null", "None") and "null" in types
+            else json.dumps(text, ensure_ascii=False)
+        )
     stripped = PYTHON.get(stripped, stripped)
     try:
         json.loads(stripped, parse_constant=int)  # int raises ValueError for NaN and Infinity
@@ -357,7 +394,9 @@ def value_of(text: str, types: set[str]) -> str:
 
 
 def object_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; if their text was cut off, those that are complete or begun."""
+    """Return the arguments of a call; if their text was cut off, those that are complete or
+    begun.
+    """
     try:
         value = from_json(text, allow_partial="trailing-strings")
     except ValueError:

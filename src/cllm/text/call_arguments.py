@@ -15,7 +15,8 @@ from cllm.text.schema_rules import json_rule
 
 MAX_DEPTH = 16  # of a schema that is written out here
 SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space
-HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}  # enforced in non-JSON forms
+# enforced in non-JSON forms
+HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}
 
 
 class LarkTerms:
@@ -32,7 +33,9 @@ class LarkTerms:
         return [self._control.get(part, part) for part in self._marks.split(text) if part]
 
     def behind_control(self, text: str) -> tuple[int | None, str]:
-        """Return the last control token in ``text``, None if there is none, and the text after it."""
+        """Return the last control token in ``text``, None if there is none, and the text after
+        it.
+        """
         *_, found = [None, *self._marks.finditer(text)]
         return (self._control[found[0]], text[found.end() :]) if found else (None, text)
 
@@ -45,7 +48,11 @@ class LarkTerms:
         ordered = sorted(i for i in ids if i is not None)
         first = [i for i in ordered if i - 1 not in ids]
         last = [i for i in ordered if i + 1 not in ids]
-        return f"<[{','.join(f'{a}-{b}' for a, b in zip(first, last, strict=True))}]>" if ordered else ""
+        return (
+            f"<[{','.join(f'{a}-{b}' for a, b in zip(first, last, strict=True))}]>"
+            if ordered
+            else ""
+        )
 
     def first_part(self, text: str) -> tuple[str, str]:
         """Return the first word or control token of ``text``, and the rest."""
@@ -56,10 +63,14 @@ class LarkTerms:
 
     def text(self, text: str) -> str:
         """Return a term for exactly ``text``."""
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else text_term(part) for part in self.parts(text))
+        return " ".join(
+            f"<[{part}]>" if isinstance(part, int) else text_term(part) for part in self.parts(text)
+        )
 
     def loose(self, text: str) -> str:
-        """Return a term for ``text`` as models write it: with more or less white space where it has some."""
+        """Return a term for ``text`` as models write it: with more or less white space where it has
+        some.
+        """
         return " ".join(
             f"<[{part}]>"
             if isinstance(part, int)
@@ -70,7 +81,9 @@ class LarkTerms:
         )
 
     def until(self, mark: str) -> str:
-        """Return a term for text through the first ``mark``, or through the control token in it and what follows."""
+        """Return a term for text through the first ``mark``, or through the control token in it and
+        what follows.
+        """
         control, rest = self.behind_control(mark)
         if control is not None:
             return f"{self.rules.rule('/(?s:.*)/')} <[{control}]> {self.text(rest)}"
@@ -78,10 +91,14 @@ class LarkTerms:
 
 
 def loose_regex(text: str) -> str:
-    """Return a regular expression for ``text`` as models write it: with or without white space in JSON brackets."""
+    """Return a regular expression for ``text`` as models write it: with or without white space in
+    JSON brackets.
+    """
     spaced = re.sub(r"(?<=[\[{])|(?=[\]}])", " ", text)
     return "".join(
-        SPACE if part.isspace() else re.sub(r"[^\w<>\"'=,:;-]", lambda match: rf"\x{{{ord(match[0]):x}}}", part)
+        SPACE
+        if part.isspace()
+        else re.sub(r"[^\w<>\"'=,:;-]", lambda match: rf"\x{{{ord(match[0]):x}}}", part)
         for part in re.split(r"(\s+)", spaced)
     )
 
@@ -89,7 +106,9 @@ def loose_regex(text: str) -> str:
 class CallArguments:
     """Writes terms for the arguments of one function's calls."""
 
-    def __init__(self, calls: Calls, terms: LarkTerms, schema: dict[str, Any], unenforced: set[str] | None) -> None:
+    def __init__(
+        self, calls: Calls, terms: LarkTerms, schema: dict[str, Any], unenforced: set[str] | None
+    ) -> None:
         """``unenforced``: receives the keywords that are left out; if None, they are refused."""
         self._calls = calls
         self._terms = terms
@@ -98,7 +117,8 @@ class CallArguments:
         self._unenforced = unenforced
 
     def term(self, place: str) -> str | None:
-        """Return the term for $arguments, $keywords or $pairs; None for any text up to what follows it.
+        """Return the term for $arguments, $keywords or $pairs; None for any text up to what follows
+        it.
 
         Raises BadRequest (tools) for schemas that cannot be enforced.
         """
@@ -109,24 +129,36 @@ class CallArguments:
             self._unenforced.add("parameters")
         match place:
             case "keywords":
-                return self._any_keywords() if is_free else self._members(self._schema, "=", ", ", self._json)
+                return (
+                    self._any_keywords()
+                    if is_free
+                    else self._members(self._schema, "=", ", ", self._json)
+                )
             case "pairs":
                 return None if is_free else self._pairs()
         return self._any_bare_object() if is_free else self._bare(self._schema)
 
     def _cannot(self, keyword: str, why: str) -> None:
         if self._unenforced is None:
-            message = f"Invalid 'tools': a call cannot be held to this schema, as this model writes calls: {why}."
+            message = (
+                f"Invalid 'tools': a call cannot be held to this schema, as this model "
+                f"writes calls: {why}."
+            )
             raise BadRequest(message, param="tools", code="unsupported_schema")
         self._unenforced.add(keyword)
 
     def _json(self, schema: Any) -> str:
-        definitions = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
+        definitions = {
+            key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
+        }
         schema = definitions | schema if isinstance(schema, dict) else schema
         return json_rule(schema, self._rules, "tools", self._unenforced)
 
     def _pairs(self) -> str:
-        """Return a term for keys and values between tags. A value that may be a string ends only with its tag."""
+        """Return a term for keys and values between tags.
+
+        A value that may be a string ends only with its tag.
+        """
         tags = self._calls.tags
         assert tags
         before, _, after = self._calls.pair.partition("$value")
@@ -148,13 +180,19 @@ class CallArguments:
                 value = self._terms.until(end)
             may_be = [] if types == {"string"} else ["false"]
             may_be += ["true"] if not types or "string" in types else []
-            openings = dict.fromkeys(before.replace("$key", key).replace("$string", is_string) for is_string in may_be)
-            pair = f"({' | '.join(map(self._terms.text, openings))}) {value} {self._terms.text(rest)}"
+            openings = dict.fromkeys(
+                before.replace("$key", key).replace("$string", is_string) for is_string in may_be
+            )
+            pair = (
+                f"({' | '.join(map(self._terms.text, openings))}) {value} {self._terms.text(rest)}"
+            )
             (required if is_required else optional).append(self._rules.rule(pair))
         return self._interleaved(required, optional)
 
     def _bare(self, schema: Any, depth: int = 0) -> str:
-        """Return a term for a value with bare keys, and with strings enclosed in the form's mark."""
+        """Return a term for a value with bare keys, and with strings enclosed in the form's
+        mark.
+        """
         quote = self._calls.quote
         types = types_of(schema)
         if depth > MAX_DEPTH or len(types) != 1:
@@ -173,7 +211,9 @@ class CallArguments:
                 item = self._rules.rule(self._bare(schema.get("items", {}), depth + 1))
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "object" if "properties" in schema:
-                members = self._members(schema, ":", ",", lambda inner: self._bare(inner, depth + 1))
+                members = self._members(
+                    schema, ":", ",", lambda inner: self._bare(inner, depth + 1)
+                )
                 return f'"{{" {members} "}}"'
             case "object":
                 self._check(schema)
@@ -186,21 +226,31 @@ class CallArguments:
         return f"({string} | {scalar} | {self._any_bare_object()})"
 
     def _any_bare_object(self) -> str:
-        """Return a term for objects and lists with any contents: only brackets and strings must be closed."""
+        """Return a term for objects and lists with any contents: only brackets and strings must be
+        closed.
+        """
         inside = self._rules.rule(r"/[^{}\[\]<]+/")
         quoted = f"{self._terms.text(self._calls.quote)} {self._terms.until(self._calls.quote)}"
         name = self._rules.reserve()
-        self._rules.define(name, f'"{{" ({inside} | {quoted} | {name})* "}}" | "[" ({inside} | {quoted} | {name})* "]"')
+        self._rules.define(
+            name,
+            f'"{{" ({inside} | {quoted} | {name})* "}}" | "[" ({inside} | {quoted} | {name})* "]"',
+        )
         return name
 
     def _any_keywords(self) -> str:
         """Return a term for any text in which strings and brackets are closed."""
-        inside, name = r"""/[^"'()\[\]{}]+/ | /"(?s:[^"\\]|\\.)*"/ | /'(?s:[^'\\]|\\.)*'/""", self._rules.reserve()
+        inside, name = (
+            r"""/[^"'()\[\]{}]+/ | /"(?s:[^"\\]|\\.)*"/ | /'(?s:[^'\\]|\\.)*'/""",
+            self._rules.reserve(),
+        )
         nested = " | ".join(f'"{begin}" {name} "{end}"' for begin, end in ("()", "[]", "{}"))
         self._rules.define(name, f"({inside} | {nested})*")
         return name
 
-    def _members(self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[Any], str]) -> str:
+    def _members(
+        self, schema: dict[str, Any], equals: str, comma: str, value: Callable[[Any], str]
+    ) -> str:
         """Return a term for the properties of an object."""
         required: list[str] = []
         optional: list[str] = []
@@ -210,7 +260,9 @@ class CallArguments:
         return self._interleaved(required, optional, text_term(comma))
 
     def _interleaved(self, required: list[str], optional: list[str], comma: str = "") -> str:
-        """Return a term for the required members in their order, with optional ones anywhere between them."""
+        """Return a term for the required members in their order, with optional ones anywhere
+        between them.
+        """
         if not optional:
             return f" {comma} ".join(required)
         other = self._rules.rule(" | ".join(optional))
@@ -223,7 +275,9 @@ class CallArguments:
         """Return the name and schema of each property, and whether it is required."""
         self._check(schema)
         required = schema.get("required") or []
-        return [(key, inner, key in required) for key, inner in (schema.get("properties") or {}).items()]
+        return [
+            (key, inner, key in required) for key, inner in (schema.get("properties") or {}).items()
+        ]
 
     def _check(self, schema: Any) -> None:
         if isinstance(schema, dict):
@@ -233,7 +287,12 @@ class CallArguments:
 
 def names_all_properties(schema: dict[str, Any]) -> bool:
     """Whether an object's schema only lists the properties that it may have."""
-    is_list = not (schema.keys() & ASSERTIONS) - {"type", "properties", "required", "additionalProperties"}
+    is_list = not (schema.keys() & ASSERTIONS) - {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+    }
     return is_list and schema.get("additionalProperties", "properties" not in schema) is False
 
 

@@ -26,7 +26,10 @@ NO_NAME = r"/[^\w.-](?s:.*)/"
 
 
 class Tool(NamedTuple):
-    """A function that may be called. strict: its whole schema is enforced, or the request is refused."""
+    """A function that may be called.
+
+    strict: its whole schema is enforced, or the request is refused.
+    """
 
     schema: dict[str, Any]
     strict: bool = False
@@ -35,11 +38,12 @@ class Tool(NamedTuple):
 class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """The constraints on a chat's next message.
 
-    tools: the functions that may be called, by name. control: the ids of the control tokens in the form's marks.
-    answer: the grammar of the message's text; if "", no text is allowed. calls: the message may be calls instead of
-    text. is_loose: its text is free, and only the calls in it are constrained. parallel: several calls are allowed.
-    thinks: it may begin with reasoning. inside: it begins in the middle of reasoning. begun: it begins in the middle
-    of its text. names_only: arguments of functions that are not strict may be any JSON object.
+    tools: the functions that may be called, by name. control: the ids of the control tokens in the
+    form's marks. answer: the grammar of the message's text; if "", no text is allowed. calls: the
+    message may be calls instead of text. is_loose: its text is free, and only the calls in it are
+    constrained. parallel: several calls are allowed. thinks: it may begin with reasoning. inside:
+    it begins in the middle of reasoning. begun: it begins in the middle of its text. names_only:
+    arguments of functions that are not strict may be any JSON object.
     """
 
     form: Form
@@ -57,29 +61,39 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     def enforces(self, tool: Tool) -> bool:
         """Whether the message is refused if the schema of ``tool`` cannot be enforced.
 
-        Clients set strict by default, with schemas that forms without JSON cannot follow. With such forms, strict
-        only counts where the whole message is constrained.
+        Clients set strict by default, with schemas that forms without JSON cannot follow. With such
+        forms, strict only counts where the whole message is constrained.
         """
         assert self.form.calls
         return tool.strict and (self.form.calls.writes_json or not self.is_loose)
 
 
 def message_grammar(
-    message: BoundMessage, special: Collection[int] = (), unenforced: set[str] | None = None, *, careful: bool = False
+    message: BoundMessage,
+    special: Collection[int] = (),
+    unenforced: set[str] | None = None,
+    *,
+    careful: bool = False,
 ) -> str:
-    """Return the grammar of a message, not compiled yet. ``special``: the ids of all special tokens.
+    """Return the grammar of a message, not compiled yet.
 
-    For tools that are not strict, keywords that cannot be enforced are added to ``unenforced``. Raises BadRequest
-    (tools) for other schemas that cannot be enforced.
+    ``special``: the ids of all special tokens.
+
+    For tools that are not strict, keywords that cannot be enforced are added to ``unenforced``.
+    Raises BadRequest (tools) for other schemas that cannot be enforced.
     """
     writer = LooseGrammar if message.is_loose else CallGrammar
-    return writer(message, special, set() if unenforced is None else unenforced, Rules(careful=careful)).write()
+    return writer(
+        message, special, set() if unenforced is None else unenforced, Rules(careful=careful)
+    ).write()
 
 
 class CallGrammar:
     """Writes the grammar of a message that is constrained as a whole."""
 
-    def __init__(self, message: BoundMessage, special: Collection[int], unenforced: set[str], rules: Rules) -> None:
+    def __init__(
+        self, message: BoundMessage, special: Collection[int], unenforced: set[str], rules: Rules
+    ) -> None:
         self._message = message
         self._special = frozenset(special)
         self._unenforced = unenforced
@@ -99,14 +113,23 @@ class CallGrammar:
         answer = message.answer
         if not answer:
             return lark
-        parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
-        return json.dumps({"grammars": [{"lark_grammar": lark}, parts[0] | {"name": "answer"}, *parts[1:]]})
+        parts = (
+            json.loads(answer)["grammars"]
+            if answer.lstrip().startswith("{")
+            else [{"lark_grammar": answer}]
+        )
+        return json.dumps(
+            {"grammars": [{"lark_grammar": lark}, parts[0] | {"name": "answer"}, *parts[1:]]}
+        )
 
     def _thoughts(self) -> str:
         form, terms = self._message.form, self._terms
         if form.header:
             begin = f'{terms.text("<|channel|>")} "analysis" {terms.text(form.header.close)}'
-            return f'({begin} {terms.until(form.header.end[0])} {terms.text(form.header.open[0])} "assistant")?'
+            return (
+                f"({begin} {terms.until(form.header.end[0])} "
+                f'{terms.text(form.header.open[0])} "assistant")?'
+            )
         assert form.reasoning
         space = self._rules.rule(r"/[ \n]{1,4}/")
         if self._message.inside:
@@ -128,7 +151,9 @@ class CallGrammar:
 
     def _options(self, write: str) -> str:
         """Return a rule for a call of any of the tools, written as ``write`` says."""
-        return self._rules.rule(" | ".join(self._rules.rule(self._call(name, write)) for name in self._message.tools))
+        return self._rules.rule(
+            " | ".join(self._rules.rule(self._call(name, write)) for name in self._message.tools)
+        )
 
     def _call(self, name: str, write: str) -> str:
         terms: list[str] = []
@@ -153,7 +178,9 @@ class CallGrammar:
         return self._terms.text(text)
 
     def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
-        """Return a term for the arguments, and the part of the ``tail`` after them that the term does not include."""
+        """Return a term for the arguments, and the part of the ``tail`` after them that the term
+        does not include.
+        """
         if (name, place) not in self._arguments:
             self._arguments[name, place] = self._write_arguments(name, place)
         term = self._arguments[name, place]
@@ -163,17 +190,23 @@ class CallGrammar:
         return self._terms.until(end), rest
 
     def _write_arguments(self, name: str, place: str) -> str | None:
-        """Return a rule for the arguments of a function; None if only the text after them ends them."""
+        """Return a rule for the arguments of a function; None if only the text after them ends
+        them.
+        """
         message, tool = self._message, self._message.tools[name]
         strict = message.enforces(tool)
         try:
             if strict or not message.names_only:
                 if fault := fault_of_arguments(tool.schema):
                     raise invalid_schema("tools", "", fault)
-                return self._term(tool.schema | {"type": "object"}, None if strict else self._unenforced, place)
+                return self._term(
+                    tool.schema | {"type": "object"}, None if strict else self._unenforced, place
+                )
         except BadRequest as error:
             if strict or not message.is_loose:
-                raise BadRequest(f"Function '{name[:64]}': {error}", param=error.param, code=error.code) from None
+                raise BadRequest(
+                    f"Function '{name[:64]}': {error}", param=error.param, code=error.code
+                ) from None
         self._unenforced.add("parameters")
         return self._term({"type": "object"}, set(), place)
 
@@ -185,10 +218,10 @@ class CallGrammar:
 class LooseGrammar(CallGrammar):
     """Writes the grammar of a free text in which only calls are constrained.
 
-    A call begins with its head: what the form writes before the first variable, such as ``<tool_call>`` and
-    ``{"name":``. White space in it may differ. Text without a head is free, so it may mention marks. Where calls
-    have no mark, the head includes the name of a declared function. Lazy terminals find heads: as soon as they match,
-    they win over further text.
+    A call begins with its head: what the form writes before the first variable, such as
+    ``<tool_call>`` and ``{"name":``. White space in it may differ. Text without a head is free, so
+    it may mention marks. Where calls have no mark, the head includes the name of a declared
+    function. Lazy terminals find heads: as soon as they match, they win over further text.
     """
 
     def write(self) -> str:
@@ -215,22 +248,30 @@ class LooseGrammar(CallGrammar):
         control, rest = self._terms.behind_control(mark)
         if control is None:
             return self._lazy(f"(?s:.*){loose_regex(mark)}")
-        return f"{self._text} <[{control}]> {self._lazy(SPACE + loose_regex(rest)) if rest.strip() else ''}"
+        return (
+            f"{self._text} <[{control}]> "
+            f"{self._lazy(SPACE + loose_regex(rest)) if rest.strip() else ''}"
+        )
 
     def _parts_without(self, *marks: str) -> list[str]:
         """Return terms for text up to a special token that completes none of ``marks``.
 
-        A token that only begins a mark has its own term: llguidance cannot distinguish two sets that share a token.
+        A token that only begins a mark has its own term: llguidance cannot distinguish two sets
+        that share a token.
         """
         used = dict(map(self._terms.behind_control, marks))
         other = self._terms.one_of(self._special - used.keys())
         begun = [
-            f"{self._text} <[{control}]>" for control, rest in used.items() if control is not None and rest.strip()
+            f"{self._text} <[{control}]>"
+            for control, rest in used.items()
+            if control is not None and rest.strip()
         ]
         return [f"{self._text} {other}", *begun] if other else begun
 
     def _text_with_calls(self, thoughts: str) -> str:
-        """Return a term for text, calls, and reasoning that begins in the text and continues with ``thoughts``."""
+        """Return a term for text, calls, and reasoning that begins in the text and continues with
+        ``thoughts``.
+        """
         calls, reasoning = self._form_calls, self._message.form.reasoning
         whole = calls.write if calls.write.startswith(calls.open) else calls.begin + calls.write
         is_marked = whole.startswith(calls.open)
@@ -246,16 +287,25 @@ class LooseGrammar(CallGrammar):
             ends.append(f"{self._up_to(reasoning.open)} {thoughts}")
             marks.append(reasoning.open)
         parts += self._parts_without(*marks)
-        bare = [] if is_marked else [f"{self._unmarked(name, whole)} {further}" for name in self._message.tools]
+        bare = (
+            []
+            if is_marked
+            else [f"{self._unmarked(name, whole)} {further}" for name in self._message.tools]
+        )
         return f"{either(bare, '*')} {either(parts, '*')} {either(ends)}"
 
     def _unmarked(self, name: str, whole: str) -> str:
-        """Return a term for a call without a mark: any text that begins like it, up to the arguments, is a call."""
+        """Return a term for a call without a mark: any text that begins like it, up to the
+        arguments, is a call.
+        """
         lead, variable, between, place, tail = PLACES.split(whole)
         head = lead + (json.dumps(name) if variable == "name" else name) + between
         arguments, rest = self._arguments_of(name, place, tail)
         space = self._marks(head[len(head.rstrip()) :])
-        return f"{self._lazy(SPACE + loose_regex(head.rstrip()))} {space} {arguments} {self._marks(rest)}"
+        return (
+            f"{self._lazy(SPACE + loose_regex(head.rstrip()))} {space} {arguments} "
+            f"{self._marks(rest)}"
+        )
 
     def _thoughts(self) -> str:
         """Return a rule for reasoning from its middle on. The message may end in it."""
@@ -265,23 +315,38 @@ class LooseGrammar(CallGrammar):
         return self._rules.rule(f"{before} ({self._text} | {self._up_to(close)} {self._body})")
 
     def _with_headers(self, header: Header) -> str:
-        """Return a rule for messages from the middle of a header on. A header may name a function to call."""
+        """Return a rule for messages from the middle of a header on.
+
+        A header may name a function to call.
+        """
         start, close = self._rules.reserve(), self._terms.ids([header.close])
         opening = f"{self._terms.one_of(self._terms.ids(header.open))} {start}"
         other = self._terms.one_of(self._special - self._terms.ids(header.open))
-        rest = f"({self._terms.one_of(self._special - close)} {self._text})* {self._marks(header.close)}"  # of a header
+        # of a header
+        rest = (
+            f"({self._terms.one_of(self._special - close)} {self._text})* "
+            f"{self._marks(header.close)}"
+        )
         calls = []
         for name in self._message.tools:
             arguments, _ = self._arguments_of(name, "arguments", "")
             head = f"{self._terms.text(name)} {self._rules.terminal(NO_NAME)}? {rest}"
-            calls.append(self._rules.rule(f"{head} {arguments} ({opening} | {other} {self._body})?"))
+            calls.append(
+                self._rules.rule(f"{head} {arguments} ({opening} | {other} {self._body})?")
+            )
         options = [self._text, f"{self._text} {self._terms.one_of(close)} {self._body}"]
         options.append(f"{self._lazy(FUNCTION)} {either(calls)}")
-        self._rules.define(start, f"{either(self._parts_without(header.close), '*')} {either(options)}")
-        self._rules.define(self._body, f"({self._text} {other})* ({self._text} | {self._text} {opening})")
+        self._rules.define(
+            start, f"{either(self._parts_without(header.close), '*')} {either(options)}"
+        )
+        self._rules.define(
+            self._body, f"({self._text} {other})* ({self._text} | {self._text} {opening})"
+        )
         return start
 
 
 def either(options: Collection[str], many: str = "") -> str:
-    """Return a term for one of ``options``, repeated as ``many`` says ("?", "*"); "" if there are none."""
+    """Return a term for one of ``options``, repeated as ``many`` says ("?", "*"); "" if there are
+    none.
+    """
     return f"({' | '.join(options)}){many}" if options else ""

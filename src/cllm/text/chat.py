@@ -30,16 +30,17 @@ class Effort(enum.StrEnum):
 class Chat:
     """The input of a chat template, and the constraints on the answer.
 
-    messages: dicts with ``role`` (system, user, assistant, tool) and ``content`` (text). An assistant's may have
-    ``reasoning_content`` and ``tool_calls``, dicts of ``id``, ``type`` "function" and ``function``: ``name`` and
-    ``arguments``, a JSON text or an object; a tool's has ``tool_call_id``, and ``name`` if it is known.
-    tools: as OpenAI declares them, ``{"type": "function", "function": {"name", "description", "parameters"}}``.
-    tool_choice: auto, none or required (at least one call, and nothing else). allowed_tools: the names of the tools
-    that may be called; () means all. To force a call of one function, set "required" and its name.
-    thinking: None leaves it to the template; a template without such a switch ignores it.
-    thinking_budget: tokens after which the model is made to end its reasoning. effort: a level that sets both.
-    variables: further template variables. continued: the field of the last message, an assistant's, that the answer
-    continues; "" if the answer is a new message.
+    messages: dicts with ``role`` (system, user, assistant, tool) and ``content`` (text). An
+    assistant's may have ``reasoning_content`` and ``tool_calls``, dicts of ``id``, ``type``
+    "function" and ``function``: ``name`` and ``arguments``, a JSON text or an object; a tool's has
+    ``tool_call_id``, and ``name`` if it is known. tools: as OpenAI declares them, ``{"type":
+    "function", "function": {"name", "description", "parameters"}}``. tool_choice: auto, none or
+    required (at least one call, and nothing else). allowed_tools: the names of the tools that may
+    be called; () means all. To force a call of one function, set "required" and its name. thinking:
+    None leaves it to the template; a template without such a switch ignores it. thinking_budget:
+    tokens after which the model is made to end its reasoning. effort: a level that sets both.
+    variables: further template variables. continued: the field of the last message, an assistant's,
+    that the answer continues; "" if the answer is a new message.
     """
 
     messages: list[dict[str, Any]]
@@ -54,7 +55,9 @@ class Chat:
     continued: Literal["", "content", "reasoning_content"] = ""
 
     def continuing(self) -> Chat:
-        """Return a chat that continues its last message, which has no calls; if that is empty, a chat without it."""
+        """Return a chat that continues its last message, which has no calls; if that is empty, a
+        chat without it.
+        """
         last = self.messages[-1]
         if last.get("content"):
             return replace(self, continued="content")
@@ -65,11 +68,18 @@ class Chat:
     @property
     def strict_tools(self) -> set[str]:
         """Names of the tools whose arguments must follow their schema."""
-        return {tool["function"]["name"] for tool in self.tools if tool["function"].get("strict") is True}
+        return {
+            tool["function"]["name"]
+            for tool in self.tools
+            if tool["function"].get("strict") is True
+        }
 
 
 class Part(msgspec.Struct, gc=False):
-    """A piece of a model's output. call: the call's ordinal, from 0. name: the function's, in a call's first part."""
+    """A piece of a model's output.
+
+    call: the call's ordinal, from 0. name: the function's, in a call's first part.
+    """
 
     channel: Channel
     text: str

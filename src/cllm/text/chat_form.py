@@ -21,14 +21,18 @@ from cllm.text.parser import Parser
 from cllm.text.spoken_tools import spoken
 
 TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
-BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}  # tokens; other efforts have no budget
-THINKING = {"enable_thinking": True, "thinking": True}  # variables that switch thinking on in templates
+# tokens; other efforts have no budget
+BUDGETS = {Effort.MINIMAL: 256, Effort.LOW: 1024, Effort.MEDIUM: 4096}
+# variables that switch thinking on in templates
+THINKING = {"enable_thinking": True, "thinking": True}
 EFFORTS = {Effort.MINIMAL: "low", Effort.XHIGH: "high"}  # templates know low, medium and high
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How to read a message: the bytes of each token id, marks included, and a function that creates a parser."""
+    """How to read a message: the bytes of each token id, marks included, and a function that
+    creates a parser.
+    """
 
     pieces: list[bytes]
     parser: Callable[[], Parser]
@@ -47,19 +51,29 @@ class ChatForm:
     @property
     def capabilities(self) -> frozenset[str]:
         """The subset of "tools" and "thinking" that the model supports."""
-        thinks = self.form.header or (self.form.reasoning and self.form.reasoning.open in self._template)
-        return frozenset([*(["tools"] if self.form.calls else []), *(["thinking"] if thinks else [])])
+        thinks = self.form.header or (
+            self.form.reasoning and self.form.reasoning.open in self._template
+        )
+        return frozenset(
+            [*(["tools"] if self.form.calls else []), *(["thinking"] if thinks else [])]
+        )
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """The special tokens in the form's marks and in the calls that it writes, with their ids."""
+        """The special tokens in the form's marks and in the calls that it writes, with their
+        ids.
+        """
         calls = self.form.calls
         written = [calls.begin, calls.write, calls.end, calls.pair] if calls else []
         return self._special_tokens_in([*self.form.marks, *written])
 
     def _special_tokens_in(self, texts: list[str]) -> dict[str, int]:
         special = self._vocabulary.special_tokens
-        return {text: token for token, text in special.items() if text and any(text in other for other in texts)}
+        return {
+            text: token
+            for token, text in special.items()
+            if text and any(text in other for other in texts)
+        }
 
     @cached_property
     def _pieces(self) -> list[bytes]:
@@ -69,7 +83,9 @@ class ChatForm:
         return pieces
 
     def messages(self, chat: Chat, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages of ``chat``, with ``tools`` and calls as text where the template does not show them."""
+        """Return the messages of ``chat``, with ``tools`` and calls as text where the template does
+        not show them.
+        """
         calls = self.form.calls
         if calls is None:
             return chat.messages
@@ -77,7 +93,9 @@ class ChatForm:
         return spoken(chat.messages, tools, calls, self._template, knows_results=knows_results)
 
     def variables(self, chat: Chat) -> dict[str, Any]:
-        """Return the template's variables: those for thinking, and those of ``chat``, which take precedence."""
+        """Return the template's variables: those for thinking, and those of ``chat``, which take
+        precedence.
+        """
         variables: dict[str, Any] = {}
         thinking = chat.thinking
         if chat.effort is not None:
@@ -91,13 +109,18 @@ class ChatForm:
         return variables | chat.variables
 
     def begin(self, text: str, chat: Chat) -> str:
-        """Return the prompt for ``text``, in which CUT marks the beginning of the field that ``chat`` continues.
+        """Return the prompt for ``text``, in which CUT marks the beginning of the field that
+        ``chat`` continues.
 
-        Continued reasoning follows the mark that opens reasoning; continued text lies outside of reasoning. Raises
-        BadRequest for reasoning if the form has no place for it.
+        Continued reasoning follows the mark that opens reasoning; continued text lies outside of
+        reasoning. Raises BadRequest for reasoning if the form has no place for it.
         """
         before, begun = text.split(CUT)
-        reasoning, header, is_text = self.form.reasoning, self.form.header, chat.continued == "content"
+        reasoning, header, is_text = (
+            self.form.reasoning,
+            self.form.header,
+            chat.continued == "content",
+        )
         if header and before.endswith(header.close):
             return before + begun
         if header and is_text:
@@ -114,24 +137,38 @@ class ChatForm:
     def plan_output(
         self, prompt: list[int], chat: Chat, params: SamplingParams
     ) -> tuple[OutputPlan | None, SamplingParams, BoundMessage | None]:
-        """Return how to read what follows ``prompt``, ``params`` with a limit of reasoning, and the constraint.
+        """Return how to read what follows ``prompt``, ``params`` with a limit of reasoning, and the
+        constraint.
 
-        The first is None for plain text. The last is None if nothing but ``params.grammar`` constrains the message.
-        Raises BadRequest for calls that cannot be forced, and for a budget of reasoning that cannot be enforced.
+        The first is None for plain text. The last is None if nothing but ``params.grammar``
+        constrains the message. Raises BadRequest for calls that cannot be forced, and for a budget
+        of reasoning that cannot be enforced.
         """
         tools = schemas_of(chat)
         begun = chat.continued == "content"
-        inside, thinks = (chat.continued == "reasoning_content", False) if chat.continued else self._begins(prompt)
+        inside, thinks = (
+            (chat.continued == "reasoning_content", False)
+            if chat.continued
+            else self._begins(prompt)
+        )
         form = self.form
         if form.reasoning and not inside and form.reasoning.close not in self._template:
             form = msgspec.structs.replace(form, reasoning=None)
         if chat.tool_choice == "required" and not (tools and form.calls):
-            why = "names no declared tool" if form.calls else "cannot be enforced: this model's calls are not known"
-            raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
+            why = (
+                "names no declared tool"
+                if form.calls
+                else "cannot be enforced: this model's calls are not known"
+            )
+            raise BadRequest(
+                f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
+            )
         is_required = chat.tool_choice == "required"
         if begun and is_required:
             why = "cannot force a call where the text of a message is continued"
-            raise BadRequest(f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter")
+            raise BadRequest(
+                f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
+            )
         if begun and (params.grammar or (form.calls and form.calls.bare)):
             tools = {}  # the text continues to the end of the message
         may_call = bool(tools and form.calls)
@@ -157,24 +194,36 @@ class ChatForm:
             return None, params, bound
         max_calls = None if chat.parallel_tool_calls else 1
         begun = bool(chat.continued)
-        plan = OutputPlan(self._pieces, lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls))
+        plan = OutputPlan(
+            self._pieces,
+            lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls),
+        )
         return plan, params, bound
 
     def _begins(self, prompt: list[int]) -> tuple[bool, bool]:
-        """Return whether the message begins in the middle of reasoning, and whether it may begin with reasoning."""
+        """Return whether the message begins in the middle of reasoning, and whether it may begin
+        with reasoning.
+        """
         reasoning = self.form.reasoning
         if self.form.header:
             return False, True
         if reasoning is None:
             return False, False
-        tail = b"".join(self._pieces[token] for token in prompt[-TAIL:]).decode(errors="replace").rstrip()
+        tail = (
+            b"".join(self._pieces[token] for token in prompt[-TAIL:])
+            .decode(errors="replace")
+            .rstrip()
+        )
         inside = tail.endswith(reasoning.open)
-        return inside, not inside and not tail.endswith(reasoning.close) and reasoning.close in self._template
+        return inside, not inside and not tail.endswith(
+            reasoning.close
+        ) and reasoning.close in self._template
 
     def _budget(self, chat: Chat, *, inside: bool) -> ThinkingBudget | None:
         """Return the limit of reasoning, None for no limit.
 
-        Raises BadRequest if a budget was requested, but the mark that ends reasoning is not one token.
+        Raises BadRequest if a budget was requested, but the mark that ends reasoning is not one
+        token.
         """
         limit = chat.thinking_budget
         if limit is None and (chat.thinking is False or chat.effort == Effort.NONE):
@@ -188,18 +237,29 @@ class ChatForm:
         close = self._tokens(closing)
         if len(close) == 1:
             closes_once = self.form.header is None
-            return ThinkingBudget(limit, begin, close[0], self._tokens(force), closes_once) if force else None
+            return (
+                ThinkingBudget(limit, begin, close[0], self._tokens(force), closes_once)
+                if force
+                else None
+            )
         if chat.thinking_budget is None:
             return None
         why = f"cannot be enforced: this model has no token for {closing}"
-        raise BadRequest(f"A budget of reasoning {why}.", param="thinking_token_budget", code="unsupported_parameter")
+        raise BadRequest(
+            f"A budget of reasoning {why}.",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
 
     def _ends_of_reasoning(self, chat: Chat, limit: int) -> tuple[str, str, str]:
-        """Return the marks that begin and end reasoning, and the text that ends it when the limit is reached."""
+        """Return the marks that begin and end reasoning, and the text that ends it when the limit
+        is reached.
+        """
         header, reasoning = self.form.header, self.form.reasoning
         if header is None:
             assert reasoning
-            blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")  # as models write them
+            # as models write them
+            blanks = ("\n", "\n\n") if reasoning.close.startswith("</") else ("", "")
             return reasoning.open, reasoning.close, reasoning.close.join(blanks)
         # with a limit of 0 there is no reasoning message to end
         end = header.end[0] + header.open[0] + "assistant" if limit else ""
@@ -214,5 +274,9 @@ def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:
     if chat.tool_choice == "none":
         return {}
     functions = [tool["function"] for tool in chat.tools]
-    schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
-    return {name: schema for name, schema in schemas.items() if name in (chat.allowed_tools or schemas)}
+    schemas = {
+        function["name"]: function.get("parameters") or {"type": "object"} for function in functions
+    }
+    return {
+        name: schema for name, schema in schemas.items() if name in (chat.allowed_tools or schemas)
+    }

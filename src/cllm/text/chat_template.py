@@ -1,4 +1,7 @@
-"""Render messages to prompt text with the model's own Jinja template. Only this module builds Jinja environments."""
+"""Render messages to prompt text with the model's own Jinja template.
+
+Only this module builds Jinja environments.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:  # which imports more than a process that only renders needs
     from cllm.backends.base import Vocabulary
     from cllm.text.worker import Work
 
-# Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens that a user has
-# written. CUT marks where the field that a prompt continues begins and ends.
+# Unicode noncharacters, which text interchange never contains. OPEN and CLOSE fence control tokens
+# that a user has written. CUT marks where the field that a prompt continues begins and ends.
 OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
 FENCES = re.compile(f"[{OPEN}{CLOSE}{CUT}]")
 
@@ -46,18 +49,31 @@ RESERVED = frozenset(
 
 MAX_LENGTH = 1 << 23  # characters of a prompt
 # What a template may raise on odd messages, in addition to TemplateError.
-TEMPLATE_FAULTS = (MemoryError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+TEMPLATE_FAULTS = (
+    MemoryError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class ChatTemplate:
-    """Renders messages and tokenizes the result, so that only the template can write control tokens.
+    """Renders messages and tokenizes the result, so that only the template can write control
+    tokens.
 
-    A control token's text inside a message is fenced before rendering and tokenized as plain text afterwards.
-    A template's time cannot be limited here; text/rendering.py limits it, in processes that can be killed.
+    A control token's text inside a message is fenced before rendering and tokenized as plain text
+    afterwards. A template's time cannot be limited here; text/rendering.py limits it, in processes
+    that can be killed.
     """
 
     def __init__(self, vocabulary: Vocabulary, source: str | None = None) -> None:
-        """``source``: a template to use instead of the model's. Raises StartupError if it has a syntax error."""
+        """``source``: a template to use instead of the model's.
+
+        Raises StartupError if it has a syntax error.
+        """
         self._vocabulary = vocabulary
         self._control = control_pattern(vocabulary.control_tokens)
         source = source if source is not None else vocabulary.chat_template
@@ -69,43 +85,68 @@ class ChatTemplate:
 
     @cached_property
     def _wants_objects(self) -> bool:
-        """Whether arguments must be an object. Some templates want JSON text. Where both work, text is more exact."""
+        """Whether arguments must be an object.
+
+        Some templates want JSON text. Where both work, text is more exact.
+        """
         if "arguments is string" in self._source:
             return False
         content = "" if self._shows_calls[""] else None
         shown = self._probe({"probe_key": 1}, content)
-        return "'probe_key'" not in shown if shown is not None else self._probe("{}", content) is None
+        return (
+            "'probe_key'" not in shown if shown is not None else self._probe("{}", content) is None
+        )
 
     @cached_property
     def _shows_calls(self) -> dict[str | None, bool]:
-        """Whether the template shows calls, by the content of their message: some templates want it to be None."""
+        """Whether the template shows calls, by the content of their message: some templates want it
+        to be None.
+        """
         forms: tuple[Any, ...] = ({}, "{}")
-        shown = {content: [self._probe(given, content) or "" for given in forms] for content in ("", None)}
+        shown = {
+            content: [self._probe(given, content) or "" for given in forms]
+            for content in ("", None)
+        }
         return {content: any("probe" in text for text in texts) for content, texts in shown.items()}
 
     @cached_property
     def _shows_system(self) -> tuple[bool, bool]:
-        """Whether a system message is shown as the first one, and after others; some templates refuse or drop it."""
+        """Whether a system message is shown as the first one, and after others; some templates
+        refuse or drop it.
+        """
         system, user = {"role": "system", "content": "probe"}, {"role": "user", "content": "a"}
         first, later = (self._try(messages) or "" for messages in ([system, user], [user, system]))
         return "probe" in first, "probe" in later
 
-    def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Return the token ids of the prompt for the next assistant message. Raises what ``render`` raises."""
+    def encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **variables: Any
+    ) -> list[int]:
+        """Return the token ids of the prompt for the next assistant message.
+
+        Raises what ``render`` raises.
+        """
         return self.tokenize(self.render(messages, tools, **variables))
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        continued: str = "",
+        /,
+        **variables: Any,
     ) -> str:
-        """Return the text of that prompt, with fences around control tokens that must stay plain text.
+        """Return the text of that prompt, with fences around control tokens that must stay plain
+        text.
 
-        With ``add_generation_prompt=False`` the prompt does not open another message. ``continued`` is a field of the
-        last message: then the text ends where that field ends, and CUT marks where it begins. Raises BadRequest if
-        the model has no template, or if the template fails, refuses the messages, leaves out that field, or returns
-        too long a text.
+        With ``add_generation_prompt=False`` the prompt does not open another message. ``continued``
+        is a field of the last message: then the text ends where that field ends, and CUT marks
+        where it begins. Raises BadRequest if the model has no template, or if the template fails,
+        refuses the messages, leaves out that field, or returns too long a text.
         """
         if self._template is None:
-            raise BadRequest("This model has no chat template; use /v1/completions.", code="no_chat_template")
+            raise BadRequest(
+                "This model has no chat template; use /v1/completions.", code="no_chat_template"
+            )
         parts, room = [], MAX_LENGTH
         if "xml_tools" in self._source:  # SmolLM3, which can also be shown them as Python
             variables = {"xml_tools": tools or None, **variables}
@@ -126,7 +167,9 @@ class ChatTemplate:
                 if room < 0:
                     raise OverflowError(f"its text is longer than {MAX_LENGTH} characters")
         except TemplateRefusal as error:
-            raise BadRequest(f"The chat template refused the messages: {str(error)[:200]}", param="messages") from None
+            raise BadRequest(
+                f"The chat template refused the messages: {str(error)[:200]}", param="messages"
+            ) from None
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:200] or type(error).__name__
             raise BadRequest(f"The chat template failed: {why}", param="messages") from None
@@ -135,7 +178,9 @@ class ChatTemplate:
             return text
         before, *begun = text.rsplit(CUT, 2)
         if len(begun) != 2:
-            raise BadRequest("The chat template leaves out what is to be continued.", param="messages")
+            raise BadRequest(
+                "The chat template leaves out what is to be continued.", param="messages"
+            )
         return before.replace(CUT, "") + CUT + begun[0]
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -152,7 +197,9 @@ class ChatTemplate:
         return tokens
 
     def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return ``messages`` as this template wants them: the type of arguments, and its own field names."""
+        """Return ``messages`` as this template wants them: the type of arguments, and its own field
+        names.
+        """
         return [
             self._adapted_message(message) if message["role"] in ("assistant", "tool") else message
             for message in self._with_shown_systems(messages)
@@ -161,15 +208,17 @@ class ChatTemplate:
     def _with_shown_systems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``messages`` with all system messages shown.
 
-        One that the template would not show is appended to the message before it, or begins the user's next message,
-        so that roles which alternated still do.
+        One that the template would not show is appended to the message before it, or begins the
+        user's next message, so that roles which alternated still do.
         """
         shown: list[dict[str, Any]] = []
         was_hidden = False
         for i, message in enumerate(messages):
             role, before = message["role"], shown[-1]["role"] if shown else ""
             is_hidden = role == "system" and not self._shows_system[i > 0]
-            if (is_hidden and before in ("system", "user")) or (was_hidden and role == before == "user"):
+            if (is_hidden and before in ("system", "user")) or (
+                was_hidden and role == before == "user"
+            ):
                 texts = filter(None, (shown[-1]["content"], message["content"]))
                 shown[-1] = {**shown[-1], "content": "\n\n".join(texts)}
             else:
@@ -204,11 +253,19 @@ class ChatTemplate:
         elif not isinstance(arguments, str) and not self._wants_objects:
             function["arguments"] = tojson(arguments)
         call = {**call, "function": function}
-        return {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
+        return (
+            {**call, "id": short_id(call["id"])} if self._wants_short_ids and "id" in call else call
+        )
 
     def _probe(self, arguments: Any, content: str | None) -> str | None:
-        """Render a conversation with a call that has these arguments; None if the template refuses it."""
-        call = {"id": "probe1234", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        """Render a conversation with a call that has these arguments; None if the template refuses
+        it.
+        """
+        call = {
+            "id": "probe1234",
+            "type": "function",
+            "function": {"name": "probe", "arguments": arguments},
+        }
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         return self._try([{"role": "user", "content": "a"}, message])
 
@@ -216,7 +273,9 @@ class ChatTemplate:
         """Render ``messages``; None if the template refuses them."""
         try:
             return (
-                self._template.render(messages=messages, **self._vocabulary.special_texts) if self._template else None
+                self._template.render(messages=messages, **self._vocabulary.special_texts)
+                if self._template
+                else None
             )
         except (TemplateRefusal, jinja2.TemplateError, *TEMPLATE_FAULTS):
             return None
@@ -238,12 +297,16 @@ def without_fences(text: str) -> str:
 
 
 def short_id(name: str) -> str:
-    """Return nine letters and digits for the id of a call: the id itself if it has that form, else a checksum."""
+    """Return nine letters and digits for the id of a call: the id itself if it has that form, else
+    a checksum.
+    """
     return name if re.fullmatch(r"[a-zA-Z0-9]{9}", name) else f"{zlib.crc32(name.encode()):09x}"
 
 
 def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
-    """Return a pattern for control tokens, and for beginnings of them at a text's end that the next could complete."""
+    """Return a pattern for control tokens, and for beginnings of them at a text's end that the next
+    could complete.
+    """
     beginnings = {token[:length] for token in control_tokens for length in range(1, len(token))}
     whole = "|".join(map(re.escape, control_tokens))
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
@@ -251,7 +314,8 @@ def control_pattern(control_tokens: list[str]) -> re.Pattern[str]:
 
 
 def prepare(texts: dict[str, Any]) -> Work:
-    """Return the Work of a rendering process; its input is the arguments of ``ChatTemplate.render``.
+    """Return the Work of a rendering process; its input is the arguments of
+    ``ChatTemplate.render``.
 
     ``texts``: the fields of Vocabulary that it needs.
     """
@@ -264,14 +328,22 @@ class TemplateRefusal(Exception):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile the template in a sandbox, with transformers' extensions. Raises StartupError on a syntax error."""
+    """Compile the template in a sandbox, with transformers' extensions.
+
+    Raises StartupError on a syntax error.
+    """
     environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[jinja2.ext.loopcontrols, Generation],
     )
     environment.code_generator_class = Unfolded
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
+    environment.globals["strftime_now"] = lambda form: (
+        datetime.datetime.now().astimezone().strftime(form)
+    )
     try:
         return environment.from_string(source)
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
@@ -279,14 +351,20 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Lets templates append to lists and pop from them, as Kimi K2's does: their lists exist for one rendering only."""
+    """Lets templates append to lists and pop from them, as Kimi K2's does: their lists exist for
+    one rendering only.
+    """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
 
 class Unfolded(jinja2.compiler.CodeGenerator):
-    """Computes no constant expressions at compile time: that would happen in this process, without limits."""
+    """Computes no constant expressions at compile time: that would happen in this process, without
+    limits.
+    """
 
     def _output_child_to_const(
         self,
@@ -299,8 +377,12 @@ class Unfolded(jinja2.compiler.CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **({"default": as_list} | options))
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, **({"default": as_list} | options)
+    )
 
 
 def as_list(value: Any) -> list[Any]:

@@ -16,12 +16,15 @@ TOOL_CALLS = "tool_calls"
 class Choice:
     """Detokenizes one choice of an answer, and ends it at a stop string.
 
-    ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed. With a ``parser``,
-    call ``parts`` instead of ``feed``; stop strings then apply to the text channel, not to reasoning and calls.
-    ``token_logprobs``: the tokens of the text that the last call returned, if logprobs were requested.
+    ``finish`` is "" until the choice ends, then the reason. ``num_tokens`` counts the tokens fed.
+    With a ``parser``, call ``parts`` instead of ``feed``; stop strings then apply to the text
+    channel, not to reasoning and calls. ``token_logprobs``: the tokens of the text that the last
+    call returned, if logprobs were requested.
     """
 
-    def __init__(self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None) -> None:
+    def __init__(
+        self, index: int, pieces: list[bytes], params: SamplingParams, parser: Parser | None = None
+    ) -> None:
         """``pieces``: the bytes of each token id."""
         self.index = index
         self.finish = ""
@@ -35,7 +38,10 @@ class Choice:
         self._pending_logprobs: list[TokenLogprob] = []
 
     def feed(self, output: TokenOutput) -> tuple[str, str]:
-        """Return the text that ``output`` adds, and ``finish``. Once ``finish`` is set, feed nothing more."""
+        """Return the text that ``output`` adds, and ``finish``.
+
+        Once ``finish`` is set, feed nothing more.
+        """
         if output.token < 0:  # the sequence ended without a token
             self.finish = str(output.finish)
             return "", self.finish
@@ -54,13 +60,16 @@ class Choice:
             text += self._stops.flush()
             self.finish = str(output.finish)
         if self._alignment is not None:
-            self.token_logprobs = self._alignment.shown(text, is_all=bool(self.finish) and not stopped)
+            self.token_logprobs = self._alignment.shown(
+                text, is_all=bool(self.finish) and not stopped
+            )
         return text, self.finish
 
     def parts(self, output: TokenOutput) -> list[Part]:
         """Return the parts that ``output`` adds or continues.
 
-        Sets ``finish`` as ``feed`` does, or to "tool_calls" if the model called tools and then stopped.
+        Sets ``finish`` as ``feed`` does, or to "tool_calls" if the model called tools and then
+        stopped.
         """
         assert self.parser
         if output.token < 0:
@@ -85,7 +94,10 @@ class Choice:
         return parts
 
     def _attach_logprobs(self, token: TokenLogprob, parts: list[Part]) -> None:
-        """Report tokens with the next text part. Tokens of reasoning, calls and marks are not reported."""
+        """Report tokens with the next text part.
+
+        Tokens of reasoning, calls and marks are not reported.
+        """
         self._pending_logprobs.append(token)
         self.token_logprobs = []
         for part in parts:

@@ -1,7 +1,8 @@
-"""Forbid properties that a schema with ``properties`` does not name, unless the schema says otherwise.
+"""Forbid properties that a schema with ``properties`` does not name, unless the schema says
+otherwise.
 
-The standard allows any other property. Models then invent names, and repeat them; llama.cpp closes such objects too.
-The names are collected from a schema together with all schemas composed with it.
+The standard allows any other property. Models then invent names, and repeat them; llama.cpp closes
+such objects too. The names are collected from a schema together with all schemas composed with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from typing import Any
 
 OPTIONS = ("anyOf", "oneOf")
 # Keywords that say which other properties are allowed, or refer to a schema that may say so.
-SAYS_WHAT_ELSE = {"additionalProperties", "unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef"}
+SAYS_WHAT_ELSE = {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "$dynamicRef",
+    "$recursiveRef",
+}
 
 
 @dataclass
@@ -42,7 +49,9 @@ def has_own_options(schema: dict[str, Any]) -> bool:
 
 
 def parts_of(schema: dict[str, Any], *, with_options: bool) -> Iterator[Any]:
-    """Yield the schemas within ``schema`` that apply to the same value, without following references."""
+    """Yield the schemas within ``schema`` that apply to the same value, without following
+    references.
+    """
     for keyword in ("allOf", *(OPTIONS if with_options else ())):
         yield from as_list(schema.get(keyword))
     for keyword in ("dependentSchemas", "dependencies"):
@@ -55,8 +64,15 @@ def close(translated: dict[str, Any], names: Names) -> None:
     """Forbid all properties except ``names``."""
     if not names.has_properties:
         return
-    if translated.keys() & {"allOf", "$ref"} or names.properties.keys() != translated.get("properties", {}).keys():
-        own = {"properties": names.properties, "patternProperties": names.patterns, "additionalProperties": False}
+    if (
+        translated.keys() & {"allOf", "$ref"}
+        or names.properties.keys() != translated.get("properties", {}).keys()
+    ):
+        own = {
+            "properties": names.properties,
+            "patternProperties": names.patterns,
+            "additionalProperties": False,
+        }
         translated["allOf"] = [*translated.get("allOf", []), own]
     else:
         translated["additionalProperties"] = False

@@ -10,7 +10,8 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Converts the tokens of one sequence.
 
-    A character split over tokens is returned with its last token. Bytes that are not UTF-8 become U+FFFD.
+    A character split over tokens is returned with its last token. Bytes that are not UTF-8 become
+    U+FFFD.
     """
 
     def __init__(self, pieces: list[bytes]) -> None:

@@ -1,4 +1,6 @@
-"""Convert DRY's sequence breakers, texts at which a repetition ends, to the ids of the tokens that contain them."""
+"""Convert DRY's sequence breakers, texts at which a repetition ends, to the ids of the tokens that
+contain them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ BETWEEN = b"\xff"  # occurs in no UTF-8 text
 
 
 class DryBreakers:
-    """Finds the tokens of a vocabulary that contain a text, and remembers the results for 32 texts."""
+    """Finds the tokens of a vocabulary that contain a text, and remembers the results for 32
+    texts.
+    """
 
     def __init__(self, pieces: list[bytes]) -> None:
         """``pieces``: the bytes of each token id."""
@@ -28,15 +32,24 @@ class DryBreakers:
     def ids(self, texts: tuple[str, ...] | None) -> tuple[int, ...]:
         """Return the ids of the tokens that contain one of ``texts``; None means the usual ones.
 
-        Raises BadRequest if there are too many texts, or if one is empty, too long, or in no single token.
+        Raises BadRequest if there are too many texts, or if one is empty, too long, or in no single
+        token.
         """
-        if len(texts or ()) > MAX_BREAKERS or not all(1 <= len(text) <= MAX_LENGTH for text in texts or ()):
-            message = f"Invalid '{PARAM}': at most {MAX_BREAKERS} texts of 1 to {MAX_LENGTH} characters are accepted."
+        if len(texts or ()) > MAX_BREAKERS or not all(
+            1 <= len(text) <= MAX_LENGTH for text in texts or ()
+        ):
+            message = (
+                f"Invalid '{PARAM}': at most {MAX_BREAKERS} texts of 1 to {MAX_LENGTH} "
+                f"characters are accepted."
+            )
             raise BadRequest(message, param=PARAM, code="invalid_value")
         found = {text: self._tokens_with(text) for text in (USUAL if texts is None else texts)}
         for text, ids in found.items():
             if texts is not None and not len(ids):
-                message = f"Invalid '{PARAM}': no token of this model contains {text!r}, and only tokens can break."
+                message = (
+                    f"Invalid '{PARAM}': no token of this model contains {text!r}, and "
+                    f"only tokens can break."
+                )
                 raise BadRequest(message, param=PARAM, code="invalid_value")
         return tuple(np.unique(np.concatenate([*found.values()])).tolist()) if found else ()
 
@@ -47,5 +60,7 @@ class DryBreakers:
 
     @cached_property
     def _table(self) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """The joined bytes of all tokens, and the index where each token ends, including the separator after it."""
+        """The joined bytes of all tokens, and the index where each token ends, including the
+        separator after it.
+        """
         return BETWEEN.join(self._pieces), np.cumsum([len(piece) + 1 for piece in self._pieces])

@@ -1,4 +1,6 @@
-"""How model families write reasoning and calls: one data file each, selected by the chat template's text."""
+"""How model families write reasoning and calls: one data file each, selected by the chat template's
+text.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ HEADS = {
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The marks around reasoning.
 
-    skip: marks to drop from the text. anywhere: reasoning may also begin after text, because ordinary text never
-    mentions its mark.
+    skip: marks to drop from the text. anywhere: reasoning may also begin after text, because
+    ordinary text never mentions its mark.
     """
 
     open: str
@@ -38,8 +40,9 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The format of messages that begin with a header (harmony).
 
-    open, close: what begins and ends a header. end: what ends a message. reasoning, call: regular expressions for
-    headers; ``call`` finds the ``name`` of the function that the message is for. final: the header of plain text.
+    open, close: what begins and ends a header. end: what ends a message. reasoning, call: regular
+    expressions for headers; ``call`` finds the ``name`` of the function that the message is for.
+    final: the header of plain text.
     """
 
     open: tuple[str, ...]
@@ -53,8 +56,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments as keys and values between tags.
 
-    trim: a value does not include the line break after its opening tag and the one before its closing tag.
-    wrapped: a mark that may follow the opening tag, and the mark that then ends the value.
+    trim: a value does not include the line break after its opening tag and the one before its
+    closing tag. wrapped: a mark that may follow the opening tag, and the mark that then ends the
+    value.
     """
 
     key_open: str
@@ -66,16 +70,18 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The format of a call: a mark of ``open``, one of ``head``, the arguments, and possibly marks of ``close``.
+    """The format of a call: a mark of ``open``, one of ``head``, the arguments, and possibly marks
+    of ``close``.
 
-    head: regular expressions with the group ``name``, for the text between the mark and the arguments. "json" is an
-    object with name and arguments; "python" is a function's name, followed by keyword arguments in parentheses.
-    inner: marks that occur in heads. bare: a message may also begin with a head. quote: keys are written without
-    quotes, and strings between this mark. tags: arguments are keys and values. skip: other marks, which are dropped.
-    separators: marks before a further call, instead of ``open``. ends_reasoning: models of this family forget to
-    close their reasoning before they call. begin, write, between, end: how to write calls, with $name in quotes or
-    $word without, and $arguments (Python: $keywords; tags: $pairs, each written as ``pair`` with $key, $value and
-    $string, which is whether the value is a string).
+    head: regular expressions with the group ``name``, for the text between the mark and the
+    arguments. "json" is an object with name and arguments; "python" is a function's name, followed
+    by keyword arguments in parentheses. inner: marks that occur in heads. bare: a message may also
+    begin with a head. quote: keys are written without quotes, and strings between this mark. tags:
+    arguments are keys and values. skip: other marks, which are dropped. separators: marks before a
+    further call, instead of ``open``. ends_reasoning: models of this family forget to close their
+    reasoning before they call. begin, write, between, end: how to write calls, with $name in quotes
+    or $word without, and $arguments (Python: $keywords; tags: $pairs, each written as ``pair`` with
+    $key, $value and $string, which is whether the value is a string).
     """
 
     write: str
@@ -100,7 +106,10 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model family. ``signs``: strings that all its chat templates contain; () if templates do not select it."""
+    """A model family.
+
+    ``signs``: strings that all its chat templates contain; () if templates do not select it.
+    """
 
     signs: tuple[str, ...]
     calls: Calls | None = None
@@ -116,7 +125,13 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.header:
             marks |= {*self.header.open, self.header.close, *self.header.end}
         if self.calls:
-            marks |= {*self.calls.open, *self.calls.inner, *self.calls.close, *self.calls.skip, self.calls.quote}
+            marks |= {
+                *self.calls.open,
+                *self.calls.inner,
+                *self.calls.close,
+                *self.calls.skip,
+                self.calls.quote,
+            }
             if self.calls.tags:
                 tags = self.calls.tags
                 marks |= {tags.key_open, tags.key_close, tags.value_open, tags.value_close}
@@ -124,7 +139,9 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Marks(NamedTuple):
-    """``whole`` finds one of some marks; ``begun`` finds the beginning of one at the end of a text."""
+    """``whole`` finds one of some marks; ``begun`` finds the beginning of one at the end of a
+    text.
+    """
 
     whole: re.Pattern[str]
     begun: re.Pattern[str]
@@ -137,7 +154,9 @@ def marks_of(marks: tuple[str, ...]) -> Marks:
 
 
 def any_of(texts: set[str]) -> str:
-    """Return a regular expression for one of ``texts``, the longest first; for none, one that never matches."""
+    """Return a regular expression for one of ``texts``, the longest first; for none, one that never
+    matches.
+    """
     return "|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))) or "(?!)"
 
 
@@ -151,18 +170,24 @@ def forms() -> dict[str, Form]:
     """Return all forms, by name."""
     folder = Path(__file__).with_name("forms")
     return {
-        path.stem: msgspec.yaml.decode(path.read_bytes(), type=Form, strict=True) for path in sorted(folder.iterdir())
+        path.stem: msgspec.yaml.decode(path.read_bytes(), type=Form, strict=True)
+        for path in sorted(folder.iterdir())
     }
 
 
 def form_of(template: str) -> Form:
-    """Return the form of a chat template. Its calls, reasoning and header are each recognised separately."""
+    """Return the form of a chat template.
+
+    Its calls, reasoning and header are each recognised separately.
+    """
 
     def chosen(part: str) -> Any:
         fits = [
             form
             for form in forms().values()
-            if form.signs and getattr(form, part) is not None and all(sign in template for sign in form.signs)
+            if form.signs
+            and getattr(form, part) is not None
+            and all(sign in template for sign in form.signs)
         ]
         return max(fits, key=lambda form: len(form.signs), default=Form(()))
 

@@ -1,7 +1,7 @@
 """Convert clients' constraints on a text to the grammar that the engine enforces.
 
-A grammar is in llguidance's dialect of Lark, which embeds JSON schemas. Only llguidance runs clients' regular
-expressions, and it never backtracks.
+A grammar is in llguidance's dialect of Lark, which embeds JSON schemas. Only llguidance runs
+clients' regular expressions, and it never backtracks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "mess
 class Constraint(NamedTuple):
     """A constraint on a text. ``kind`` says what ``value`` is.
 
-    json_object: None. json_schema: a schema (dict or bool). regex: a pattern that the whole text matches. choice: a
-    list of texts. grammar: a client's Lark or GBNF. message: a BoundMessage as plain types.
-    strict: keywords of the schema that cannot be enforced are refused; otherwise they are left out.
+    json_object: None. json_schema: a schema (dict or bool). regex: a pattern that the whole text
+    matches. choice: a list of texts. grammar: a client's Lark or GBNF. message: a BoundMessage as
+    plain types. strict: keywords of the schema that cannot be enforced are refused; otherwise they
+    are left out.
     """
 
     kind: Kind
@@ -45,7 +46,9 @@ class Constraint(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A grammar that can be enforced ("" means none), and the keywords of its schema that it leaves out."""
+    """A grammar that can be enforced ("" means none), and the keywords of its schema that it leaves
+    out.
+    """
 
     grammar: str = ""
     unenforced: tuple[str, ...] = ()
@@ -71,15 +74,16 @@ def to_lark(
 ) -> str:
     """Return the grammar, not compiled yet. Raises BadRequest, naming ``param``.
 
-    If a schema is not strict, keywords that cannot be enforced are added to ``unenforced``; some of them are only found
-    if ``careful``. ``special``: the ids of all special tokens, for a message.
+    If a schema is not strict, keywords that cannot be enforced are added to ``unenforced``; some of
+    them are only found if ``careful``. ``special``: the ids of all special tokens, for a message.
     """
     value = constraint.value
     match constraint.kind:
         case "json_object" | "json_schema":
             schema = value if constraint.kind == "json_schema" else {"type": "object"}
             rules = Rules(careful=careful)
-            return f"start: {json_rule(schema, rules, param, None if constraint.strict else unenforced)}\n{rules}"
+            dropped = None if constraint.strict else unenforced
+            return f"start: {json_rule(schema, rules, param, dropped)}\n{rules}"
         case "regex":
             if expands_too_far(check_size(value, MAX_TEXT, param)):
                 raise invalid(param, TOO_FAR)
@@ -103,7 +107,9 @@ def to_lark(
 
             from cllm.text.call_grammar import BoundMessage, message_grammar
 
-            return message_grammar(msgspec.convert(value, BoundMessage), special, unenforced, careful=careful)
+            return message_grammar(
+                msgspec.convert(value, BoundMessage), special, unenforced, careful=careful
+            )
 
 
 def check_size(text: Any, limit: int, param: str) -> str:
@@ -124,7 +130,9 @@ def check_choices(choices: Any, param: str) -> list[str]:
 
 
 def invalid(param: str, why: str) -> BadRequest:
-    return BadRequest(f"Invalid '{param}': {why.rstrip('.')[:300]}.", param=param, code="invalid_grammar")
+    return BadRequest(
+        f"Invalid '{param}': {why.rstrip('.')[:300]}.", param=param, code="invalid_grammar"
+    )
 
 
 class Checker:
@@ -143,7 +151,10 @@ class Checker:
         return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
 
     def check(self, constraint: Constraint, param: str) -> Checked:
-        """Return a grammar that compiles and allows some text. Raises BadRequest, naming ``param``."""
+        """Return a grammar that compiles and allows some text.
+
+        Raises BadRequest, naming ``param``.
+        """
         from llguidance import LLMatcher, LLParserLimits
 
         unenforced: set[str] = set()
@@ -151,7 +162,8 @@ class Checker:
         limits = LLParserLimits(max_lexer_states=self._max_lexer_states, verbose_errors=False)
         tokenizer = self._ours if constraint.kind == "message" else self._clients
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error() and constraint.kind in ("json_schema", "message"):  # retry without faulty leaves
+        # retry without faulty leaves
+        if matcher.is_error() and constraint.kind in ("json_schema", "message"):
             text = to_lark(constraint, param, unenforced, self._special.tokens, careful=True)
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if constraint.kind == "grammar":
@@ -162,7 +174,11 @@ class Checker:
             raise invalid(param, "it allows nothing but an empty text")
         self._try(matcher)
         if matcher.is_error():
-            if constraint.kind == "json_schema" and isinstance(constraint.value, dict) and not constraint.strict:
+            if (
+                constraint.kind == "json_schema"
+                and isinstance(constraint.value, dict)
+                and not constraint.strict
+            ):
                 kind = {key: value for key, value in constraint.value.items() if key == "type"}
                 return Checked(to_lark(Constraint("json_schema", kind), param), ("schema",))
             raise invalid(param, reason(matcher.get_error()))
@@ -176,7 +192,9 @@ class Checker:
             if matcher.is_error() or matcher.is_stopped():
                 return
             byte = rng.choice([at for at, bits in enumerate(mask) if bits])
-            matcher.consume_token(rng.choice([8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1]))
+            matcher.consume_token(
+                rng.choice([8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1])
+            )
 
 
 def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
@@ -187,8 +205,8 @@ def allows_only_the_end(matcher: LLMatcher, end_token: int) -> bool:
 def prepare(begin: list[Any]) -> Work:
     """Return the Work of a process that checks constraints.
 
-    Its input is a constraint and its param; its reply is the fields of Checked as JSON. ``begin``: the size of the
-    vocabulary, its special tokens as pairs, and max_lexer_states.
+    Its input is a constraint and its param; its reply is the fields of Checked as JSON. ``begin``:
+    the size of the vocabulary, its special tokens as pairs, and max_lexer_states.
     """
     importlib.import_module("llguidance")  # now, or the first check would pay for it
     size, tokens, max_lexer_states = begin
@@ -207,7 +225,9 @@ def prepare(begin: list[Any]) -> Work:
 
 
 def bytes_tokenizer(special: dict[int, str], size: int) -> LLTokenizer:
-    """Return a tokenizer of ``size`` tokens: the special ones, and one for each byte as far as there is room."""
+    """Return a tokenizer of ``size`` tokens: the special ones, and one for each byte as far as
+    there is room.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Bytes:

@@ -1,4 +1,6 @@
-"""Check clients' grammars in a child process, which is killed if one takes too much time or memory."""
+"""Check clients' grammars in a child process, which is killed if one takes too much time or
+memory.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ MAX_KNOWN, MAX_KNOWN_SIZE = 1024, 8_000_000  # remembered grammars, and their to
 class GrammarProcess(Workers):
     """Checks one grammar at a time, and remembers the results."""
 
-    def __init__(self, special: Callable[[], Special], observe: Callable[[float | None], None]) -> None:
-        """``special`` is called in another thread. ``observe`` gets the seconds of each check, None for a remembered
-        result.
+    def __init__(
+        self, special: Callable[[], Special], observe: Callable[[float | None], None]
+    ) -> None:
+        """``special`` is called in another thread. ``observe`` gets the seconds of each check, None
+        for a remembered result.
         """
 
         def begin() -> bytes:
@@ -48,11 +52,14 @@ class GrammarProcess(Workers):
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
         self._known_size = 0
 
-    async def check(self, constraint: Constraint, param: str, patience: float | None = None) -> Checked:
+    async def check(
+        self, constraint: Constraint, param: str, patience: float | None = None
+    ) -> Checked:
         """Return the grammar for the engine.
 
-        Raises BadRequest for constraints that cannot be enforced; EngineError if too many checks wait, if this one
-        waits longer than ``patience`` seconds for its turn, or if the process is stopped or killed.
+        Raises BadRequest for constraints that cannot be enforced; EngineError if too many checks
+        wait, if this one waits longer than ``patience`` seconds for its turn, or if the process is
+        stopped or killed.
         """
         try:
             question = pydantic_core.to_json((constraint, param))
@@ -76,8 +83,8 @@ class GrammarProcess(Workers):
     async def bind(self, message: BoundMessage) -> Checked:
         """Return the grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
-        Functions that are not strict never cause a free message to be refused. If their schemas cannot be enforced
-        within the limits, only their names are enforced, or nothing.
+        Functions that are not strict never cause a free message to be refused. If their schemas
+        cannot be enforced within the limits, only their names are enforced, or nothing.
         """
         attempts = [message]
         enforced = {name: tool for name, tool in message.tools.items() if message.enforces(tool)}
@@ -89,7 +96,9 @@ class GrammarProcess(Workers):
         for attempt in attempts:
             patience = None if is_needed else deadline - time.monotonic()
             try:
-                return await self.check(Constraint("message", msgspec.to_builtins(attempt)), "tools", patience)
+                return await self.check(
+                    Constraint("message", msgspec.to_builtins(attempt)), "tools", patience
+                )
             except (BadRequest, EngineError):
                 if is_needed and attempt is attempts[-1]:
                     raise
@@ -97,7 +106,10 @@ class GrammarProcess(Workers):
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, patience: float | None) -> AsyncIterator[None]:
-        """Wait for the turn to check a grammar. Raises EngineError if too many wait, or after ``patience`` seconds."""
+        """Wait for the turn to check a grammar.
+
+        Raises EngineError if too many wait, or after ``patience`` seconds.
+        """
         too_many = EngineError("Too many grammars are being checked; please retry.", 1.0)
         if self._num_waiting >= MAX_WAITING:
             raise too_many

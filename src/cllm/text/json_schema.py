@@ -1,8 +1,10 @@
-"""Reduce JSON schemas (draft 2020-12, and what older drafts define differently) to fewer, enforceable keywords.
+"""Reduce JSON schemas (draft 2020-12, and what older drafts define differently) to fewer,
+enforceable keywords.
 
-Keywords that cannot be enforced are refused or, if only best effort was requested, left out and named. Apart from that,
-the result allows nothing that the schema forbids. It may allow less: an object whose schema has ``properties`` has no
-others unless the schema says so, and counts are limited.
+Keywords that cannot be enforced are refused or, if only best effort was requested, left out and
+named. Apart from that, the result allows nothing that the schema forbids. It may allow less: an
+object whose schema has ``properties`` has no others unless the schema says so, and counts are
+limited.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urljoin
 
 from cllm.errors import BadRequest
-from cllm.text.closed_objects import ALONE, OPTIONS, SAYS_WHAT_ELSE, Names, close, has_own_options, parts_of
+from cllm.text.closed_objects import (
+    ALONE,
+    OPTIONS,
+    SAYS_WHAT_ELSE,
+    Names,
+    close,
+    has_own_options,
+    parts_of,
+)
 from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.schema_places import Places
 from cllm.text.string_formats import FORMATS, patterns
@@ -30,8 +40,17 @@ Schema = dict[str, Any] | bool
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 NOT_ENFORCED = {"contains", "$recursiveRef"}
-CONDITIONAL = {"anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "contains"}
-NOT_PORTABLE = re.compile(r"\[[^\]]*(?:&&|--|~~|\[:)")  # sets in Rust's regular expressions, plain text in ECMAScript's
+CONDITIONAL = {
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "contains",
+}
+# sets in Rust's regular expressions, plain text in ECMAScript's
+NOT_PORTABLE = re.compile(r"\[[^\]]*(?:&&|--|~~|\[:)")
 
 
 class Unenforceable(Exception):
@@ -46,9 +65,9 @@ class Unenforceable(Exception):
 def enforceable(schema: Any, param: str, unenforced: set[str] | None = None) -> dict[str, Any]:
     """Return the schema with its keywords translated as KEYWORDS says, without annotations.
 
-    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused.
-    Raises BadRequest, naming ``param`` and the keyword, for refused keywords, and for a schema that is invalid, too
-    large, or satisfied by no finite value.
+    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they
+    are refused. Raises BadRequest, naming ``param`` and the keyword, for refused keywords, and for
+    a schema that is invalid, too large, or satisfied by no finite value.
     """
     return Translator(schema, param, unenforced).translate()
 
@@ -68,9 +87,11 @@ class Translator:
         self._unenforced = unenforced
         self._num_schemas = 0
         self._places = Places(root)
-        self._names: dict[tuple[int, bool], str] = {}  # of definitions, by id() of their schema and whether closed
+        # of definitions, by id() of their schema and whether closed
+        self._names: dict[tuple[int, bool], str] = {}
         self._targets: list[tuple[str, Any, bool]] = []  # definitions still to translate
-        # for each schema being translated: the names for its options, and whether it is only a reference
+        # for each schema being translated: the names for its options, and whether it is only a
+        # reference
         self._levels: list[tuple[Names | None, bool]] = []
 
     def translate(self) -> dict[str, Any]:
@@ -79,7 +100,9 @@ class Translator:
         while self._targets:
             reference, target, is_closed = self._targets.pop()
             around = ALONE if is_closed else None
-            definitions[self._names[id(target), is_closed]] = self._schema(target, reference, 0, around)
+            definitions[self._names[id(target), is_closed]] = self._schema(
+                target, reference, 0, around
+            )
         if not has_end(root, ended(definitions)):
             self._refuse("", "no finite value satisfies it")
         if isinstance(root, bool):
@@ -97,8 +120,8 @@ class Translator:
     def _schema(self, schema: Any, where: str, depth: int, around: Names | None = ALONE) -> Schema:
         """Translate ``schema``.
 
-        ``around``: the names in the enclosing schemas for the same value, if ``schema`` is the one that must forbid
-        other properties; None if it must not forbid them.
+        ``around``: the names in the enclosing schemas for the same value, if ``schema`` is the one
+        that must forbid other properties; None if it must not forbid them.
         """
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
@@ -117,7 +140,8 @@ class Translator:
         names = None if around is None or is_reference else self._named(schema, around)
         self._levels.append((names, is_reference))
         found: dict[str, Any] = {}
-        for keyword, value in schema.items():  # their order sets the order of properties in the text
+        # their order sets the order of properties in the text
+        for keyword, value in schema.items():
             translate = KEYWORDS.get(keyword)
             if translate is not None:
                 place = f"{where}.{keyword}" if where else keyword
@@ -135,7 +159,9 @@ class Translator:
         return found
 
     def _named(self, schema: dict[str, Any], around: Names) -> Names | None:
-        """Return what ``schema``, its parts and ``around`` name; None if other properties are not to be forbidden."""
+        """Return what ``schema``, its parts and ``around`` name; None if other properties are not
+        to be forbidden.
+        """
         names = Names({**around.properties}, {**around.patterns}, around.has_properties)
         parts: list[Any] = [schema]
         seen: set[int] = set()
@@ -148,7 +174,8 @@ class Translator:
                 return None
             names.add(part)
             parts += parts_of(part, with_options=part is not schema or not has_own_options(schema))
-            with contextlib.suppress(BadRequest, Unenforceable):  # its own translation reports the error
+            # its own translation reports the error
+            with contextlib.suppress(BadRequest, Unenforceable):
                 parts += [self._resolve(part, "")] if "$ref" in part else []
         least = schema.get("minProperties", 0)
         return None if isinstance(least, int) and least > len(names.properties) else names
@@ -163,7 +190,7 @@ class Translator:
             self._refuse(where, "it must be a list")
         return value
 
-    # --- keywords: each method returns one keyword's translation, a part of the new schema ---------------------------
+    # --- keywords: each method returns one keyword's translation, a part of the new schema -------
 
     def type(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         for name in value if isinstance(value, list) else [value]:
@@ -196,14 +223,23 @@ class Translator:
             self._refuse(where, "it must be larger than 0")
         return {keyword: value}
 
-    def exclusive(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
+    def exclusive(
+        self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
         if isinstance(value, bool):  # draft 4: whether the other bound is exclusive
-            limit = schema.get({"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}[keyword])
+            limit = schema.get(
+                {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}[keyword]
+            )
             return self.number(keyword, limit, where) if value and limit is not None else {}
         return self.number(keyword, value, where)
 
     def count(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value // 1
+            or value < 0
+        ):
             self._refuse(where, "it must be a whole number that is not negative")
         if value > MAX_REPEAT and keyword.startswith("min"):
             self._refuse(where, f"more than {MAX_REPEAT} cannot be enforced")
@@ -215,11 +251,15 @@ class Translator:
         if NOT_PORTABLE.search(value):
             raise Unenforceable(where, "'&&', '--', '~~' and '[:' in brackets are not supported")
         if expands_too_far(value):
-            raise Unenforceable(where, f"its nested repetitions multiply to more than {MAX_EXPANSION}")
+            raise Unenforceable(
+                where, f"its nested repetitions multiply to more than {MAX_EXPANSION}"
+            )
         first, *more = patterns(value)
         return {keyword: first} | ({"allOf": [{keyword: one} for one in more]} if more else {})
 
-    def format(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
+    def format(
+        self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
         """Translate the format of strings; for other types it is an annotation."""
         types = schema.get("type", "string")
         if "string" not in (types if isinstance(types, list) else [types]):
@@ -228,7 +268,9 @@ class Translator:
             return {}
         if value not in FORMATS:
             names = ", ".join(sorted(FORMATS))
-            raise Unenforceable(where, f"the format {str(value)[:40]!r} cannot be enforced, only {names}")
+            raise Unenforceable(
+                where, f"the format {str(value)[:40]!r} cannot be enforced, only {names}"
+            )
         return {"allOf": [FORMATS[value]]}
 
     def required(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
@@ -239,28 +281,45 @@ class Translator:
     def one(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
         return {keyword: self._schema(value, where, depth + 1)}
 
-    def all_of(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
+    def all_of(
+        self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
         options = self._list(value, where)
         if not options:
             self._refuse(where, "it must not be empty")
         around = ALONE if keyword == "prefixItems" else None
         if keyword in OPTIONS and has_own_options(schema):
             around = self._levels[-1][0]
-        return {keyword: [self._schema(option, f"{where}[{i}]", depth + 1, around) for i, option in enumerate(options)]}
+        return {
+            keyword: [
+                self._schema(option, f"{where}[{i}]", depth + 1, around)
+                for i, option in enumerate(options)
+            ]
+        }
 
     def by_name(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
         schemas = self._mapping(value, where).items()
         if keyword == "patternProperties":
             for name, _schema in schemas:
                 if len(self.pattern(keyword, name, where)) > 1:
-                    raise Unenforceable(where, "look-aheads in the patterns of names are not supported")
-        return {keyword: {name: self._schema(schema, f"{where}.{name}", depth + 1) for name, schema in schemas}}
+                    raise Unenforceable(
+                        where, "look-aheads in the patterns of names are not supported"
+                    )
+        return {
+            keyword: {
+                name: self._schema(schema, f"{where}.{name}", depth + 1) for name, schema in schemas
+            }
+        }
 
-    def items(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
+    def items(
+        self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
         if not isinstance(value, list):
             return self.one(keyword, value, where, depth)
         rest = schema.get("additionalItems", True)  # until 2019-09
-        return self.all_of("prefixItems", value, where, depth, {}) | self.one("items", rest, where, depth)
+        return self.all_of("prefixItems", value, where, depth, {}) | self.one(
+            "items", rest, where, depth
+        )
 
     def negation(self, keyword: str, value: Any, where: str, *_: Any) -> dict[str, Any]:
         if value not in (True, {}, False):
@@ -282,36 +341,58 @@ class Translator:
             listed = names[word] if word == "enum" else [names[word]]
             allowed["properties"] = {name: True for name in listed if isinstance(name, str)}
         elif said and said <= {"minLength", "maxLength"}:
-            low, high = (self.count(word, names[word], where)[word] if word in names else "" for word in LENGTHS)
+            low, high = (
+                self.count(word, names[word], where)[word] if word in names else ""
+                for word in LENGTHS
+            )
             allowed["patternProperties"] = {f"^(?s:.){{{low or 0},{high}}}$": True}
-        elif said == {"pattern"} or (said == {"format"} and FORMATS.get(names["format"], {}).keys() == {"pattern"}):
+        elif said == {"pattern"} or (
+            said == {"format"} and FORMATS.get(names["format"], {}).keys() == {"pattern"}
+        ):
             pattern = names["pattern"] if "pattern" in said else FORMATS[names["format"]]["pattern"]
             allowed |= self.by_name("patternProperties", {pattern: True}, where, 0)
         elif said:
-            raise Unenforceable(where, f"'{keyword}' can be enforced for 'enum', 'const', 'pattern' or lengths alone")
+            raise Unenforceable(
+                where,
+                f"'{keyword}' can be enforced for 'enum', 'const', 'pattern' or lengths alone",
+            )
         else:
             return {}
         return {"allOf": [allowed]}
 
-    def unique(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
-        """Translate to all sets of the possible items, if these are few; each set is allowed in one order only."""
+    def unique(
+        self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Translate to all sets of the possible items, if these are few; each set is allowed in one
+        order only.
+        """
         items = self._followed(schema.get("items"), where)
-        listed = items.get("enum", [items["const"]] if "const" in items else None) if isinstance(items, dict) else None
+        listed = (
+            items.get("enum", [items["const"]] if "const" in items else None)
+            if isinstance(items, dict)
+            else None
+        )
         if value is False or schema.get("maxItems") in (0, 1):
             return {}
         if not isinstance(listed, list) or len(listed) > MAX_UNIQUE or "prefixItems" in schema:
             raise Unenforceable(
-                where, f"'{keyword}' can be enforced only where 'items' has an 'enum' of at most {MAX_UNIQUE} values"
+                where,
+                f"'{keyword}' can be enforced only where 'items' has an 'enum' of at most "
+                f"{MAX_UNIQUE} values",
             )
-        listed = [one for i, one in enumerate(listed) if one not in listed[:i]]  # 1, 1.0 and True are equal here
+        # 1, 1.0 and True are equal here
+        listed = [one for i, one in enumerate(listed) if one not in listed[:i]]
         sets = itertools.chain(*(itertools.combinations(listed, n) for n in range(len(listed) + 1)))
         options = [
-            {"prefixItems": [{"const": one} for one in some], "items": False, "minItems": len(some)} for some in sets
+            {"prefixItems": [{"const": one} for one in some], "items": False, "minItems": len(some)}
+            for some in sets
         ]
         self.constant("enum", listed, where, depth)
         return {"allOf": [{"anyOf": options}]}
 
-    def dependent(self, keyword: str, value: Any, where: str, depth: int, *_: Any) -> dict[str, Any]:
+    def dependent(
+        self, keyword: str, value: Any, where: str, depth: int, *_: Any
+    ) -> dict[str, Any]:
         """Translate to a choice: the property is absent, or what it requires holds."""
         parts = []
         for name, needed in self._mapping(value, where).items():
@@ -320,11 +401,17 @@ class Translator:
                 then: Schema = self.required("required", needed, place)
             else:
                 then = self._schema(needed, place, depth + 1, None)
-            parts.append({"anyOf": [{"properties": {name: False}}, {"allOf": [{"required": [name]}, then]}]})
+            parts.append(
+                {"anyOf": [{"properties": {name: False}}, {"allOf": [{"required": [name]}, then]}]}
+            )
         return {"allOf": parts} if parts else {}
 
-    def unevaluated(self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]) -> dict[str, Any]:
-        """Translate to 'additionalProperties' or 'items', as if adjacent and referenced schemas were one."""
+    def unevaluated(
+        self, keyword: str, value: Any, where: str, depth: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Translate to 'additionalProperties' or 'items', as if adjacent and referenced schemas
+        were one.
+        """
         seen: list[Any] = []
         parts = [schema]
         while parts:
@@ -333,24 +420,35 @@ class Translator:
                 continue
             seen.append(part)
             if part.keys() & CONDITIONAL:
-                raise Unenforceable(where, f"'{keyword}' cannot be enforced beside {min(part.keys() & CONDITIONAL)!r}")
+                raise Unenforceable(
+                    where,
+                    f"'{keyword}' cannot be enforced beside {min(part.keys() & CONDITIONAL)!r}",
+                )
             parts += part.get("allOf", [])
             if "$ref" in part:
                 parts.append(self._resolve(part, where))
         rest = self._schema(value, where, depth + 1)
         others = [one for one in seen if one is not schema]
         if keyword == "unevaluatedProperties":
-            if any("additionalProperties" in one for one in seen) or any(keyword in one for one in others):
+            if any("additionalProperties" in one for one in seen) or any(
+                keyword in one for one in others
+            ):
                 return {}
             known = {name: True for one in seen for name in one.get("properties", ())}
             like = {name: True for one in seen for name in one.get("patternProperties", ())}
-            return {"allOf": [{"properties": known, "patternProperties": like, "additionalProperties": rest}]}
+            return {
+                "allOf": [
+                    {"properties": known, "patternProperties": like, "additionalProperties": rest}
+                ]
+            }
         if any("items" in one for one in seen) or any(keyword in one for one in others):
             return {}
         longest = max(len(one.get("prefixItems", ())) for one in seen)
         return {"allOf": [{"prefixItems": [True] * longest, "items": rest}]}
 
-    def reference(self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]) -> dict[str, Any]:
+    def reference(
+        self, keyword: str, value: Any, where: str, _: int, schema: dict[str, Any]
+    ) -> dict[str, Any]:
         target = self._resolve(schema, where, keyword)
         key = id(target), self._levels[-1][1]
         if key not in self._names:
@@ -364,19 +462,24 @@ class Translator:
         if not isinstance(reference, str):
             self._refuse(where, "it must be a string")
         if isinstance(schema.get("$id"), str) and schema is not self._root:
-            raise Unenforceable(where, f"'$id' beside '{keyword}' is not supported: drafts differ in what it means")
+            raise Unenforceable(
+                where, f"'$id' beside '{keyword}' is not supported: drafts differ in what it means"
+            )
         if keyword == "$dynamicRef" and self._places.num_dynamic[reference.rpartition("#")[2]] > 1:
             why = "'$dynamicRef' cannot be enforced if there is more than one such '$dynamicAnchor'"
             raise Unenforceable(where, why)
         base = self._places.bases.get(id(schema), "")
-        address, _, fragment = (base + reference if reference.startswith("#") else urljoin(base, reference)).partition(
-            "#"
-        )
+        address, _, fragment = (
+            base + reference if reference.startswith("#") else urljoin(base, reference)
+        ).partition("#")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             address, fragment = f"{address}#{fragment}", ""
         if address not in self._places.schemas:
-            why = f"only references within the schema are followed, and {reference[:100]!r} is not in it"
+            why = (
+                f"only references within the schema are followed, and {reference[:100]!r} is "
+                f"not in it"
+            )
             raise Unenforceable(where, why)
         target = self._places.schemas[address]
         for part in fragment.split("/")[1:]:
@@ -392,7 +495,11 @@ class Translator:
     def _followed(self, option: Any, where: str) -> Any:
         """Return the target of ``option`` if that is only a reference, else ``option`` itself."""
         seen: set[str] = set()
-        while isinstance(option, dict) and "$ref" in option and not option.keys() & KEYWORDS.keys() - {"$ref"}:
+        while (
+            isinstance(option, dict)
+            and "$ref" in option
+            and not option.keys() & KEYWORDS.keys() - {"$ref"}
+        ):
             if option["$ref"] in seen:
                 self._refuse(where, "it refers to itself")
             seen.add(option["$ref"])
@@ -454,7 +561,9 @@ def ended(definitions: dict[str, Schema]) -> set[str]:
 
 
 def has_end(schema: Schema, known: set[str]) -> bool:
-    """Whether a finite value can satisfy ``schema``, if finite values can satisfy the references in ``known``."""
+    """Whether a finite value can satisfy ``schema``, if finite values can satisfy the references in
+    ``known``.
+    """
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"] not in known:

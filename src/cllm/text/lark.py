@@ -1,4 +1,7 @@
-"""Parts of grammars in llguidance's dialect of Lark. Only llguidance runs clients' regular expressions."""
+"""Parts of grammars in llguidance's dialect of Lark.
+
+Only llguidance runs clients' regular expressions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ class Rules:
     """The rules and terminals of a grammar. Equal ones are written once."""
 
     def __init__(self, *, careful: bool = False) -> None:
-        """``careful``: compile each leaf separately, which takes milliseconds, to find the one at fault."""
+        """``careful``: compile each leaf separately, which takes milliseconds, to find the one at
+        fault.
+        """
         self.careful = careful
         self._bodies: dict[str, str] = {}  # by name
         self._names: dict[str, str] = {}  # by kind, options and body
@@ -50,14 +55,20 @@ def text_term(text: str) -> str:
 
 
 def regex_term(pattern: str) -> str:
-    """Return a term for the texts that match ``pattern`` as a whole. Only ASCII digits count as digits."""
+    """Return a term for the texts that match ``pattern`` as a whole.
+
+    Only ASCII digits count as digits.
+    """
     from llguidance import regex_to_lark
 
     return "/" + regex_to_lark(pattern, "d") + "/"
 
 
 def search_term(pattern: str) -> str:
-    """Return a term for the texts in which the ECMAScript ``pattern`` is found. It may have anchors at its ends."""
+    """Return a term for the texts in which the ECMAScript ``pattern`` is found.
+
+    It may have anchors at its ends.
+    """
     from llguidance import regex_to_lark
 
     options = []
@@ -103,9 +114,14 @@ def matches(term: str, text: str) -> bool:
 
 
 def reason(error: str) -> str:
-    """Return llguidance's reason, without its position in a grammar that the client did not write."""
+    """Return llguidance's reason, without its position in a grammar that the client did not
+    write.
+    """
     if "NoExtension" in error:
         return "it allows no text"
     lines = error.strip().splitlines()
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]  # of a regular expression
-    return re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0])
+    # of a regular expression
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return re.sub(
+        r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", (said or lines)[0]
+    )

@@ -1,4 +1,6 @@
-"""JSON numbers as Lark terminals, with a limited number of digits, so that no number goes on forever."""
+"""JSON numbers as Lark terminals, with a limited number of digits, so that no number goes on
+forever.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,27 @@ class Bound(NamedTuple):
 
     @property
     def digits(self) -> tuple[str, str]:
-        """The digits before and after the decimal point, without the sign and trailing zeros after the point."""
+        """The digits before and after the decimal point, without the sign and trailing zeros after
+        the point.
+        """
         before, _, after = f"{self.value.copy_abs():f}".partition(".")
         return before, after.rstrip("0")
 
 
 def number_terminal(low: Bound | None, high: Bound | None, *, integer: bool) -> str | None:
-    """Return the body of a terminal for the numbers from ``low`` to ``high``; None if there are none.
+    """Return the body of a terminal for the numbers from ``low`` to ``high``; None if there are
+    none.
 
     With a bound, numbers are written without an exponent.
     """
     if integer:
         low = low and Bound(next_integer(low, ROUND_CEILING, 1))
         high = high and Bound(next_integer(high, ROUND_FLOOR, -1))
-    if low and high and (low.value > high.value or (low.value == high.value and (low.strict or high.strict))):
+    if (
+        low
+        and high
+        and (low.value > high.value or (low.value == high.value and (low.strict or high.strict)))
+    ):
         return None
     lengths = [tuple(map(len, bound.digits)) for bound in (low, high) if bound]
     form = rf"(0|[1-9][0-9]{{0,{max([INTEGER_DIGITS, *(before for before, _ in lengths)]) - 1}}})"
@@ -58,7 +67,9 @@ def negative(bound: Bound) -> Bound:
 
 
 def unsigned(form: str, low: Bound | None, high: Bound | None) -> str:
-    """Return a term for numbers without a sign, of ``form``, from ``low`` to ``high``, which is not negative."""
+    """Return a term for numbers without a sign, of ``form``, from ``low`` to ``high``, which is not
+    negative.
+    """
     limits = [f"/{form}/"]
     if low and (low.value > 0 or low == Bound(Decimal(0), strict=True)):
         limits.append(f"/{at_least(low)}/")
@@ -73,10 +84,14 @@ def at_least(low: Bound) -> str:
     options = [f"[1-9][0-9]{{{len(before)},}}{ANY_FRACTION}"]
     for i, digit in enumerate(before):
         if digit < "9":
-            options.append(f"{before[:i]}[{int(digit) + 1}-9][0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}")
+            options.append(
+                f"{before[:i]}[{int(digit) + 1}-9][0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}"
+            )
     rest = "[0-9]*[1-9][0-9]*" if low.strict else "[0-9]*"
     if after or low.strict:
-        more = [f"{after[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in enumerate(after) if digit < "9"]
+        more = [
+            f"{after[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in enumerate(after) if digit < "9"
+        ]
         options.append(rf"{before}\.({'|'.join([*more, after + rest])})")
     else:
         options.append(before + ANY_FRACTION)
@@ -90,8 +105,13 @@ def at_most(high: Bound) -> str:
     for i, digit in enumerate(before):
         least = 1 if i == 0 and len(before) > 1 else 0
         if int(digit) > least:
-            options.append(f"{before[:i]}[{least}-{int(digit) - 1}][0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}")
-    less = [f"{after[:i]}[0-{int(digit) - 1}][0-9]*" for i, digit in enumerate(after) if digit > "0"]
+            options.append(
+                f"{before[:i]}[{least}-{int(digit) - 1}]"
+                f"[0-9]{{{len(before) - i - 1}}}{ANY_FRACTION}"
+            )
+    less = [
+        f"{after[:i]}[0-{int(digit) - 1}][0-9]*" for i, digit in enumerate(after) if digit > "0"
+    ]
     less += [after[:i] for i in range(1, len(after))]
     less += [] if high.strict else [f"{after}0*" if after else "0+"]
     if after or not high.strict:

@@ -1,7 +1,7 @@
 """Split a model's output into text, reasoning and calls, while it streams.
 
-Nothing is scanned twice. The parser holds back only the beginning of a mark, white space that may precede one, or the
-head of a possible call: MAX_HEAD characters at most.
+Nothing is scanned twice. The parser holds back only the beginning of a mark, white space that may
+precede one, or the head of a possible call: MAX_HEAD characters at most.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ NO_CALLS = Calls(write="")
 
 
 class Parser:
-    """Parses one text. White space around reasoning and calls is dropped; everything else is returned.
+    """Parses one text.
 
-    Text that merely resembles a call is returned as text, and so is a call of a function that is not declared. A call
-    whose text ends early has the arguments received so far. Reasoning is recognised before any text, or between calls.
-    Calls within it are ignored, except in families that forget to close their reasoning.
+    White space around reasoning and calls is dropped; everything else is returned.
+
+    Text that merely resembles a call is returned as text, and so is a call of a function that is
+    not declared. A call whose text ends early has the arguments received so far. Reasoning is
+    recognised before any text, or between calls. Calls within it are ignored, except in families
+    that forget to close their reasoning.
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class Parser:
         begun: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """``tools``: the argument schemas of the functions that may be called; if {}, calls are text. ``inside``: the
-        text begins in the middle of reasoning. ``begun``: it continues reasoning or text from the prompt. After
-        ``max_calls`` calls the parser is ``done`` and drops the rest.
+        """``tools``: the argument schemas of the functions that may be called; if {}, calls are
+        text. ``inside``: the text begins in the middle of reasoning. ``begun``: it continues
+        reasoning or text from the prompt. After ``max_calls`` calls the parser is ``done`` and
+        drops the rest.
         """
         self._reasoning = form.reasoning
         self._header = form.header
@@ -104,11 +108,13 @@ class Parser:
             self._emit(self._space)
         return parts
 
-    # --- states: each consumes from the buffer and returns whether the next state can run ---------------------
+    # --- states: each consumes from the buffer and returns whether the next state can run --------
 
     def _in_text(self) -> bool:
         if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
-            bare, begun = (PYTHON, PYTHON_BEGUN) if "python" in self._calls.head else (BARE, BARE_BEGUN)
+            bare, begun = (
+                (PYTHON, PYTHON_BEGUN) if "python" in self._calls.head else (BARE, BARE_BEGUN)
+            )
             if bare.match(text):
                 self._say(self._buffer[: len(self._buffer) - len(text)])
                 self._buffer = text
@@ -217,7 +223,7 @@ class Parser:
         self._begin_text()
         return bool(self._buffer)
 
-    # --- transitions -----------------------------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
         self._space, self._is_fresh, self._has_spoken = "", True, False
@@ -232,7 +238,9 @@ class Parser:
         return True
 
     def _is_no_call(self) -> bool:
-        """Treat the held characters as text, or as reasoning if they are inside of it; return True."""
+        """Treat the held characters as text, or as reasoning if they are inside of it; return
+        True.
+        """
         if self.channel == Channel.REASONING:
             self._state = self._in_region
             self._say(self._opener)
@@ -243,7 +251,10 @@ class Parser:
         return True
 
     def _is_whole_call(self, head: str) -> bool:
-        """Whether ``head`` is a complete call, with its keys in an unusual order or no arguments. If so, emit it."""
+        """Whether ``head`` is a complete call, with its keys in an unusual order or no arguments.
+
+        If so, emit it.
+        """
         if "json" not in self._calls.head:
             return False
         try:
@@ -283,7 +294,9 @@ class Parser:
         elif self._buffer[0] == "(":
             self._reader = Keywords()
         else:
-            self._reader = Bare(self._calls.quote) if self._calls.quote else Object(0, self._long_closes)
+            self._reader = (
+                Bare(self._calls.quote) if self._calls.quote else Object(0, self._long_closes)
+            )
         self._depth = 0 if self._calls.tags else STRING.sub("", head).count("{")
         self._then = self._in_rest if self._depth else self._after_call
         self._state = self._in_arguments
@@ -295,7 +308,7 @@ class Parser:
         self.done = self.num_calls == self._max_calls
         return True
 
-    # --- parts -----------------------------------------------------------------------------------------------
+    # --- parts -----------------------------------------------------------------------------------
 
     def _say_certain(self, begun: re.Pattern[str]) -> None:
         """Emit the buffer, except the beginning of a mark at its end."""
@@ -315,7 +328,9 @@ class Parser:
         certain = max(len(text.rstrip()), len(text) - MAX_SPACE)
         self._space = text[certain:]
         if certain:
-            self._has_spoken = self._has_spoken or (self.channel == Channel.TEXT and not text[:certain].isspace())
+            self._has_spoken = self._has_spoken or (
+                self.channel == Channel.TEXT and not text[:certain].isspace()
+            )
             self._emit(text[:certain])
 
     def _emit(self, text: str) -> None:
@@ -329,8 +344,14 @@ class Parser:
 
 @cache
 def head_ends(calls: Calls) -> re.Pattern[str]:
-    """Return a pattern for the end of a call's head: the beginning of its arguments, or a mark if it has none."""
-    begins = {calls.tags.key_open} if calls.tags else {"(" if head == "python" else "{" for head in calls.head}
+    """Return a pattern for the end of a call's head: the beginning of its arguments, or a mark if
+    it has none.
+    """
+    begins = (
+        {calls.tags.key_open}
+        if calls.tags
+        else {"(" if head == "python" else "{" for head in calls.head}
+    )
     return re.compile(any_of({*begins, *calls.open[:1], *long_closes(calls)}))
 
 

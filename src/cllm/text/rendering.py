@@ -1,4 +1,6 @@
-"""Render chat templates in child processes, which are killed if they take too much time or memory."""
+"""Render chat templates in child processes, which are killed if they take too much time or
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,34 @@ class Renderer(Workers):
     """Renders chat templates in at most MAX_PROCESSES processes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        texts = {name: getattr(vocabulary, name) for name in ("chat_template", "control_tokens", "special_texts")}
+        texts = {
+            name: getattr(vocabulary, name)
+            for name in ("chat_template", "control_tokens", "special_texts")
+        }
         super().__init__(chat_template.prepare, lambda: to_json(texts), MAX_PROCESSES, CPU_LIMIT)
 
     async def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], continued: str = "", /, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        continued: str = "",
+        /,
+        **variables: Any,
     ) -> str:
-        """Render as ChatTemplate.render does. Raises BadRequest, also if rendering takes too much CPU time or memory;
-        EngineError if the processes are stopped or killed.
+        """Render as ChatTemplate.render does. Raises BadRequest, also if rendering takes too much
+        CPU time or memory; EngineError if the processes are stopped or killed.
         """
         try:
             question = to_json([messages, tools, continued, variables])
         except ValueError:
-            raise BadRequest("The messages or tools are nested too deeply.", param="messages") from None
+            raise BadRequest(
+                "The messages or tools are nested too deeply.", param="messages"
+            ) from None
         reply = await self.ask(question)
         if reply is None:
             message = (
-                f"The chat template failed: for these messages it takes more than {CPU_LIMIT:g} seconds of CPU time, "
+                f"The chat template failed: for these messages it takes more than {CPU_LIMIT:g} "
+                f"seconds of CPU time, "
                 f"or more than {MEMORY_LIMIT >> 20} MiB of memory."
             )
             raise BadRequest(message, param="messages", code="template_limit")

@@ -1,4 +1,6 @@
-"""Compute how far nested repetitions expand, before compiling anything: a few characters can request billions."""
+"""Compute how far nested repetitions expand, before compiling anything: a few characters can
+request billions.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ MAX_EXPANSION = 10_000  # limit of the product of nested counts
 LARGEST = 10**9  # larger products are capped
 
 COUNT = r"\{(?P<low>\d*)(?:,(?P<high>\d*))?\}"
-CLASS = r"\[(?:\\.|[^\]\\])*(?:\]|\Z)"  # an unclosed class extends to the end: nothing is scanned twice
-REGEX = re.compile(rf"\\.|{CLASS}|(?P<open>\()|(?P<close>\))|{COUNT}|(?P<mark>[*+?])|[^\\\[(){{*+?]+|.", re.DOTALL)
-# In Lark, brackets are groups, a regular expression is one item, and counts in strings and comments are ignored.
+# an unclosed class extends to the end: nothing is scanned twice
+CLASS = r"\[(?:\\.|[^\]\\])*(?:\]|\Z)"
+REGEX = re.compile(
+    rf"\\.|{CLASS}|(?P<open>\()|(?P<close>\))|{COUNT}|(?P<mark>[*+?])|[^\\\[(){{*+?]+|.", re.DOTALL
+)
+# In Lark, brackets are groups, a regular expression is one item, and counts in strings and comments
+# are ignored.
 LARK = re.compile(
     rf'"(?:\\.|[^"\\\n])*(?:"|$)|//[^\n]*|#[^\n]*|/(?P<regex>(?:\\.|{CLASS}|[^/\\\n[])+)(?:/|$)'
     rf'|(?P<open>[(\[])|(?P<close>[)\]])|{COUNT}|(?P<mark>[*+?])|[^"/#(){{*+?\[\]]+|.',
@@ -27,7 +33,9 @@ def expands_too_far(text: str, parts: re.Pattern[str] = REGEX) -> bool:
 
 
 def products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
-    """Return the largest product of counts in ``text``, and the largest product of nested counts."""
+    """Return the largest product of counts in ``text``, and the largest product of nested
+    counts.
+    """
     groups = [1]  # the largest product in each open group
     last = nested = 1  # ``last``: the product of the previous item, which a count would repeat
     for part in parts.finditer(text):
@@ -38,7 +46,9 @@ def products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
             case "close":
                 last = groups.pop() if len(groups) > 1 else 1
             case "low" | "high":
-                count = max([1, *(int(digits[:10]) for digits in part.group("low", "high") if digits)])
+                count = max(
+                    [1, *(int(digits[:10]) for digits in part.group("low", "high") if digits)]
+                )
                 nested = max(nested, last * count if last > 1 else 1)
                 last = min(last * count, LARGEST)
             case "regex":

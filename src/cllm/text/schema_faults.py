@@ -11,7 +11,17 @@ from cllm.text.json_schema import MAX_DEPTH, TYPES
 # Keywords whose values, if present, must be schemas by name, a list of schemas, or one schema.
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
-SINGLE = {"items", "additionalProperties", "additionalItems", "not", "contains", "propertyNames", "if", "then", "else"}
+SINGLE = {
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "not",
+    "contains",
+    "propertyNames",
+    "if",
+    "then",
+    "else",
+}
 
 
 def fault_of_arguments(schema: dict[str, Any]) -> str:
@@ -35,7 +45,10 @@ def fault_of(schema: Any, where: str = "", depth: int = 0) -> str:
     for name in kind if isinstance(kind, list) else [] if kind is None else [kind]:
         if not (isinstance(name, str) and name in TYPES):
             return f"there is no type {str(name)[:40]!r}{at}"
-    if not (required is None or (isinstance(required, list) and all(isinstance(name, str) for name in required))):
+    if not (
+        required is None
+        or (isinstance(required, list) and all(isinstance(name, str) for name in required))
+    ):
         return f"'required' must be a list of strings{at}"
     if not isinstance(schema.get("enum", []), (list, NoneType)):
         return f"'enum' must be a list{at}"

@@ -6,7 +6,14 @@ from collections import Counter
 from typing import Any
 from urllib.parse import urljoin
 
-BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+BY_NAME = {
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+}
 CONSTANTS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 
 

@@ -1,7 +1,9 @@
-"""Write schemas, reduced by json_schema.py, as Lark rules. Strings and multiples are left to llguidance.
+"""Write schemas, reduced by json_schema.py, as Lark rules.
 
-llguidance compiles whole schemas too. But it does not limit the digits of numbers, which some models never stop
-writing, and numbers beyond 2^53 are not exact.
+Strings and multiples are left to llguidance.
+
+llguidance compiles whole schemas too. But it does not limit the digits of numbers, which some
+models never stop writing, and numbers beyond 2^53 are not exact.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from cllm.text.number_terms import Bound, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
 EXACT = 2**53  # llguidance computes multiples in floating point
-MAX_MULTIPLE = 4000  # without the decimal point: llguidance has a state for each remainder, and limits states
+# without the decimal point: llguidance has a state for each remainder, and limits states
+MAX_MULTIPLE = 4000
 COMMA, COLON = "/, ?/", "/: ?/"  # at most one space, or a model could write them forever
 CHUNK = 1000  # characters of a long string
 CHARACTER = r'/[^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt]|\\u00(?:[01][0-9a-fA-F]|7[fF])/'  # in a string
@@ -43,38 +46,51 @@ NAME = r'/[^"\\\x00-\x1f\x7f]*/'  # of a property, without escapes
 def json_rule(schema: Any, rules: Rules, param: str, unenforced: set[str] | None = None) -> str:
     """Add a rule for the JSON values that ``schema`` allows to ``rules``, and return its name.
 
-    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they are refused. Raises
-    BadRequest for refused keywords, for an invalid schema, and for one that allows no value.
+    Keywords that cannot be enforced are left out and added to ``unenforced``; if that is None, they
+    are refused. Raises BadRequest for refused keywords, for an invalid schema, and for one that
+    allows no value.
     """
     writer = SchemaRules(enforceable(schema, param, unenforced), rules, param, unenforced)
     if writer.start is None:
-        raise invalid_schema(param, "", f"it allows no value: {writer.why_nothing or 'its parts exclude each other'}")
+        raise invalid_schema(
+            param, "", f"it allows no value: {writer.why_nothing or 'its parts exclude each other'}"
+        )
     return writer.start
 
 
 class SchemaRules:
     """Writes the rules of one schema."""
 
-    def __init__(self, schema: dict[str, Any], rules: Rules, param: str, unenforced: set[str] | None) -> None:
+    def __init__(
+        self, schema: dict[str, Any], rules: Rules, param: str, unenforced: set[str] | None
+    ) -> None:
         definitions = schema.get("$defs", {})
-        self._definitions = {f"#/$defs/{name}": definition for name, definition in definitions.items()}
+        self._definitions = {
+            f"#/$defs/{name}": definition for name, definition in definitions.items()
+        }
         self._ended = ended(definitions)
         self._rules = rules
         self._param = param
         self._unenforced = unenforced
         self._terms: dict[str, str | None] = {}
-        self._open: dict[str, bool] = {}  # names of rules that are being written, and whether they were used
+        # names of rules that are being written, and whether they were used
+        self._open: dict[str, bool] = {}
         self._num_alternatives = 0
         self.why_nothing = ""  # the first reason why a part allows no value
         self.start = self.term({key: value for key, value in schema.items() if key != "$defs"})
 
     def term(self, schema: Schema) -> str | None:
-        """Return the name of a rule for the values that ``schema`` allows; None if there are none."""
+        """Return the name of a rule for the values that ``schema`` allows; None if there are
+        none.
+        """
         key = json.dumps(schema)
         if key not in self._terms:
             name = self._terms[key] = self._rules.reserve()
             self._open[name] = False
-            terms = [self._written(alternative) for alternative in of_any_type(self._alternatives(schema))]
+            terms = [
+                self._written(alternative)
+                for alternative in of_any_type(self._alternatives(schema))
+            ]
             options = [term for term in terms if term is not None]
             is_used = self._open.pop(name)
             if options:
@@ -99,14 +115,19 @@ class SchemaRules:
         self.why_nothing = self.why_nothing or why
         return None
 
-    # --- from a schema to its alternatives -------------------------------------------------------------------
+    # --- from a schema to its alternatives -------------------------------------------------------
 
     def _alternatives(self, schema: Schema) -> Alternatives:
         if isinstance(schema, bool):
             return None if schema else []
         found: Alternatives = None
-        own = "properties" if "properties" in schema else next((key for key in schema if key not in IN_PLACE), "")
-        for keyword, value in schema.items():  # their order sets the order of properties in the text
+        own = (
+            "properties"
+            if "properties" in schema
+            else next((key for key in schema if key not in IN_PLACE), "")
+        )
+        # their order sets the order of properties in the text
+        for keyword, value in schema.items():
             if keyword == own:
                 found = self._both(found, own_alternatives(schema))
             match keyword:
@@ -127,7 +148,9 @@ class SchemaRules:
     def _resolved(self, alternatives: Alternatives) -> Iterator[Alternative]:
         for alternative in of_any_type(alternatives):
             if "$ref" in alternative:
-                yield from self._resolved(self._alternatives(self._definitions[alternative["$ref"]]))
+                yield from self._resolved(
+                    self._alternatives(self._definitions[alternative["$ref"]])
+                )
             else:
                 yield alternative
 
@@ -151,20 +174,32 @@ class SchemaRules:
 
         def values(part: Alternative, name: str) -> list[Alternative]:
             if (id(part), name) not in known:
-                known[id(part), name] = [*self._resolved(self._alternatives(property_of(part, name)))]
+                known[id(part), name] = [
+                    *self._resolved(self._alternatives(property_of(part, name)))
+                ]
             return known[id(part), name]
 
         def apart(one: Alternative, other: Alternative) -> bool:
             if one["type"] != "object" or other["type"] != "object":
                 return are_apart(one, other)
             names = dict.fromkeys([*one["required"], *other["required"]])
-            return any(all(starmap(are_apart, product(values(one, name), values(other, name)))) for name in names)
+            return any(
+                all(starmap(are_apart, product(values(one, name), values(other, name))))
+                for name in names
+            )
 
-        if not all(starmap(apart, (pair for options in combinations(resolved, 2) for pair in product(*options)))):
-            why = "its options must exclude each other by type or by the constants of a required property"
+        if not all(
+            starmap(
+                apart, (pair for options in combinations(resolved, 2) for pair in product(*options))
+            )
+        ):
+            why = (
+                "its options must exclude each other by type or by the constants of a required "
+                "property"
+            )
             self._cannot("oneOf", why)
 
-    # --- from an alternative to a term -----------------------------------------------------------------------
+    # --- from an alternative to a term -----------------------------------------------------------
 
     def _written(self, alternative: Alternative) -> str | None:
         if "$ref" in alternative:
@@ -190,32 +225,49 @@ class SchemaRules:
         parts = alternative["parts"]
         if "in" in alternative and not parts:
             return self._literals(alternative["in"])
-        if "in" not in alternative and len(parts) == 1 and parts[0].keys() <= {"minLength", "maxLength"}:
+        if (
+            "in" not in alternative
+            and len(parts) == 1
+            and parts[0].keys() <= {"minLength", "maxLength"}
+        ):
             low, high = parts[0].get("minLength", 0), parts[0].get("maxLength", 0)
             if low <= CHUNK < high:
                 return self._long_string(low, high)
         leaf = {"type": "string"} | ({"enum": alternative["in"]} if "in" in alternative else {})
-        return self._leaf(leaf | (parts[0] if len(parts) == 1 else {"allOf": parts} if parts else {}), "pattern")
+        return self._leaf(
+            leaf | (parts[0] if len(parts) == 1 else {"allOf": parts} if parts else {}), "pattern"
+        )
 
     def _long_string(self, low: int, high: int) -> str:
-        """Return a term in chunks: llguidance has some states for each counted character of a piece, and limits them.
+        """Return a term in chunks: llguidance has some states for each counted character of a
+        piece, and limits them.
 
-        A chunk ends only when it is full or the string ends, because the lexer takes as much as it can.
+        A chunk ends only when it is full or the string ends, because the lexer takes as much as it
+        can.
         """
         num_more, rest = divmod(high - CHUNK, CHUNK)
         first = self._rules.terminal(rf'"\"" {CHARACTER}{{{low},{CHUNK}}}')
-        more = f"({self._rules.terminal(f'{CHARACTER}{{1,{CHUNK}}}')}){{0,{num_more}}}" if num_more else ""
+        more = (
+            f"({self._rules.terminal(f'{CHARACTER}{{1,{CHUNK}}}')}){{0,{num_more}}}"
+            if num_more
+            else ""
+        )
         last = f"({self._rules.terminal(f'{CHARACTER}{{1,{rest}}}')})?" if rest else ""
         return rf'{first} {more} {last} "\""'
 
     def _leaf(self, leaf: dict[str, Any], keyword: str) -> str | None:
-        """Return a rule for a leaf, without ``keyword`` if llguidance cannot compile it; None if it allows nothing."""
+        """Return a rule for a leaf, without ``keyword`` if llguidance cannot compile it; None if it
+        allows nothing.
+        """
         term = json_leaf(leaf)
         if self._rules.careful and len(leaf) > 1 and (fault := fault_of(term)):
             if "Unsatisfiable" in fault:
                 return self._nothing(reason(fault))
             self._cannot(keyword, reason(fault))
-            parts = [{key: value for key, value in part.items() if key != keyword} for part in leaf.get("allOf", ())]
+            parts = [
+                {key: value for key, value in part.items() if key != keyword}
+                for part in leaf.get("allOf", ())
+            ]
             leaf = {key: value for key, value in leaf.items() if key not in (keyword, "allOf")}
             return self._leaf(leaf | ({"allOf": parts} if any(parts) else {}), "")
         return self._rules.rule(term)
@@ -237,7 +289,11 @@ class SchemaRules:
             if body is None:
                 return self._nothing("its 'minimum' is above its 'maximum'")
             return self._rules.terminal(body)
-        limits = {key: max(-EXACT, min(EXACT, alternative[key])) for key in BOUNDS if alternative[key] is not None}
+        limits = {
+            key: max(-EXACT, min(EXACT, alternative[key]))
+            for key in BOUNDS
+            if alternative[key] is not None
+        }
         leaf = {"type": alternative["type"], "minimum": -EXACT, "maximum": EXACT, **limits}
         return self._leaf(leaf | {"allOf": [{"multipleOf": step} for step in steps]}, "multipleOf")
 
@@ -285,14 +341,23 @@ class SchemaRules:
                 return self._one_optional(members, at_least_one=True, at_most_one=high == 1)
             if not (low or other) and high == 1:
                 return self._one_optional(members, at_least_one=False, at_most_one=True)
-            why = "beside optional properties at most one can be asked for, where others are forbidden"
+            why = (
+                "beside optional properties at most one can be asked for, where others are "
+                "forbidden"
+            )
             self._cannot("minProperties" if low else "maxProperties", why)
             low, high = 0, math.inf
         return f'"{{" {self._members(members, other, low, high)} "}}"'
 
-    def _one_optional(self, members: list[tuple[str, bool]], *, at_least_one: bool, at_most_one: bool) -> str:
+    def _one_optional(
+        self, members: list[tuple[str, bool]], *, at_least_one: bool, at_most_one: bool
+    ) -> str:
         """Return a term for an object with at least or at most one of the optional properties."""
-        options = [] if at_least_one else [self._members([member for member in members if member[1]], None, 0, 0)]
+        options = (
+            []
+            if at_least_one
+            else [self._members([member for member in members if member[1]], None, 0, 0)]
+        )
         for i, (_, is_required) in enumerate(members):
             if not is_required:  # the first optional property that is present
                 kept = [
@@ -305,8 +370,13 @@ class SchemaRules:
 
     def _other_property(self, alternative: Alternative, names: list[str]) -> str | None:
         """Return a rule for a property that is not named; None if none is allowed."""
-        patterns = {search_term(pattern): schema for pattern, schema in alternative["patternProperties"].items()}
-        for pattern in [pattern for pattern in patterns if self._rules.careful and fault_of(pattern)]:
+        patterns = {
+            search_term(pattern): schema
+            for pattern, schema in alternative["patternProperties"].items()
+        }
+        for pattern in [
+            pattern for pattern in patterns if self._rules.careful and fault_of(pattern)
+        ]:
             self._cannot("patternProperties", reason(fault_of(pattern)))
             del patterns[pattern]
         excluded = [text_term(name) for name in names]
@@ -325,24 +395,34 @@ class SchemaRules:
         limits = [NAME, *wanted, *(f"~{term}" for term in excluded)]
         return self._rules.terminal(rf'"\"" ({" & ".join(limits)}) "\""')
 
-    def _members(self, members: list[tuple[str, bool]], other: str | None, low: int, high: float) -> str:
-        """Return a term for members in their order, followed by ``low`` to ``high`` other properties."""
+    def _members(
+        self, members: list[tuple[str, bool]], other: str | None, low: int, high: float
+    ) -> str:
+        """Return a term for members in their order, followed by ``low`` to ``high`` other
+        properties.
+        """
         begin = separated(other, low, high, is_first=True)  # if no member precedes
         follow = separated(other, low, high, is_first=False)
-        num_leading = next((i for i, (_, is_required) in enumerate(members) if is_required), len(members))
+        num_leading = next(
+            (i for i, (_, is_required) in enumerate(members) if is_required), len(members)
+        )
         for i, (member, is_required) in reversed([*enumerate(members)]):
             if is_required:
                 begin, follow = f"{member} {follow}", f"{COMMA} {member} {follow}"
                 continue
             rest = self._rules.rule(follow) if follow else ""
             if i < num_leading:
-                begin = self._rules.rule(f"{member} {rest} | {begin}" if begin else f"({member} {rest})?")
+                begin = self._rules.rule(
+                    f"{member} {rest} | {begin}" if begin else f"({member} {rest})?"
+                )
             follow = f"({COMMA} {member})? {rest}"
         return begin
 
 
 def separated(item: str | None, low: int, high: float, *, is_first: bool) -> str:
-    """Return a term for ``low`` to ``high`` items with commas between them and, unless ``is_first``, in front."""
+    """Return a term for ``low`` to ``high`` items with commas between them and, unless
+    ``is_first``, in front.
+    """
     if item is None or high <= 0:
         return ""
     if not is_first:
@@ -359,7 +439,9 @@ def repeated(term: str, low: int, high: float) -> str:
 
 
 def narrower(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
-    """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better`` selects."""
+    """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better``
+    selects.
+    """
     if strict is not None and (inclusive is None or better(inclusive, strict) == strict):
         return Bound(Decimal(str(strict)), strict=True)
     return None if inclusive is None else Bound(Decimal(str(inclusive)))
@@ -367,7 +449,9 @@ def narrower(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound |
 
 def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
     above = low is None or value > low.value or (value == low.value and not low.strict)
-    return above and (high is None or value < high.value or (value == high.value and not high.strict))
+    return above and (
+        high is None or value < high.value or (value == high.value and not high.strict)
+    )
 
 
 def is_multiple(value: Any, steps: list[Any]) -> bool:

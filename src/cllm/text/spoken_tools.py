@@ -16,12 +16,18 @@ To call one, answer with nothing but this, once for each call, and wait for the 
 
 
 def spoken(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], calls: Calls, template: str, *, knows_results: bool
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    calls: Calls,
+    template: str,
+    *,
+    knows_results: bool,
 ) -> list[dict[str, Any]]:
-    """Return ``messages`` with ``tools`` declared in the first user message, unless ``template`` declares them.
+    """Return ``messages`` with ``tools`` declared in the first user message, unless ``template``
+    declares them.
 
-    If the template does not show calls either, the assistant's calls become its text. Their results become user
-    messages, unless the template ``knows_results``.
+    If the template does not show calls either, the assistant's calls become its text. Their results
+    become user messages, unless the template ``knows_results``.
     """
     if "tool_calls" not in template:
         messages = without_calls(messages, calls, knows_results=knows_results)
@@ -37,22 +43,30 @@ def spoken(
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
-def without_calls(messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool) -> list[dict[str, Any]]:
+def without_calls(
+    messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool
+) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
     added: list[list[str]] = []  # tool results to append to each message
     for message in messages:
         text = message.get("content") or ""
         if message["role"] == "tool" and not knows_results:
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if changed and changed[-1]["role"] == "user":  # many templates want the roles to alternate
+            # many templates want the roles to alternate
+            if changed and changed[-1]["role"] == "user":
                 added[-1].append(text)
                 continue
             changed.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
-            texts = [written(calls, function["name"], as_text(function["arguments"])) for function in functions]
+            texts = [
+                written(calls, function["name"], as_text(function["arguments"]))
+                for function in functions
+            ]
             said = {"role": "assistant", "content": "\n".join([*([text] if text else []), *texts])}
-            changed.append({key: value for key, value in message.items() if key != "tool_calls"} | said)
+            changed.append(
+                {key: value for key, value in message.items() if key != "tool_calls"} | said
+            )
         else:
             changed.append(message)
         added.append([])
@@ -69,9 +83,13 @@ def as_text(arguments: Any) -> str:
 def written(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
     if "$keywords" in calls.write:
-        words["keywords"] = ", ".join(f"{key}={literal(value)}" for key, value in object_of(arguments).items())
+        words["keywords"] = ", ".join(
+            f"{key}={literal(value)}" for key, value in object_of(arguments).items()
+        )
     if "$pairs" in calls.write:
-        words["pairs"] = "".join(pair(calls, key, value) for key, value in object_of(arguments).items())
+        words["pairs"] = "".join(
+            pair(calls, key, value) for key, value in object_of(arguments).items()
+        )
     return calls.begin + PLACE.sub(lambda match: words.get(match[1], ""), calls.write) + calls.end
 
 

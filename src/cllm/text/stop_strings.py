@@ -6,8 +6,8 @@ from __future__ import annotations
 class StopStrings:
     """Passes text on up to the first stop string, which is cut off or included.
 
-    Holds back only the longest end of the text that could still become a stop string. The cost of a piece depends on
-    its length and on the stop strings, not on the text so far.
+    Holds back only the longest end of the text that could still become a stop string. The cost of a
+    piece depends on its length and on the stop strings, not on the text so far.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
@@ -23,11 +23,15 @@ class StopStrings:
         return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that may be shown now, and whether a stop string was found. If so, feed nothing more."""
+        """Return the text that may be shown now, and whether a stop string was found.
+
+        If so, feed nothing more.
+        """
         if not self._stops:
             return text, False
         text = self._held + text
-        # take the stop string that ends first, or the result would depend on how the text is cut into pieces
+        # take the stop string that ends first, or the result would depend on how the text is cut
+        # into pieces
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, at = min(found)

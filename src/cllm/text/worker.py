@@ -1,10 +1,11 @@
 """The child process of workers.py: ``python -m cllm.text.worker MODULE FUNCTION CPU_LIMIT``.
 
-A frame on stdin or stdout is a 4-byte length and JSON. The first frame is the argument of FUNCTION, which returns the
-Work. The child then sends READY, so that no question pays for this start. Questions follow, one at a time, and the
-child answers each with a Reply.
+A frame on stdin or stdout is a 4-byte length and JSON. The first frame is the argument of FUNCTION,
+which returns the Work. The child then sends READY, so that no question pays for this start.
+Questions follow, one at a time, and the child answers each with a Reply.
 
-Several of these processes may run, so this file and the modules that it runs import as little as possible.
+Several of these processes may run, so this file and the modules that it runs import as little as
+possible.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Work = Callable[[Any], str]  # may raise BadRequest
 
 
 class Reply(NamedTuple):
-    """A text, or an ``error`` message: that of a BadRequest, or of an EngineError if ``is_ours``."""
+    """A text, or an ``error`` message: that of a BadRequest, or of an EngineError if
+    ``is_ours``.
+    """
 
     text: str
     error: str = ""
@@ -69,7 +72,9 @@ def read(stream: IO[bytes]) -> Any:
 
 
 def limit_time(seconds: float) -> None:
-    """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0: no limit."""
+    """Let the system kill this process after ``seconds`` of CPU time, whatever code it runs; 0: no
+    limit.
+    """
     if hasattr(signal, "setitimer"):  # not on Windows, where only the parent's clock ends a process
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -107,7 +112,8 @@ def main(module: str, function: str, cpu_limit: str) -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    with contextlib.suppress(EOFError, BrokenPipeError), os.fdopen(own_stdout, "wb") as output:  # the parent is gone
+    # the parent is gone
+    with contextlib.suppress(EOFError, BrokenPipeError), os.fdopen(own_stdout, "wb") as output:
         serve(getattr(importlib.import_module(module), function), float(cpu_limit), output)
 
 

@@ -1,4 +1,6 @@
-"""Process clients' input in child processes that can be killed, because it may take unlimited time and memory."""
+"""Process clients' input in child processes that can be killed, because it may take unlimited time
+and memory.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from cllm.errors import EngineError
 from cllm.observe.cpu_time import cpu_seconds
 from cllm.text.worker import HEAD, Reply, Work, frame
 
-# Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be read, they limit the
-# time to an answer. A starting process has more, because it may read files slowly.
+# Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be
+# read, they limit the time to an answer. A starting process has more, because it may read files
+# slowly.
 STALL_LIMIT = 10.0
 START_LIMIT = 60.0
 KILLED = (-9, -15)  # SIGKILL and SIGTERM: killed from outside, or by us because it was stopped
@@ -27,12 +30,15 @@ log = logging.getLogger("cllm.text")
 
 
 class Workers:
-    """Processes that are started when needed, and reused. Each gets one question at a time; one that does not answer
-    is killed.
+    """Processes that are started when needed, and reused. Each gets one question at a time; one
+    that does not answer is killed.
     """
 
-    def __init__(self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float) -> None:
-        """Each of at most ``num`` processes imports ``prepare`` and calls it with the JSON that ``begin`` returns.
+    def __init__(
+        self, prepare: Callable[[Any], Work], begin: Callable[[], bytes], num: int, cpu_limit: float
+    ) -> None:
+        """Each of at most ``num`` processes imports ``prepare`` and calls it with the JSON that
+        ``begin`` returns.
 
         ``begin`` runs in another thread. ``cpu_limit``: seconds of CPU time for one question.
         """
@@ -48,16 +54,21 @@ class Workers:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start a process before the first question, if possible. A question asked meanwhile waits for that process."""
+        """Start a process before the first question, if possible.
+
+        A question asked meanwhile waits for that process.
+        """
         with contextlib.suppress(EngineError):
             async with self._free:
                 self._idle.append(await self._take())
 
     async def ask(self, question: bytes) -> Reply | None:
-        """Return the reply to ``question``, which is JSON; None if it took too much time or memory, or crashed.
+        """Return the reply to ``question``, which is JSON; None if it took too much time or memory,
+        or crashed.
 
-        If the process was stopped or killed, the question was not the cause, so another process is asked, once.
-        Raises EngineError if that one does not answer either, or if no process is available.
+        If the process was stopped or killed, the question was not the cause, so another process is
+        asked, once. Raises EngineError if that one does not answer either, or if no process is
+        available.
         """
         async with self._free:
             for _ in range(2):
@@ -119,7 +130,9 @@ class Workers:
         try:
             process = await asyncio.shield(starting)
         except OSError as error:
-            raise EngineError(f"The process of {self._name} does not start: {error.strerror}.") from None
+            raise EngineError(
+                f"The process of {self._name} does not start: {error.strerror}."
+            ) from None
         except asyncio.CancelledError:  # uvloop leaks the process if its start is cancelled
             self._keep(self._end_once_started(starting))
             raise
@@ -128,8 +141,13 @@ class Workers:
             raise EngineError(f"The process of {self._name} does not start.")
         return process
 
-    async def _exchange(self, process: Process, question: bytes, stall_limit: float) -> bytes | None:
-        """Return the answer, or None if there is none. Without an answer, or if cancelled, kill the process."""
+    async def _exchange(
+        self, process: Process, question: bytes, stall_limit: float
+    ) -> bytes | None:
+        """Return the answer, or None if there is none.
+
+        Without an answer, or if cancelled, kill the process.
+        """
         assert process.stdin
         assert process.stdout
         answer = None
@@ -141,7 +159,8 @@ class Workers:
                 process.stdin.write(frame(question))
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = await process.stdout.readexactly(size)
-        except (OSError, EOFError, RuntimeError):  # RuntimeError: from uvloop, if the pipe is closed
+        except (OSError, EOFError, RuntimeError):
+            # RuntimeError: from uvloop, if the pipe is closed
             pass
         finally:
             watch.cancel()
@@ -151,7 +170,8 @@ class Workers:
         return answer
 
     def _end(self, process: Process) -> None:
-        if is_alive(process):  # killing an ended process would take its exit status from the event loop
+        # killing an ended process would take its exit status from the event loop
+        if is_alive(process):
             process.kill()
         self._keep(process.communicate())  # reads the remaining output, and waits
 

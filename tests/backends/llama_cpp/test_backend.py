@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from cllm import LLM
-from cllm.backends.llama_cpp.backend import PADDED, PADDED_CONTEXT, TILE, LlamaCppBackend, LlamaCppParams
+from cllm.backends.llama_cpp.backend import (
+    PADDED,
+    PADDED_CONTEXT,
+    TILE,
+    LlamaCppBackend,
+    LlamaCppParams,
+)
 from cllm.backends.llama_cpp.library import log_lines
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
@@ -27,7 +33,11 @@ TOLERANCE = 0.1  # of the standard deviation of the logits
 @pytest.fixture(scope="module", params=["unified", "partitioned"])
 def backend(request, builtin_path: Path):
     params = LlamaCppParams(
-        context_length=CONTEXT, max_num_seqs=3, max_num_batched_tokens=256, n_threads=1, layout=request.param
+        context_length=CONTEXT,
+        max_num_seqs=3,
+        max_num_batched_tokens=256,
+        n_threads=1,
+        layout=request.param,
     )
     made = LlamaCppBackend(builtin_path, params)
     yield made
@@ -56,13 +66,17 @@ def decoded_sizes(backend: LlamaCppBackend, monkeypatch) -> list[int]:
 
 
 def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
-    """Behind ``size`` tokens of a long sequence, beside another one's token, and then behind one more of each."""
+    """Behind ``size`` tokens of a long sequence, beside another one's token, and then behind one
+    more of each.
+    """
     long, short = sequence(0, CONTEXT), sequence(1, 100)
     backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
     for start in range(0, START, 256):
         backend.forward(Batch([Row(long, start, min(256, START - start), 0)], []))
     first = backend.forward(Batch([Row(long, START, size, 1), Row(short, 20, 1, 1)], [])).copy()
-    second = backend.forward(Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], [])).copy()
+    second = backend.forward(
+        Batch([Row(long, START + size, 1, 1), Row(short, 21, 1, 1)], [])
+    ).copy()
     return np.concatenate([first, second])
 
 
@@ -79,14 +93,21 @@ def test_a_tile_that_is_filled_up_changes_nothing(backend, monkeypatch, size):
 
 
 def test_what_is_not_filled_up(backend, monkeypatch):
-    """Too few tokens, or too few before them, or no room behind them: to the last token of the context."""
+    """Too few tokens, or too few before them, or no room behind them: to the last token of the
+    context.
+    """
     sizes = decoded_sizes(backend, monkeypatch)
     logits_of(backend, PADDED - 8)
     logits_of(backend, TILE + 2)
-    assert [size for size in sizes if size not in (2, 20, 256, START - 512)] == [PADDED - 7, TILE + 3]
+    assert [size for size in sizes if size not in (2, 20, 256, START - 512)] == [
+        PADDED - 7,
+        TILE + 3,
+    ]
     long = sequence(0, CONTEXT)
     for start in range(0, CONTEXT - 50, 256):
-        backend.forward(Batch([Row(long, start, min(256, CONTEXT - 50 - start), 0)], [Trim(0, start)]))
+        backend.forward(
+            Batch([Row(long, start, min(256, CONTEXT - 50 - start), 0)], [Trim(0, start)])
+        )
     del sizes[:]
     logits = backend.forward(Batch([Row(long, CONTEXT - 50, 50, 1)], []))
     assert sizes == [50]
@@ -96,7 +117,12 @@ def test_what_is_not_filled_up(backend, monkeypatch):
 def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
     """The batch itself fits, so it is computed."""
     params = LlamaCppParams(
-        context_length=768, max_num_seqs=2, layout="unified", n_threads=1, kv_memory=768, kv_bytes_per_token=1
+        context_length=768,
+        max_num_seqs=2,
+        layout="unified",
+        n_threads=1,
+        kv_memory=768,
+        kv_bytes_per_token=1,
     )
     backend = LlamaCppBackend(builtin_path, params)
     assert backend.info.num_cells == 768
@@ -111,7 +137,9 @@ def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
 
 
 def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
-    """They change logits a little and answers not at all; they are smaller, and no state of theirs fits elsewhere."""
+    """They change logits a little and answers not at all; they are smaller, and no state of theirs
+    fits elsewhere.
+    """
     questions = known_questions(30, seed=11)
     prints, sizes = set(), []
     for kv_type in ("f16", "q8_0"):
@@ -123,9 +151,12 @@ def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
         assert [answer.text for answer in answers] == [question.answer for question in questions]
     assert len(prints) == 2
     assert sizes[1] * 32 == sizes[0] * 17
-    with pytest.raises(StartupError, match=r"kv\.type q8_0 stores 32 numbers together, but a key .* has 16"):
+    with pytest.raises(
+        StartupError, match=r"kv\.type q8_0 stores 32 numbers together, but a key .* has 16"
+    ):
         LLM(str(tiny_model("gemma3")), kv_type="q8_0")
-    with pytest.raises(StartupError, match=r"with q4_0 cells .* n_embd_head_k=16"):  # as of a draft model
+    # as of a draft model
+    with pytest.raises(StartupError, match=r"with q4_0 cells .* n_embd_head_k=16"):
         LlamaCppBackend(tiny_model("gemma3"), LlamaCppParams(kv_type="q4_0"))
 
 
@@ -141,7 +172,9 @@ def test_threads_and_passes(builtin_path: Path, monkeypatch):
 
     monkeypatch.setattr(module.lib, "llama_init_from_model", spy)
     for options in ({"n_threads": 1}, {"n_threads": 1, "n_threads_batch": 2, "n_ubatch": 64}):
-        LlamaCppBackend(builtin_path, LlamaCppParams(context_length=256, max_num_seqs=1, **options)).close()
+        LlamaCppBackend(
+            builtin_path, LlamaCppParams(context_length=256, max_num_seqs=1, **options)
+        ).close()
     assert seen == [(1, 1, 512), (1, 2, 64)]
 
 

@@ -1,4 +1,6 @@
-"""Vectors that are pooled here are those that llama.cpp pools itself, where it can: a text in one call."""
+"""Vectors that are pooled here are those that llama.cpp pools itself, where it can: a text in one
+call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ def pooled_by_llama_cpp(model, pooling: int) -> np.ndarray:
     batch = lib.llama_batch_init(len(TEXT), 0, 1)
     batch.n_tokens = len(TEXT)
     for i, token in enumerate(TEXT):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = (
+            token,
+            i,
+            1,
+            0,
+            1,
+        )
     assert lib.llama_decode(context, batch) == 0
     vector = np.ctypeslib.as_array(
         lib.llama_get_embeddings_seq(context, 0), (lib.llama_model_n_embd_out(model),)
@@ -35,7 +43,9 @@ def pooled_by_llama_cpp(model, pooling: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["builtin", "bert"])
 def test_pooling(request, builtin_path, tiny_model, kind, pooling) -> None:
     path = builtin_path if kind == "builtin" else tiny_model(kind)
-    backend = LlamaCppBackend(path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2))
+    backend = LlamaCppBackend(
+        path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2)
+    )
     request.addfinalizer(backend.close)
     number = {"mean": 1, "cls": 2, "last": 3}[pooling]
     expected = pooled_by_llama_cpp(backend._model, number)
@@ -55,7 +65,9 @@ def test_facts(request, tiny_model, builtin_path) -> None:
     facts = {}
     for kind in ("builtin", "bert", "bert_cls", "reranker", "mamba"):
         path = builtin_path if kind == "builtin" else tiny_model(kind)
-        backend = LlamaCppBackend(path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2))
+        backend = LlamaCppBackend(
+            path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2)
+        )
         info = backend.info
         facts[kind] = info.generates, info.pooling, info.embeds_whole
         backend.close()

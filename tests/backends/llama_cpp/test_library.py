@@ -14,7 +14,9 @@ from cllm.backends.llama_cpp import library
 pytestmark = pytest.mark.llama
 
 
-@pytest.mark.parametrize(("level", "shown"), [(0, False), (1, False), (library.LOG_LEVEL_INFO, True), (5, False)])
+@pytest.mark.parametrize(
+    ("level", "shown"), [(0, False), (1, False), (library.LOG_LEVEL_INFO, True), (5, False)]
+)
 def test_its_debug_lines_are_no_lines_of_ours(caplog, level, shown):
     """There are thousands of them for a large vocabulary."""
     with caplog.at_level(logging.DEBUG, logger="cllm.llama_cpp"):
@@ -34,7 +36,9 @@ with library.aborts(lambda reason: os.write(1, reason.encode())):
 @pytest.mark.skipif(sys.platform != "linux", reason="the symbol lies in another library")
 def test_abort_is_one_line_that_a_handler_gets_first():
     """Without the folder that llama.cpp was compiled in, and without its own message."""
-    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGABRT
     assert done.stdout == "file.cpp:7: what is wrong"
     assert done.stderr == "llama.cpp aborts: file.cpp:7: what is wrong\n"

@@ -67,11 +67,16 @@ def test_there_and_back(vocabulary, text):
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_any_text_there_and_back(vocabulary, text):
     """Whatever Python can encode survives."""
-    assert text_of(vocabulary, vocabulary.tokenize(text, add_special=False, parse_special=False)) == text
+    assert (
+        text_of(vocabulary, vocabulary.tokenize(text, add_special=False, parse_special=False))
+        == text
+    )
 
 
 def test_control_tokens_are_parsed_on_request_only(vocabulary):
-    """The text of a control token is one token for the template, and several plain ones for the user."""
+    """The text of a control token is one token for the template, and several plain ones for the
+    user.
+    """
     assert vocabulary.control_tokens
     for control in vocabulary.control_tokens:
         parsed = vocabulary.tokenize(f"a{control}b", add_special=False, parse_special=True)
@@ -125,8 +130,17 @@ def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
 
 
 def write_spm(path, num_bytes):
-    """A vocabulary of SentencePiece's kind with a token for each of the first ``num_bytes`` bytes."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(num_bytes)), "\u2581", "a"]
+    """A vocabulary of SentencePiece's kind with a token for each of the first ``num_bytes``
+    bytes.
+    """
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(num_bytes)),
+        "\u2581",
+        "a",
+    ]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(64)
@@ -162,11 +176,15 @@ def test_check_tokenizes_every_byte_of_utf_8():
 
 
 def test_check_finds_what_would_crash_the_tokenizer_later(tmp_path):
-    """A byte without a token ends the process that checks, which is the engine's, before any text does it."""
+    """A byte without a token ends the process that checks, which is the engine's, before any text
+    does it.
+    """
     ends = {}
     for num_bytes in (0xF5, 0xF4):
         path = write_spm(tmp_path / f"{num_bytes}.gguf", num_bytes)
-        done = subprocess.run([sys.executable, "-c", CHECK, path], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", CHECK, path], capture_output=True, text=True, check=False
+        )
         ends[num_bytes] = done.returncode, done.stdout
     assert ends == {0xF5: (0, "loaded\n"), 0xF4: (-signal.SIGABRT, "loaded\n")}
 
@@ -224,7 +242,9 @@ def test_special_tokens_are_counted_no_further_than_needed(module):
         ("ab", {}, ["ab"]),
     ],
 )
-def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(monkeypatch, module, text, specials, expected):
+def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(
+    monkeypatch, module, text, specials, expected
+):
     monkeypatch.setattr(module, "PART", 1)
     assert list(module.split_before_specials(text, specials)) == expected
 
@@ -232,5 +252,8 @@ def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(monkeypatch, 
 def test_many_special_tokens_take_no_more_time_than_other_text(vocabulary):
     """llama.cpp alone takes minutes."""
     begun = time.process_time()
-    assert len(vocabulary.tokenize("<|im_end|>" * 390_000, add_special=True, parse_special=True)) == 390_000
+    assert (
+        len(vocabulary.tokenize("<|im_end|>" * 390_000, add_special=True, parse_special=True))
+        == 390_000
+    )
     assert time.process_time() - begun < 30

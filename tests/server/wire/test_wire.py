@@ -9,8 +9,9 @@ Every JSON file beside this one is one request and its expected answer:
               answer    a part of the answer; of a stream, a part of its last event that is JSON
               events    of a stream: these types must come in this order, others may come between
 
-The type of an event is its "type", else its "object", else, as in "data: [DONE]", its text. In ``answer`` an object may
-have more fields than are named, a list may not have more entries. A string in slashes is a regular expression.
+The type of an event is its "type", else its "object", else, as in "data: [DONE]", its text. In
+``answer`` an object may have more fields than are named, a list may not have more entries. A string
+in slashes is a regular expression.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def builtin(start_server_once, builtin_path):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-@pytest.mark.parametrize("server", ["fake", pytest.param("builtin", marks=[pytest.mark.llama, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "server", ["fake", pytest.param("builtin", marks=[pytest.mark.llama, pytest.mark.slow])]
+)
 def test_a_recorded_request_is_answered_as_its_client_expects(server, file, request):
     server = request.getfixturevalue(server)
     model = server.client.get("/v1/models").json()["data"][0]["id"]
@@ -48,10 +51,16 @@ def test_a_recorded_request_is_answered_as_its_client_expects(server, file, requ
     for name, value in expected.get("headers", {}).items():
         assert re.fullmatch(value, answer.headers[name]), name
     if "events" in expected:
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [
+            line.removeprefix("data: ")
+            for line in answer.text.splitlines()
+            if line.startswith("data: ")
+        ]
         types = [type_of(event) for event in events]
         remaining = iter(types)
-        assert all(any(matches(kind, wanted) for kind in remaining) for wanted in expected["events"]), types
+        assert all(
+            any(matches(kind, wanted) for kind in remaining) for wanted in expected["events"]
+        ), types
         content = json.loads([event for event in events if event.startswith("{")][-1])
     else:
         content = answer.json()

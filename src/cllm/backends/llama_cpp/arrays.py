@@ -1,4 +1,7 @@
-"""The arrays of a llama_batch. They live as long as their owner and are written through numpy views."""
+"""The arrays of a llama_batch.
+
+They live as long as their owner and are written through numpy views.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from llama_cpp import llama_cpp as lib
 
 
 class BatchArrays:
-    """The token, position and wants_logits of ``size`` tokens. A token's id_address is first_id + 4 * its seq_id."""
+    """The token, position and wants_logits of ``size`` tokens.
+
+    A token's id_address is first_id + 4 * its seq_id.
+    """
 
     def __init__(self, size: int, num_ids: int) -> None:
         self.token = np.zeros(size, np.int32)

@@ -1,7 +1,8 @@
 """A model and its context in llama.cpp.
 
-One wrong call into libllama kills the process, so ``forward`` checks the contract's guarantees before it calls.
-The batch arrays live as long as the backend and are written through numpy views; logits are read through another view.
+One wrong call into libllama kills the process, so ``forward`` checks the contract's guarantees
+before it calls. The batch arrays live as long as the backend and are written through numpy views;
+logits are read through another view.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
-from cllm.backends.llama_cpp.library import TESTED_VERSION, check_pointer, last_error, log_lines, system_info
+from cllm.backends.llama_cpp.library import (
+    TESTED_VERSION,
+    check_pointer,
+    last_error,
+    log_lines,
+    system_info,
+)
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
@@ -29,14 +36,19 @@ from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
 
 NOTHING = np.zeros(0, np.uint8)
-MAX_SEQ_IDS = 256  # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
+# libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
+MAX_SEQ_IDS = 256
 SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
 MIN_SAMPLES = 16  # room for draft tokens when few sequences run
-TILE = 64  # queries of llama.cpp's attention kernel for prompts; its kernel for fewer takes twice as long per query
-PADDED, PADDED_CONTEXT = 48, 512  # tokens in a tile, and tokens before them, from which on padding the tile pays off
+# queries of llama.cpp's attention kernel for prompts; its kernel for fewer takes twice as long per
+# query
+TILE = 64
+# tokens in a tile, and tokens before them, from which on padding the tile pays off
+PADDED, PADDED_CONTEXT = 48, 512
 NO_CELLS = 1  # llama_decode's return value if a batch does not fit; nothing has changed then
 USUAL_BANDWIDTH = 2e9  # bytes per second at which memory is laid out
-WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged after the vocabulary; progress reports come later
+# logged after the vocabulary; progress reports come later
+WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"
 MIN_CONTEXT = 256
 USUAL_CONTEXT = 4096
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
@@ -45,9 +57,9 @@ KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GG
 class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to load a model: sizes in tokens, memory in bytes.
 
-    kv_type is one of KV_TYPES; n_ubatch is the number of tokens in one pass. None means all cores for n_threads, the
-    same as n_threads for n_threads_batch, and for context_length what the model and the memory allow. max_num_seqs is a
-    limit; ``fit`` may choose fewer.
+    kv_type is one of KV_TYPES; n_ubatch is the number of tokens in one pass. None means all cores
+    for n_threads, the same as n_threads for n_threads_batch, and for context_length what the model
+    and the memory allow. max_num_seqs is a limit; ``fit`` may choose fewer.
     """
 
     context_length: int | None = None
@@ -67,7 +79,10 @@ class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probed(NamedTuple):
-    """What a model's memory supports. A saved state of n tokens takes state_bytes + n * state_bytes_per_token."""
+    """What a model's memory supports.
+
+    A saved state of n tokens takes state_bytes + n * state_bytes_per_token.
+    """
 
     can_trim: bool
     state_bytes: int
@@ -75,7 +90,9 @@ class Probed(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and whether that can change."""
+    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and whether
+    that can change.
+    """
 
     context_length: int
     max_num_seqs: int
@@ -85,20 +102,24 @@ class Fit(NamedTuple):
 
 
 def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
-    """Divide kv_memory: first the requested context (or the usual one), then as many sequences of it as fit.
+    """Divide kv_memory: first the requested context (or the usual one), then as many sequences of
+    it as fit.
 
-    ``plain``: the model's only memory is attention to all tokens; other models cannot be unified. ``auto`` starts
-    partitioned and may change, except on a GPU, where partitioned is far faster. If the memory cannot hold a whole
-    context for each sequence, ``auto`` starts unified, because only then can all of them run. Raises StartupError, with
-    the sizes, if not even one sequence fits.
+    ``plain``: the model's only memory is attention to all tokens; other models cannot be unified.
+    ``auto`` starts partitioned and may change, except on a GPU, where partitioned is far faster. If
+    the memory cannot hold a whole context for each sequence, ``auto`` starts unified, because only
+    then can all of them run. Raises StartupError, with the sizes, if not even one sequence fits.
     """
     affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
-    context = params.context_length or max(MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable))
+    context = params.context_length or max(
+        MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable)
+    )
     if context > affordable:
         need = context * params.kv_bytes_per_token
         raise StartupError(
             f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache, but "
-            f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or raise kv.max_memory_mb"
+            f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or "
+            f"raise kv.max_memory_mb"
         )
     layout = params.layout
     wanted = params.max_num_seqs * context
@@ -108,7 +129,9 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
     if layout == "unified":
         return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
     num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(context, num_seqs, num_seqs * context, layout, can_change=follows_load and num_seqs > 1)
+    return Fit(
+        context, num_seqs, num_seqs * context, layout, can_change=follows_load and num_seqs > 1
+    )
 
 
 def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
@@ -119,11 +142,15 @@ def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
 class LlamaCppBackend:
     """Implements the contract of backends/base.py."""
 
-    def __init__(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None) -> None:
-        """Load ``path``; ``progress`` receives the loaded share, 0 to 1. Raises StartupError if it cannot be loaded.
+    def __init__(
+        self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None
+    ) -> None:
+        """Load ``path``; ``progress`` receives the loaded share, 0 to 1.
 
-        The first share, 0, is reported after the vocabulary and before any weight is read. A damaged file may abort the
-        process.
+        Raises StartupError if it cannot be loaded.
+
+        The first share, 0, is reported after the vocabulary and before any weight is read. A
+        damaged file may abort the process.
         """
         self._model = self._load_model(path, params, progress)
         self._check_architecture(path)
@@ -149,9 +176,14 @@ class LlamaCppBackend:
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
-        # In the unified layout, llama.cpp silently gives a sequence's cells before its window to other sequences.
+        # In the unified layout, llama.cpp silently gives a sequence's cells before its window to
+        # other sequences.
         windowed = lib.llama_model_n_swa(self._model) > 0
-        plain = not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model) or windowed)
+        plain = not (
+            lib.llama_model_is_recurrent(self._model)
+            or lib.llama_model_is_hybrid(self._model)
+            or windowed
+        )
         sizes = fit(params, trained, plain=plain)
         self._params, self._sizes, self._plain = params, sizes, plain
         self._pads = plain and not params.on_gpu
@@ -160,7 +192,8 @@ class LlamaCppBackend:
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
         begun = time.perf_counter()
         self._open_context(sizes.layout)
-        # Memory that was never used may be slow to get. The next layout gets used memory, so the time is capped.
+        # Memory that was never used may be slow to get. The next layout gets used memory, so the
+        # time is capped.
         size = sizes.num_cells * params.kv_bytes_per_token
         layout_seconds = min(time.perf_counter() - begun, size / USUAL_BANDWIDTH)
         generates = bool(self._memory)
@@ -201,7 +234,8 @@ class LlamaCppBackend:
             embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
-            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {params.kv_type} {'' if self._portable else sizes}",
+            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {params.kv_type} "
+            f"{'' if self._portable else sizes}",
         )
 
     def _open_context(self, layout: str) -> None:
@@ -211,8 +245,12 @@ class LlamaCppBackend:
         if not self._memory:
             self._num_ids = self._sizes.max_num_seqs
             return
-        self._num_ids = max(self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0)
-        self._states = States(self._context, self._sizes.max_num_seqs, layout, portable=self._portable)
+        self._num_ids = max(
+            self._sizes.max_num_seqs, SCRATCH_ID if layout == "unified" and self._plain else 0
+        )
+        self._states = States(
+            self._context, self._sizes.max_num_seqs, layout, portable=self._portable
+        )
 
     def change_layout(self, layout: str) -> None:
         lib.llama_free(self._context)
@@ -226,16 +264,24 @@ class LlamaCppBackend:
         self.info = msgspec.structs.replace(self.info, layout=layout, num_spare_ids=num_spare_ids)
 
     def _probe(self) -> Probed:
-        """Find out by trying what this model's memory supports and how big its states are. This also warms up."""
+        """Find out by trying what this model's memory supports and how big its states are.
+
+        This also warms up.
+        """
 
         def decode(start: int, count: int) -> int:
-            self._token[:count], self._id_address[:count], self._wants_logits[:count] = 0, self._first_id, 1
+            self._token[:count], self._id_address[:count], self._wants_logits[:count] = (
+                0,
+                self._first_id,
+                1,
+            )
             self._position[:count] = range(start, start + count)
             self._batch.n_tokens = count
             code = lib.llama_decode(self._context, self._batch)
             if code != 0:
                 raise StartupError(
-                    f"the model does not decode: llama_decode returned {code}: {last_error('no reason')}"
+                    f"the model does not decode: llama_decode returned {code}: "
+                    f"{last_error('no reason')}"
                 )
             return int(lib.llama_state_seq_get_size(self._context, 0))
 
@@ -246,7 +292,9 @@ class LlamaCppBackend:
         lib.llama_memory_clear(self._memory, False)
         return Probed(can_trim, first - per_token, per_token)
 
-    def _load_model(self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None) -> Any:
+    def _load_model(
+        self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None
+    ) -> Any:
         c_params = lib.llama_model_default_params()
         c_params.n_gpu_layers = params.n_gpu_layers
         c_params.load_mode = {
@@ -266,7 +314,8 @@ class LlamaCppBackend:
                 failed.append(error)
             return not failed
 
-        callback = lib.llama_progress_callback(report)  # a local name keeps it alive during the load
+        # a local name keeps it alive during the load
+        callback = lib.llama_progress_callback(report)
         c_params.progress_callback = callback
 
         def listen(line: bytes) -> None:
@@ -298,12 +347,17 @@ class LlamaCppBackend:
         c_params.kv_unified = layout == "unified"
         c_params.no_perf = True
         context = lib.llama_init_from_model(self._model, c_params)
-        what = f"no context of {c_params.n_ctx} tokens with {params.kv_type} cells can be had of {self._path}"
+        what = (
+            f"no context of {c_params.n_ctx} tokens with {params.kv_type} cells can be had of "
+            f"{self._path}"
+        )
         return check_pointer(context, what)
 
     def _check_architecture(self, path: Path) -> None:
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
-            raise StartupError(f"{path} is an encoder model ({self._describe()}), which does not generate text")
+            raise StartupError(
+                f"{path} is an encoder model ({self._describe()}), which does not generate text"
+            )
 
     def _metadata(self, key: str) -> str | None:
         buffer = ctypes.create_string_buffer(256)
@@ -317,7 +371,11 @@ class LlamaCppBackend:
 
     def _make_batch(self, size: int, max_num_seqs: int) -> None:
         arrays = self._arrays = BatchArrays(size, max_num_seqs)
-        self._token, self._position, self._wants_logits = arrays.token, arrays.position, arrays.wants_logits
+        self._token, self._position, self._wants_logits = (
+            arrays.token,
+            arrays.position,
+            arrays.wants_logits,
+        )
         self._ids, self._first_id, self._id_address = arrays.ids, arrays.first_id, arrays.id_address
         self._batch = arrays.batch
 
@@ -343,16 +401,24 @@ class LlamaCppBackend:
         return self._read_logits()[: batch.num_samples]
 
     def _read_logits(self) -> Logits:
-        """Return a view of llama.cpp's whole logits buffer. It is kept until the buffer moves: making one is slow."""
+        """Return a view of llama.cpp's whole logits buffer.
+
+        It is kept until the buffer moves: making one is slow.
+        """
         pointer = lib.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
             self._logits_address = address
-            self._logits = np.ctypeslib.as_array(pointer, (self.info.max_num_samples, self.info.vocabulary_size))
+            self._logits = np.ctypeslib.as_array(
+                pointer, (self.info.max_num_samples, self.info.vocabulary_size)
+            )
         return self._logits
 
     def _fill(self, batch: Batch) -> None:
-        """Write the rows into the arrays of the llama_batch. Raises EngineError for what would abort the process."""
+        """Write the rows into the arrays of the llama_batch.
+
+        Raises EngineError for what would abort the process.
+        """
         at = num_samples = 0
         for row in batch.rows:
             seq_id, count = row.seq.seq_id, row.size
@@ -379,13 +445,15 @@ class LlamaCppBackend:
         self._batch.n_tokens = at
 
     def _pad(self, batch: Batch) -> Row | None:
-        """Fill a nearly full tile with padding tokens after one row and return that row; None if it does not pay off.
+        """Fill a nearly full tile with padding tokens after one row and return that row; None if it
+        does not pay off.
 
         The padding comes after all needed tokens, so it changes no result. The caller must trim it.
         """
         row = max(batch.rows, key=lambda row: row.size)
         count = self._batch.n_tokens
-        if self.info.layout == "partitioned":  # the first token of each row is computed first, then the rest of each
+        # the first token of each row is computed first, then the rest of each
+        if self.info.layout == "partitioned":
             if sum(row.size > 1 for row in batch.rows) > 1:
                 return None
             count = row.size - (len(batch.rows) > 1)
@@ -405,7 +473,8 @@ class LlamaCppBackend:
     def _operate(self, operation: Operation, copied: tuple[int, Bytes]) -> tuple[int, Bytes]:
         """Carry out one operation.
 
-        If it copies a saved state, return the source's seq_id and state, which the next call gets as ``copied``.
+        If it copies a saved state, return the source's seq_id and state, which the next call gets
+        as ``copied``.
         """
         match operation:
             case Trim(seq_id, keep):
@@ -414,7 +483,8 @@ class LlamaCppBackend:
                 self._check_seq_id(source, self._num_ids)
                 self._trim(target, 0)
                 lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
-            case Copy(source, target, count):  # seq_cp would copy whole streams in the next decode, which costs more
+            case Copy(source, target, count):
+                # seq_cp would copy whole streams in the next decode, which costs more
                 self._check_seq_id(source, self._num_ids)
                 state = copied[1] if copied[0] == source else self._state(source)
                 self._restore(target, state, count)
@@ -437,7 +507,8 @@ class LlamaCppBackend:
     def _state(self, seq_id: int) -> Bytes:
         """Return the state of ``seq_id``."""
         self._check_seq_id(seq_id, self._num_ids)
-        if seq_id >= len(self._ids):  # libllama saves no owners for these ids, so 0 owns the cells meanwhile
+        # libllama saves no owners for these ids, so 0 owns the cells meanwhile
+        if seq_id >= len(self._ids):
             self._move(0, SCRATCH_ID)
             lib.llama_memory_seq_cp(self._memory, seq_id, 0, -1, -1)
             try:

@@ -1,9 +1,9 @@
 """A second context over the same weights, which computes vectors instead of logits.
 
-It is opened for the first text and has cells for the longest text so far. It computes token vectors, which are pooled
-here, because llama.cpp pools within one call, and a long text takes several calls. If attention is not causal, or the
-model ranks, a text must be in one call. Then llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would
-abort the process.
+It is opened for the first text and has cells for the longest text so far. It computes token
+vectors, which are pooled here, because llama.cpp pools within one call, and a long text takes
+several calls. If attention is not causal, or the model ranks, a text must be in one call. Then
+llama.cpp's own limits apply: an ``n_ubatch`` smaller than the text would abort the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ PADDING = 256  # llama.cpp rounds the number of cells up to a multiple of this
 
 
 class EmbeddingFacts(NamedTuple):
-    """See the fields of ModelInfo; max_tokens is the longest text that llama.cpp's buffers allow."""
+    """See the fields of ModelInfo; max_tokens is the longest text that llama.cpp's buffers
+    allow.
+    """
 
     size: int
     pooling: str
@@ -48,7 +50,10 @@ def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
     pooling = POOLINGS.get(lib.llama_pooling_type(context), "mean")
     whole = pooling == "rank" or not lib.llama_get_causal_attn(context)
     size = 1 if pooling == "rank" else int(lib.llama_model_n_embd_out(model))
-    bite = max(LEAST_BITE, min(LARGEST_BITE, LOGITS_BYTES // (4 * vocabulary_size) // LEAST_BITE * LEAST_BITE))
+    bite = max(
+        LEAST_BITE,
+        min(LARGEST_BITE, LOGITS_BYTES // (4 * vocabulary_size) // LEAST_BITE * LEAST_BITE),
+    )
     max_tokens = LARGEST_LOGITS_BYTES // (4 * vocabulary_size) if whole else 1 << 31
     return EmbeddingFacts(size, pooling, bite, whole, max_tokens)
 
@@ -56,7 +61,9 @@ def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
 class Embedder:
     """Implements Backend.embed."""
 
-    def __init__(self, model: Any, facts: EmbeddingFacts, max_tokens: int, threads: int | None) -> None:
+    def __init__(
+        self, model: Any, facts: EmbeddingFacts, max_tokens: int, threads: int | None
+    ) -> None:
         """``max_tokens``: the limit of one text. Nothing is allocated yet."""
         self._model = model
         self._facts = facts
@@ -95,10 +102,16 @@ class Embedder:
                 raise EngineError("a token outside of the vocabulary, or none")
             if (start, length) != (going[1:] if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
-            if end > length or length > self._max_tokens or (end < length and (i + 1 < len(chunks) or single)):
+            if (
+                end > length
+                or length > self._max_tokens
+                or (end < length and (i + 1 < len(chunks) or single))
+            ):
                 raise EngineError(f"a chunk from {start} to {end} of {length}")
             if length > max(self._room, chunks[0].length):
-                raise EngineError(f"a text of {length} tokens, longer than all before it, does not begin a bite")
+                raise EngineError(
+                    f"a text of {length} tokens, longer than all before it, does not begin a bite"
+                )
 
     def _open(self, length: int) -> None:
         """Replace the context with one for texts of ``length`` tokens, rounded up."""
@@ -118,14 +131,18 @@ class Embedder:
         c_params.no_perf = True
         self._context = lib.llama_init_from_model(self._model, c_params) or None
         if self._context is None:
-            raise EngineError(f"no context for texts of {room} tokens can be had: {last_error('no reason given')}")
+            raise EngineError(
+                f"no context for texts of {room} tokens can be had: {last_error('no reason given')}"
+            )
         self._room = room
         self._memory = lib.llama_get_memory(self._context)
         self._arrays = BatchArrays(num_tokens, MAX_CHUNKS)
         self._arrays.wants_logits[:] = 1
 
     def _fill(self, chunks: list[Chunk], going: int) -> list[int]:
-        """Release all cells but those of the continued text, write the batch, and return the chunks' seq_ids."""
+        """Release all cells but those of the continued text, write the batch, and return the
+        chunks' seq_ids.
+        """
         goes_on = chunks[0].start > 0
         if self._memory:
             for seq_id in range(MAX_CHUNKS):
@@ -155,7 +172,9 @@ class Embedder:
         for i, chunk in enumerate(chunks):
             of_text = rows[at : at + len(chunk.tokens)]
             at += len(chunk.tokens)
-            result[i] = {"mean": of_text.sum(axis=0), "cls": of_text[0]}.get(self._facts.pooling, of_text[-1])
+            result[i] = {"mean": of_text.sum(axis=0), "cls": of_text[0]}.get(
+                self._facts.pooling, of_text[-1]
+            )
         return result
 
     def close(self) -> None:

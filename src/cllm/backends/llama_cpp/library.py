@@ -1,4 +1,6 @@
-"""Loads libllama: checks its version, handles its log and its aborts, and reports facts about this build."""
+"""Loads libllama: checks its version, handles its log and its aborts, and reports facts about this
+build.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# An abort inside libllama would start gdb for a backtrace where gdb is installed; the engine must die quickly instead.
+# An abort inside libllama would start gdb for a backtrace where gdb is installed; the engine must
+# die quickly instead.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 import llama_cpp
@@ -27,10 +30,12 @@ LOG_LEVEL_INFO = 2
 LOG_LEVEL_WARNING = 3
 LOG_LEVEL_ERROR = 4
 
-# The structs are passed by value and change between releases, so another version would corrupt memory.
+# The structs are passed by value and change between releases, so another version would corrupt
+# memory.
 if llama_cpp.__version__ != TESTED_VERSION:
     raise StartupError(
-        f"llama-cpp-python {llama_cpp.__version__} is installed, but cLLM is made for {TESTED_VERSION}: "
+        f"llama-cpp-python {llama_cpp.__version__} is installed, but cLLM is made for "
+        f"{TESTED_VERSION}: "
         f"pip install llama-cpp-python=={TESTED_VERSION}"
     )
 
@@ -47,22 +52,26 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
         listen(text)
     if level in (LOG_LEVEL_WARNING, LOG_LEVEL_ERROR):
         recent_errors.append(text.decode("utf-8", "replace").strip())
-    # Lower levels are hundreds of lines per model; higher ones continue lines that may not have been shown.
+    # Lower levels are hundreds of lines per model; higher ones continue lines that may not have
+    # been shown.
     if LOG_LEVEL_INFO <= level <= LOG_LEVEL_ERROR and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", text.decode("utf-8", "replace").rstrip())
 
 
 def _abort(message: bytes) -> None:
     """Called by libllama just before it aborts the process, in any thread."""
-    reason = re.sub(r"^\S*/", "", message.decode("utf-8", "replace").strip())  # without the folder of its sources
+    # without the folder of its sources
+    reason = re.sub(r"^\S*/", "", message.decode("utf-8", "replace").strip())
     for handle in _abort_handlers:
         handle(reason)
     log.critical("llama.cpp aborts: %s", reason)
 
 
-_log_callback = lib.llama_log_callback(_log)  # kept alive here, because libllama has only the pointer
+# kept alive here, because libllama has only the pointer
+_log_callback = lib.llama_log_callback(_log)
 _abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_abort)
-with contextlib.suppress(AttributeError):  # some loaders do not find symbols of a library's dependencies
+# some loaders do not find symbols of a library's dependencies
+with contextlib.suppress(AttributeError):
     lib._lib.ggml_set_abort_callback(_abort_callback)  # noqa: SLF001  # it has no binding
 lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
 lib.llama_backend_init()
@@ -80,7 +89,9 @@ def log_lines(listen: Callable[[bytes], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def aborts(handle: Callable[[str], None]) -> Iterator[None]:
-    """Call ``handle`` with the reason if libllama is about to abort this process inside the ``with`` block."""
+    """Call ``handle`` with the reason if libllama is about to abort this process inside the
+    ``with`` block.
+    """
     _abort_handlers.append(handle)
     try:
         yield
@@ -94,7 +105,9 @@ def system_info() -> str:
 
 
 class Compiled(NamedTuple):
-    """How the CPU kernels were compiled: the compiler's signature and switches; "" if they were not recorded."""
+    """How the CPU kernels were compiled: the compiler's signature and switches; "" if they were not
+    recorded.
+    """
 
     compiler: str
     switches: str
@@ -117,7 +130,9 @@ def supports_gpu_offload() -> bool:
 
 
 def last_error(default: str) -> str:
-    """Return the last logged error that names a cause, else the last warning or error, else ``default``."""
+    """Return the last logged error that names a cause, else the last warning or error, else
+    ``default``.
+    """
     for line in reversed(recent_errors):
         _, _, cause = line.partition("error loading model: ")
         if cause:

@@ -1,7 +1,8 @@
 """Quantizes a GGUF file with llama.cpp, in a separate process.
 
-The C function cannot be interrupted, and a failed assertion in it aborts the process, so it runs in a child that can be
-killed. The child writes a line ``i n`` to stdout for each tensor, and the reason for a failure to stderr.
+The C function cannot be interrupted, and a failed assertion in it aborts the process, so it runs in
+a child that can be killed. The child writes a line ``i n`` to stdout for each tensor, and the
+reason for a failure to stderr.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ def quantize(
 ) -> None:
     """Write ``source`` to ``target`` in the llama.cpp file type ``body``, such as ``Q4_K_M``.
 
-    body: None keeps all tensors but the head as they are. head: the type of the output head, such as ``Q6_K``; None
-    takes the file type's default. A source that is already quantized loses quality a second time. threads: None means
-    one per core. ``progress`` receives the share of tensors begun, 0 to 1. An interrupt kills the child and leaves
-    ``target`` incomplete. Raises StartupError with llama.cpp's reason.
+    body: None keeps all tensors but the head as they are. head: the type of the output head, such
+    as ``Q6_K``; None takes the file type's default. A source that is already quantized loses
+    quality a second time. threads: None means one per core. ``progress`` receives the share of
+    tensors begun, 0 to 1. An interrupt kills the child and leaves ``target`` incomplete. Raises
+    StartupError with llama.cpp's reason.
     """
     job = json.dumps([str(source), str(target), body, head, threads or 0])
     command = [sys.executable, "-P", "-m", __name__, job]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         try:
             for line in child.stdout or ():
                 done, total = line.split()
@@ -56,12 +60,16 @@ def quantize(
 
 
 def head_name(header: GgufHeader) -> str:
-    """Return the name of the tensor that computes logits: the output head, or the token embedding if there is none."""
+    """Return the name of the tensor that computes logits: the output head, or the token embedding
+    if there is none.
+    """
     names = {tensor.name for tensor in header.tensors}
     return "output.weight" if "output.weight" in names else "token_embd.weight"
 
 
-def _quantize_here(source: str, target: str, body: str | None, head: str | None, threads: int) -> int:
+def _quantize_here(
+    source: str, target: str, body: str | None, head: str | None, threads: int
+) -> int:
     from llama_cpp import llama_cpp as lib
 
     from cllm.backends.llama_cpp.library import LOG_LEVEL_ERROR
@@ -80,7 +88,11 @@ def _quantize_here(source: str, target: str, body: str | None, head: str | None,
     params.allow_requantize = True
     if head is not None:
         own = head_name(read_header(Path(source))) == "output.weight"
-        setattr(params, "output_tensor_type" if own else "token_embedding_type", getattr(lib, f"GGML_TYPE_{head}"))
+        setattr(
+            params,
+            "output_tensor_type" if own else "token_embedding_type",
+            getattr(lib, f"GGML_TYPE_{head}"),
+        )
     if body is not None:
         params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{body}")
     else:
@@ -91,7 +103,10 @@ def _quantize_here(source: str, target: str, body: str | None, head: str | None,
 
 
 def _as_they_are(header: GgufHeader, lib: Any) -> Any:
-    """Return llama.cpp's list of name patterns and types, ended by NULL. A tensor that has its type is copied."""
+    """Return llama.cpp's list of name patterns and types, ended by NULL.
+
+    A tensor that has its type is copied.
+    """
     kinds = {name: kind for kind, (name, _, _) in TENSOR_TYPES.items()}
     overrides = (lib.llama_model_tensor_override * (len(header.tensors) + 1))()
     for override, tensor in zip(overrides, header.tensors, strict=False):

@@ -1,10 +1,11 @@
 """Saves the state of a sequence in RAM and loads it again, maybe into another layout.
 
-libllama writes a state as a head (a magic number, the seq_id, the number of streams) and then, for each stream, a
-count of cells and the cells. All counts but one are zero. Unified cells are one stream; partitioned cells are one
-stream per sequence. So the state of plain attention becomes portable if only the nonzero count and its cells are kept,
-with a head before them and zeros after them. (Found in llama_kv_cache::state_write of the version that library.py
-requires; the contract test loads states across layouts.)
+libllama writes a state as a head (a magic number, the seq_id, the number of streams) and then, for
+each stream, a count of cells and the cells. All counts but one are zero. Unified cells are one
+stream; partitioned cells are one stream per sequence. So the state of plain attention becomes
+portable if only the nonzero count and its cells are kept, with a head before them and zeros after
+them. (Found in llama_kv_cache::state_write of the version that library.py requires; the contract
+test loads states across layouts.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HEAD = 3 * WORD
 class States:
     """Saves and loads the states of one context.
 
-    A portable saved state is one array: a head, the sequence's count and cells, and zeros for the other streams. Any
-    other saved state is what libllama wrote.
+    A portable saved state is one array: a head, the sequence's count and cells, and zeros for the
+    other streams. Any other saved state is what libllama wrote.
     """
 
     def __init__(self, context: Any, max_num_seqs: int, layout: str, *, portable: bool) -> None:
@@ -46,8 +47,10 @@ class States:
     def save(self, seq_id: int) -> Bytes:
         """Return the state of ``seq_id``. Raises EngineError if libllama does not save it."""
         size = int(lib.llama_state_seq_get_size(self._context, seq_id))
-        before = WORD * seq_id if self._portable and self._num_streams > 1 else 0  # zeros of the streams before
-        behind = WORD * (self._num_streams - 1) - before if self._portable else 0  # and of those after
+        # zeros of the streams before
+        before = WORD * seq_id if self._portable and self._num_streams > 1 else 0
+        # and of those after
+        behind = WORD * (self._num_streams - 1) - before if self._portable else 0
         state = np.empty(size - behind + self._tail, np.uint8)
         if lib.llama_state_seq_get_data(self._context, pointer_to(state), size, seq_id) != size:
             raise EngineError(f"the state of sequence id {seq_id} cannot be saved")
@@ -64,7 +67,10 @@ class States:
             state[:HEAD] = self._head
             size -= self._tail - WORD * (self._num_streams - 1)
         if lib.llama_state_seq_set_data(self._context, pointer_to(state), size, seq_id) != size:
-            raise EngineError(f"the state for sequence id {seq_id} cannot be loaded: {last_error('no reason given')}")
+            raise EngineError(
+                f"the state for sequence id {seq_id} cannot be loaded: "
+                f"{last_error('no reason given')}"
+            )
 
     def saved_part(self, state: Bytes) -> memoryview:
         """Return the part of ``state`` that is saved to a file, which never changes."""

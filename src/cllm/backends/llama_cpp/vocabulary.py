@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_LSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 7
-EVERY_BYTE = "".join(map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)]))
+EVERY_BYTE = "".join(
+    map(chr, [*range(0x80), *range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x1000)])
+)
 MAX_SPECIAL = 4000  # a text with more special tokens is tokenized in parts
 PART = 4096  # minimum number of characters of a part
 MARK = b"\xff"  # before the text of a special token, for llguidance
@@ -26,8 +28,8 @@ MARK = b"\xff"  # before the text of a special token, for llguidance
 class Specials(NamedTuple):
     """The texts of special tokens, at which llama.cpp splits a text before it tokenizes the rest.
 
-    drop_blanks: maps each text, the longest first, to whether llama.cpp drops blanks before it. beginnings: the first
-    two characters of each text.
+    drop_blanks: maps each text, the longest first, to whether llama.cpp drops blanks before it.
+    beginnings: the first two characters of each text.
     """
 
     drop_blanks: dict[str, bool]
@@ -35,10 +37,12 @@ class Specials(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, or of a GGUF file without its weights, for a process without an engine.
+    """The vocabulary of a loaded model, or of a GGUF file without its weights, for a process
+    without an engine.
 
-    Several threads may tokenize, because that changes nothing. The one kind of text that makes llama.cpp's tokenizer
-    abort (code points above U+10FFFF) cannot be a Python string. The caller must reject lone surrogates.
+    Several threads may tokenize, because that changes nothing. The one kind of text that makes
+    llama.cpp's tokenizer abort (code points above U+10FFFF) cannot be a Python string. The caller
+    must reject lone surrogates.
     """
 
     def __init__(self, model: Any) -> None:
@@ -52,17 +56,33 @@ class LlamaVocabulary:
         """Load the vocabulary of ``path``. Raises StartupError if it is not a model."""
         params = lib.llama_model_default_params()
         params.vocab_only = True
-        return cls(check_pointer(lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}"))
+        return cls(
+            check_pointer(
+                lib.llama_model_load_from_file(str(path).encode(), params), f"cannot load {path}"
+            )
+        )
 
     def check(self) -> None:
-        """Tokenize a text with every byte that a text can contain. This aborts the process if the file is damaged."""
+        """Tokenize a text with every byte that a text can contain.
+
+        This aborts the process if the file is damaged.
+        """
         self.tokenize(EVERY_BYTE, add_special=True, parse_special=True)
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        read, vocab, size, buffer = lib.llama_token_to_piece, self._vocab, 64, ctypes.create_string_buffer(64)
-        lengths = ((token, read(vocab, token, buffer, size, 0, False)) for token in range(self.size))
-        return [buffer.raw[:n] if n >= 0 else self._piece(token, special=False) for token, n in lengths]
+        read, vocab, size, buffer = (
+            lib.llama_token_to_piece,
+            self._vocab,
+            64,
+            ctypes.create_string_buffer(64),
+        )
+        lengths = (
+            (token, read(vocab, token, buffer, size, 0, False)) for token in range(self.size)
+        )
+        return [
+            buffer.raw[:n] if n >= 0 else self._piece(token, special=False) for token, n in lengths
+        ]
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)
@@ -81,7 +101,10 @@ class LlamaVocabulary:
 
     @cached_property
     def repository_tokens(self) -> tuple[int, int] | None:
-        repository, file = int(lib.llama_vocab_fim_rep(self._vocab)), int(lib.llama_vocab_fim_sep(self._vocab))
+        repository, file = (
+            int(lib.llama_vocab_fim_rep(self._vocab)),
+            int(lib.llama_vocab_fim_sep(self._vocab)),
+        )
         return None if min(repository, file) < 0 else (repository, file)
 
     @cached_property
@@ -92,8 +115,14 @@ class LlamaVocabulary:
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         added = {token: self._text(token) for token in self._with(ATTR_USER_DEFINED)}
-        added = {token: text for token, text in added.items() if text.startswith("<") and text.endswith(">")}
-        return {token: self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)} | added
+        added = {
+            token: text
+            for token, text in added.items()
+            if text.startswith("<") and text.endswith(">")
+        }
+        return {
+            token: self._text(token) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)
+        } | added
 
     @cached_property
     def _attributes(self) -> list[int]:
@@ -117,7 +146,10 @@ class LlamaVocabulary:
 
     @cached_property
     def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
-        bos, eos, sep = (int(of(self._vocab)) for of in (lib.llama_vocab_bos, lib.llama_vocab_eos, lib.llama_vocab_sep))
+        bos, eos, sep = (
+            int(of(self._vocab))
+            for of in (lib.llama_vocab_bos, lib.llama_vocab_eos, lib.llama_vocab_sep)
+        )
         end = [eos if eos >= 0 else sep] if lib.llama_vocab_get_add_eos(self._vocab) else []
         begin = [bos] if lib.llama_vocab_get_add_bos(self._vocab) else []
         between = [*end, sep] if lib.llama_vocab_get_add_sep(self._vocab) else end
@@ -125,9 +157,14 @@ class LlamaVocabulary:
 
     @cached_property
     def special_texts(self) -> dict[str, Any]:
-        names = {"bos_token": lib.llama_vocab_bos(self._vocab), "eos_token": lib.llama_vocab_eos(self._vocab)}
+        names = {
+            "bos_token": lib.llama_vocab_bos(self._vocab),
+            "eos_token": lib.llama_vocab_eos(self._vocab),
+        }
         return {
-            name: self._piece(token, special=True).decode("utf-8", "replace") if self._is_control(token) else ""
+            name: self._piece(token, special=True).decode("utf-8", "replace")
+            if self._is_control(token)
+            else ""
             for name, token in names.items()
         }
 
@@ -137,7 +174,10 @@ class LlamaVocabulary:
 
     @cached_property
     def _control_pieces(self) -> dict[int, bytes]:
-        return {token: self._piece(token, special=True) for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)}
+        return {
+            token: self._piece(token, special=True)
+            for token in self._with(ATTR_UNKNOWN | ATTR_CONTROL)
+        }
 
     def text_of(self, token: int) -> bytes:
         control = self._control_pieces
@@ -149,7 +189,10 @@ class LlamaVocabulary:
             if has_more_than(MAX_SPECIAL, specials.beginnings, text):
                 begin, end = self._added if add_special else ([], [])
                 parts = split_before_specials(text, specials.drop_blanks)
-                tokens = (self._tokenize(part, add_special=False, parse_special=parse_special) for part in parts)
+                tokens = (
+                    self._tokenize(part, add_special=False, parse_special=parse_special)
+                    for part in parts
+                )
                 return [*begin, *chain.from_iterable(tokens), *end]
         return self._tokenize(text, add_special=add_special, parse_special=parse_special)
 
@@ -181,10 +224,14 @@ class LlamaVocabulary:
         encoded = text.encode()
         room = len(encoded) + 16
         tokens = (ctypes.c_int32 * room)()
-        count = lib.llama_tokenize(self._vocab, encoded, len(encoded), tokens, room, add_special, parse_special)
+        count = lib.llama_tokenize(
+            self._vocab, encoded, len(encoded), tokens, room, add_special, parse_special
+        )
         if count < 0:
             tokens = (ctypes.c_int32 * -count)()
-            count = lib.llama_tokenize(self._vocab, encoded, len(encoded), tokens, -count, add_special, parse_special)
+            count = lib.llama_tokenize(
+                self._vocab, encoded, len(encoded), tokens, -count, add_special, parse_special
+            )
         return tokens[:count]
 
     def grammar_tokenizer(self, end_tokens: list[int]) -> LLTokenizer:
@@ -195,9 +242,14 @@ class LlamaVocabulary:
             tokens[token] = MARK + text.encode()
         function = ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value  # noqa: SLF001  # as llguidance.llamacpp does
         tokenizer: LLTokenizer = LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # left out of its stubs
-            tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=function, eos_token=end_tokens, slices=[]
+            tokens=tokens,
+            vocab_ptr=self._vocab,
+            tokenize_fptr=function,
+            eos_token=end_tokens,
+            slices=[],
         )
-        return tokenizer.with_slices(LLTokenizer.general_slices())  # in two steps, because each holds the GIL
+        # in two steps, because each holds the GIL
+        return tokenizer.with_slices(LLTokenizer.general_slices())
 
     def close(self) -> None:
         """Free what ``load`` loaded."""
@@ -207,12 +259,16 @@ class LlamaVocabulary:
 def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]:
     """Split ``text`` into parts that give the same tokens as the whole.
 
-    All parts but the first begin with a special token. Parts are faster, because llama.cpp's time grows with the square
-    of the number of special tokens in a text. ``specials``: see Specials.drop_blanks.
+    All parts but the first begin with a special token. Parts are faster, because llama.cpp's time
+    grows with the square of the number of special tokens in a text. ``specials``: see
+    Specials.drop_blanks.
     """
     begin, at = 0, PART
     while at < len(text):
-        found = ((text.find(special, at, at + PART + len(special) - 1), -len(special), special) for special in specials)
+        found = (
+            (text.find(special, at, at + PART + len(special) - 1), -len(special), special)
+            for special in specials
+        )
         place, _, special = min((one for one in found if one[0] >= 0), default=(at + PART, 0, ""))
         if not special:
             at = place
@@ -229,7 +285,8 @@ def split_before_specials(text: str, specials: dict[str, bool]) -> Iterator[str]
 def has_more_than(limit: int, beginnings: Iterable[str], text: str) -> bool:
     """Return whether ``beginnings`` occur more than ``limit`` times in ``text``.
 
-    The loop lets other threads run: one call of ``sum`` would hold the GIL for seconds with large vocabularies.
+    The loop lets other threads run: one call of ``sum`` would hold the GIL for seconds with large
+    vocabularies.
     """
     count = 0
     for beginning in beginnings:
@@ -241,4 +298,7 @@ def has_more_than(limit: int, beginnings: Iterable[str], text: str) -> bool:
 
 def is_inside(text: str, cut: int, specials: Iterable[str]) -> bool:
     """Return whether a special token may begin before ``cut`` and end after it."""
-    return any(text.find(special, max(0, cut - len(special) + 1), cut + len(special) - 1) >= 0 for special in specials)
+    return any(
+        text.find(special, max(0, cut - len(special) + 1), cut + len(special) - 1) >= 0
+        for special in specials
+    )

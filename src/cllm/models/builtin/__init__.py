@@ -1,1 +1,3 @@
-"""The built-in model: a few megabytes of weights for questions whose answers a program can check."""
+"""The built-in model: a few megabytes of weights for questions whose answers a program can
+check.
+"""

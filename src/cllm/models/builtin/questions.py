@@ -1,8 +1,8 @@
 """Questions with one right answer each, on which the built-in model was trained and is tested.
 
-The training script uses them, and so do the tests, ``cllm doctor`` and the load client: answers that can be checked
-prove that batching, caching and parking never change a result. Questions whose prompt hashes into the held-out 5%
-are never used for training.
+The training script uses them, and so do the tests, ``cllm doctor`` and the load client: answers
+that can be checked prove that batching, caching and parking never change a result. Questions whose
+prompt hashes into the held-out 5% are never used for training.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ ANIMALS = {
 }
 PLACES = {
     "forest": "a golden nut", "garden": "a red rose", "city": "a lost key", "desert": "a cool well",
-    "village": "a warm fire", "mountains": "a silver stone", "castle": "a secret door", "valley": "a blue lake",
+    "village": "a warm fire", "mountains": "a silver "
+                                           "stone", "castle": "a secret "
+                                                              "door", "valley": "a blue lake",
 }
 # fmt: on
 
@@ -93,9 +95,14 @@ def ask(kind: str, text: str, answer: str, thinking: str | None = None) -> Quest
 
 def sums(rng: random.Random) -> Question:
     a, b = (rng.randrange(rng.choice([10, 100, 100])) for _ in range(2))
-    text = rng.choice(["What is {a} plus {b}?", "{a} + {b} = ?", "Add {a} and {b}."]).format(a=a, b=b)
+    text = rng.choice(["What is {a} plus {b}?", "{a} + {b} = ?", "Add {a} and {b}."]).format(
+        a=a, b=b
+    )
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-    thinking = f"{a // 10 * 10} + {b // 10 * 10} = {tens}\n{a % 10} + {b % 10} = {ones}\n{tens} + {ones} = {a + b}"
+    thinking = (
+        f"{a // 10 * 10} + {b // 10 * 10} = {tens}\n{a % 10} + {b % 10} = {ones}\n{tens} "
+        f"+ {ones} = {a + b}"
+    )
     return ask("sums", text, str(a + b), thinking)
 
 
@@ -111,7 +118,10 @@ def capitals(rng: random.Random) -> Question:
     ]
     city = CAPITALS[country]
     return ask(
-        "capitals", rng.choice(forms).format(country), city, f"The country is {country}.\nIts capital is {city}."
+        "capitals",
+        rng.choice(forms).format(country),
+        city,
+        f"The country is {country}.\nIts capital is {city}.",
     )
 
 
@@ -121,7 +131,12 @@ def neighbours(kind: str, noun: str, items: list[str]) -> Callable[[random.Rando
         at = rng.randrange(len(items)) if len(items) < 20 else rng.randrange(1, len(items) - 1)
         word = "after" if step > 0 else "before"
         text = rng.choice(
-            ["Which {n} comes {w} {i}?", "What {n} is {w} {i}?", "Name the {n} {w} {i}.", "The {n} {w} {i} is"]
+            [
+                "Which {n} comes {w} {i}?",
+                "What {n} is {w} {i}?",
+                "Name the {n} {w} {i}.",
+                "The {n} {w} {i} is",
+            ]
         ).format(n=noun, w=word, i=items[at])
         return ask(kind, text, items[(at + step) % len(items)])
 
@@ -131,20 +146,29 @@ def neighbours(kind: str, noun: str, items: list[str]) -> Callable[[random.Rando
 def colours(rng: random.Random) -> Question:
     thing = rng.choice(list(COLOURS))
     text = rng.choice(
-        ["What colour is {}?", "Which colour has {}?", "Tell me the colour of {}.", "Name the colour of {}."]
+        [
+            "What colour is {}?",
+            "Which colour has {}?",
+            "Tell me the colour of {}.",
+            "Name the colour of {}.",
+        ]
     )
     return ask("colours", text.format(thing), COLOURS[thing])
 
 
 def emoji(rng: random.Random) -> Question:
     thing = rng.choice(list(EMOJI))
-    text = rng.choice(["Show the emoji for {}.", "Which emoji means {}?", "Write {} as an emoji.", "Emoji: {}"])
+    text = rng.choice(
+        ["Show the emoji for {}.", "Which emoji means {}?", "Write {} as an emoji.", "Emoji: {}"]
+    )
     return ask("emoji", text.format(thing), EMOJI[thing])
 
 
 def spelling(rng: random.Random) -> Question:
     word = rng.choice(WORDS)
-    text = rng.choice(["Spell the word {}.", "How do you spell {}?", "Spell {} letter by letter.", "Spell: {}"])
+    text = rng.choice(
+        ["Spell the word {}.", "How do you spell {}?", "Spell {} letter by letter.", "Spell: {}"]
+    )
     return ask("spelling", text.format(word), "-".join(word))
 
 
@@ -163,7 +187,9 @@ def counting(rng: random.Random) -> Question:
 
 def stories(rng: random.Random) -> Question:
     animal, place, name = rng.choice(list(ANIMALS)), rng.choice(list(PLACES)), rng.choice(NAMES)
-    text = rng.choice(["Tell a story about {}.", "Tell me a short story about {}.", "Write a story about {}."])
+    text = rng.choice(
+        ["Tell a story about {}.", "Tell me a short story about {}.", "Write a story about {}."]
+    )
     nature, friend = ANIMALS[animal]
     story = (
         f"Once there was a {nature} {animal} named {name} who lived in the {place}. "
@@ -190,7 +216,9 @@ def json_objects(rng: random.Random) -> Question:
 
 @dataclass(frozen=True)
 class Tool:
-    """A declared function, a user's question for it, its result, and how the model reports the result."""
+    """A declared function, a user's question for it, its result, and how the model reports the
+    result.
+    """
 
     description: str
     parameters: dict[str, str]
@@ -218,7 +246,10 @@ TOOLS = {
         {"city": "string"},
         "How is the weather in {city}?",
         one_city,
-        lambda rng: {"weather": rng.choice(["sunny", "rainy", "cloudy"]), "degrees": rng.randint(10, 35)},
+        lambda rng: {
+            "weather": rng.choice(["sunny", "rainy", "cloudy"]),
+            "degrees": rng.randint(10, 35),
+        },
         "It is {weather} in {city}, {degrees} degrees.",
     ),
     "get_time": Tool(

@@ -33,7 +33,10 @@ def speaks_anthropic(request: HTTPConnection) -> bool:
 
 
 def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
-    """Build an error answer. A full queue is 529, because it affects all clients; 429 is a client's own limit."""
+    """Build an error answer.
+
+    A full queue is 529, because it affects all clients; 429 is a client's own limit.
+    """
     status = 529 if fault.code == "queue_full" else fault.status
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": fault.message}
@@ -43,7 +46,9 @@ def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
 
 
 def error_event(error: Exception, request_id: str) -> bytes:
-    return b"event: error\ndata: " + to_json(form(describe_in_stream(error), request_id)[1]) + b"\n\n"
+    return (
+        b"event: error\ndata: " + to_json(form(describe_in_stream(error), request_id)[1]) + b"\n\n"
+    )
 
 
 DIALECT = Dialect(speaks_anthropic, form)

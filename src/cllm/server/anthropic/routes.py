@@ -45,7 +45,8 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 
 @router.post(
-    "/messages", openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error)
+    "/messages",
+    openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error),
 )
 async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
@@ -57,11 +58,15 @@ async def messages(request: Request) -> Response:
     chat, bound = await off_loop(request, body.chat), FREE
     if schema := body.output_schema():
         bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
-    generation = await service.prepare(f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound)
+    generation = await service.prepare(
+        f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound
+    )
     answer = service.submit(generation)
     headers = {**answer_headers(answer), **note_skipped(request, body.skipped_blocks())}
     if body.stream:
-        events = MessageEvents(generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking)
+        events = MessageEvents(
+            generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking
+        )
         return EventStream(answer, events, headers, heartbeat=PING)
     with answer:
         message = await until_disconnect(
@@ -72,7 +77,9 @@ async def messages(request: Request) -> Response:
 
 @router.post("/messages/count_tokens", openapi_extra=documented(CountBody, TokenCount, error=Error))
 async def count_tokens(request: Request) -> dict[str, int]:
-    """Count the tokens of a prompt, with the chat template and the tokenizer that a generation would use."""
+    """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
+    would use.
+    """
     service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, CountBody)
@@ -109,7 +116,9 @@ def model_object(service: Service) -> dict[str, Any]:
         "type": "model",
         "id": service.model_name,
         "display_name": service.model_name,
-        "created_at": datetime.datetime.fromtimestamp(service.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created_at": datetime.datetime.fromtimestamp(service.created, datetime.UTC).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        ),
         "lifecycle": "active",
         "max_input_tokens": info.context_length - 1 if info else None,
         "max_tokens": info.context_length - 1 if info else None,

@@ -1,4 +1,6 @@
-"""Anthropic's request bodies, and the translation of their content blocks to the messages of chat templates."""
+"""Anthropic's request bodies, and the translation of their content blocks to the messages of chat
+templates.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from cllm.text.chat import Chat, Effort
 MAX_TOOLS = 512
 
 NAMES = {"stop": "stop_sequences"}  # Anthropic's names of sampling parameters, where they differ
-EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "xhigh": Effort.XHIGH, "max": Effort.XHIGH}
+EFFORTS = {
+    "low": Effort.LOW,
+    "medium": Effort.MEDIUM,
+    "high": Effort.HIGH,
+    "xhigh": Effort.XHIGH,
+    "max": Effort.XHIGH,
+}
 CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "auto": "auto",
     "any": "required",
@@ -31,16 +39,29 @@ ONE_KIND = "there is one tier; use priority and deadline_ms"
 CACHED = "prefixes are always cached; usage reports what was reused"
 NOWHERE = "the server runs no tools; declare a client tool"
 
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")  # types with fields of their own
+# types with fields of their own
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")
 # Where blocks of other types have texts, in the order in which they are read.
 TEXT_FIELDS = (
-    *("title", "context", "url", "source", "tool_name", "text", "data", "content", "tool_references"),
+    *(
+        "title",
+        "context",
+        "url",
+        "source",
+        "tool_name",
+        "text",
+        "data",
+        "content",
+        "tool_references",
+    ),
     *("stdout", "stderr"),
 )
 UNREADABLE = ("image", "base64", "url", "file")  # types of blocks and of their sources
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a block in Claude Code's system prompt that is for Anthropic's accounting. The block is left out: it
-differs in every session, so prompts could not share a prefix."""
+"""The beginning of a block in Claude Code's system prompt that is for Anthropic's accounting.
+
+The block is left out: it differs in every session, so prompts could not share a prefix.
+"""
 
 
 def text_in(value: Any) -> str:
@@ -68,7 +89,8 @@ class Block(Body):
     }
 
     type: str = Field(
-        description="text, thinking, tool_use, tool_result. Images and documents without text are refused; of other "
+        description="text, thinking, tool_use, tool_result. Images and documents without text "
+        "are refused; of other "
         "types the text is read, and what has none is left out."
     )
     text: str | None = None
@@ -82,7 +104,11 @@ class Block(Body):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _read_other_types(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str) or kind in BLOCKS:
+        if (
+            not isinstance(value, dict)
+            or not isinstance(kind := value.get("type"), str)
+            or kind in BLOCKS
+        ):
             return value
         return {"type": kind, "text": text_in(value)}
 
@@ -99,11 +125,18 @@ class Message(Body):
     content: str | list[Block]
 
     def blocks(self) -> list[Block]:
-        return [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        return (
+            [Block(type="text", text=self.content)]
+            if isinstance(self.content, str)
+            else self.content
+        )
 
 
 class Tool(Body):
-    """A tool that the client runs. Tools that Anthropic's servers run are rejected by their type."""
+    """A tool that the client runs.
+
+    Tools that Anthropic's servers run are rejected by their type.
+    """
 
     ignored: ClassVar = {
         "allowed_callers": "calls are the model's own",
@@ -123,7 +156,11 @@ class Tool(Body):
     def _of_the_client(self) -> Tool:
         if self.type not in (None, "custom"):
             raise ValueError(f"the tool '{self.type[:60]}' is not available: {NOWHERE}")
-        if not (0 < len(self.name) <= 128 and self.name.isascii() and self.name.replace("-", "_").isidentifier()):
+        if not (
+            0 < len(self.name) <= 128
+            and self.name.isascii()
+            and self.name.replace("-", "_").isidentifier()
+        ):
             raise ValueError("a tool's name has up to 128 letters, digits, _ and -")
         if self.input_schema is None:
             raise ValueError("a tool must have an input_schema")
@@ -136,7 +173,10 @@ class Tool(Body):
             "parameters": self.input_schema,
             "strict": self.strict or None,
         }
-        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+        return {
+            "type": "function",
+            "function": {name: value for name, value in function.items() if value is not None},
+        }
 
 
 class ToolChoice(Body):
@@ -146,10 +186,14 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: str = Field(description="enabled, adaptive or disabled; any other leaves it to the model.")
+    type: str = Field(
+        description="enabled, adaptive or disabled; any other leaves it to the model."
+    )
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: thinking blocks are empty; otherwise they contain the whole reasoning."
+        default=None,
+        description="omitted: thinking blocks are empty; otherwise they contain the whole "
+        "reasoning.",
     )
 
     @pydantic.model_validator(mode="after")
@@ -178,7 +222,9 @@ class Metadata(Body):
 class CountBody(Body):
     """POST /v1/messages/count_tokens: the fields that make a prompt."""
 
-    model_config = example(model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}])
+    model_config = example(
+        model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}]
+    )
 
     ignored: ClassVar = {
         "cache_control": CACHED,
@@ -200,11 +246,13 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(default=None, description="The earlier name of output_config.format.")
+    output_format: OutputFormat | None = Field(
+        default=None, description="The earlier name of output_config.format."
+    )
 
     def chat(self) -> Chat:
-        """Return the conversation. Raises BadRequest for content that is not text, and for the choice of a tool that
-        does not exist.
+        """Return the conversation. Raises BadRequest for content that is not text, and for the
+        choice of a tool that does not exist.
         """
         tools, choice = self.tools or [], self.tool_choice or ToolChoice(type="auto")
         thinking = self.thinking
@@ -228,14 +276,25 @@ class CountBody(Body):
         return self._continuing(chat) if chat.messages[-1]["role"] == "assistant" else chat
 
     def _continuing(self, chat: Chat) -> Chat:
-        """Return ``chat``, set to continue its last message. Raises BadRequest where Anthropic does."""
+        """Return ``chat``, set to continue its last message.
+
+        Raises BadRequest where Anthropic does.
+        """
         last = chat.messages[-1]
         if "tool_calls" in last:
-            raise invalid("messages", "after a tool_use block the user's next message must have its tool_result block")
+            raise invalid(
+                "messages",
+                "after a tool_use block the user's next message must have its tool_result block",
+            )
         if last["content"] != last["content"].rstrip():
-            raise invalid("messages", "the assistant's text at the end must not end with white space")
+            raise invalid(
+                "messages", "the assistant's text at the end must not end with white space"
+            )
         if last["content"] and (schema := self.output_schema()):
-            raise invalid(schema[1], "a format cannot be had where an assistant's text at the end is continued")
+            raise invalid(
+                schema[1],
+                "a format cannot be had where an assistant's text at the end is continued",
+            )
         return chat.continuing()
 
     @property
@@ -246,7 +305,9 @@ class CountBody(Body):
         """Return the types of the content blocks that are left out."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
-        inner = [part for block in blocks if isinstance(block.content, list) for part in block.content]
+        inner = [
+            part for block in blocks if isinstance(block.content, list) for part in block.content
+        ]
         return [block.type for block in (*blocks, *inner) if block.is_skipped]
 
     def output_schema(self) -> tuple[dict[str, Any], str] | None:
@@ -256,22 +317,35 @@ class CountBody(Body):
         return (self.output_format.schema_, "output_format.schema") if self.output_format else None
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. Consecutive turns of the same role are merged. Tool results become
-        separate messages before the user's text.
+        """Return the messages for the chat template. Consecutive turns of the same role are merged.
+        Tool results become separate messages before the user's text.
         """
-        system = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        system = (
+            [Block(type="text", text=self.system)]
+            if isinstance(self.system, str)
+            else self.system or []
+        )
         texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
         texts = [text for text in texts if not text.startswith(BILLING)]
-        messages: list[dict[str, Any]] = [{"role": "system", "content": texts}] if any(texts) else []
+        messages: list[dict[str, Any]] = (
+            [{"role": "system", "content": texts}] if any(texts) else []
+        )
         called: dict[str, str] = {}  # names by call id
         for i, message in enumerate(self.messages):
             path = f"messages[{i}].content"
             if not message.content and message.role != "assistant":
                 raise invalid(path, f"a message of the {message.role} must have content")
             if i == 0 and message.role == "system":
-                raise invalid("messages[0].role", "what the system says at the beginning belongs into 'system'")
+                raise invalid(
+                    "messages[0].role",
+                    "what the system says at the beginning belongs into 'system'",
+                )
             new = TURNS[message.role](message, path, called)
-            called |= {call["id"]: call["function"]["name"] for turn in new for call in turn.get("tool_calls", ())}
+            called |= {
+                call["id"]: call["function"]["name"]
+                for turn in new
+                for call in turn.get("tool_calls", ())
+            }
             for turn in new:
                 if messages and messages[-1]["role"] == turn["role"] != "tool":
                     for key in turn.keys() - {"role"}:
@@ -320,7 +394,10 @@ class MessagesBody(CountBody, TermsBody):
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         budget = self.thinking.budget_tokens if self.thinking else None
         if budget is not None and budget >= self.max_tokens:
-            raise invalid("thinking.budget_tokens", f"it must be below max_tokens, {self.max_tokens}, not {budget}")
+            raise invalid(
+                "thinking.budget_tokens",
+                f"it must be below max_tokens, {self.max_tokens}, not {budget}",
+            )
         with named(NAMES):
             return defaults.params(
                 stop=tuple(self.stop_sequences or ()),
@@ -332,14 +409,24 @@ class MessagesBody(CountBody, TermsBody):
 
 
 def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
-    turn: dict[str, Any] = {"role": "assistant", "content": [], "reasoning_content": [], "tool_calls": []}
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": [],
+        "reasoning_content": [],
+        "tool_calls": [],
+    }
     for i, block in enumerate(message.blocks()):
         at = f"{path}[{i}]"
         if block.type == "thinking":
             turn["reasoning_content"].append(needed(block.thinking, at, "thinking"))
         elif block.type == "tool_use":
-            function = {"name": needed(block.name, at, "name"), "arguments": needed(block.input, at, "input")}
-            turn["tool_calls"].append({"id": needed(block.id, at, "id"), "type": "function", "function": function})
+            function = {
+                "name": needed(block.name, at, "name"),
+                "arguments": needed(block.input, at, "input"),
+            }
+            turn["tool_calls"].append(
+                {"id": needed(block.id, at, "id"), "type": "function", "function": function}
+            )
         elif block.type != "redacted_thinking":  # only its author can read it
             turn["content"].append(text_of(block, at))
     return [turn]
@@ -353,40 +440,58 @@ def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[
         if block.type == "tool_result":
             key = needed(block.tool_use_id, at, "tool_use_id")
             if key not in called:
-                raise invalid(f"{at}.tool_use_id", f"no tool_use block before it has the id {key[:100]!r}")
-            parts = [Block(type="text", text=block.content)] if isinstance(block.content, str) else block.content or []
+                raise invalid(
+                    f"{at}.tool_use_id", f"no tool_use block before it has the id {key[:100]!r}"
+                )
+            parts = (
+                [Block(type="text", text=block.content)]
+                if isinstance(block.content, str)
+                else block.content or []
+            )
             content = [text_of(part, f"{at}.content[{j}]") for j, part in enumerate(parts)]
-            results.append({"role": "tool", "tool_call_id": key, "name": called[key], "content": content})
+            results.append(
+                {"role": "tool", "tool_call_id": key, "name": called[key], "content": content}
+            )
         else:
             texts.append(text_of(block, at))
     return [*results, {"role": "user", "content": texts}] if any(texts) or not results else results
 
 
 def system_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": [text_of(block, f"{path}[{i}]") for i, block in enumerate(message.blocks())]}]
+    return [
+        {
+            "role": "system",
+            "content": [text_of(block, f"{path}[{i}]") for i, block in enumerate(message.blocks())],
+        }
+    ]
 
 
 TURNS = {"assistant": assistant_turn, "user": user_turn, "system": system_turn}
 
 
 def finished(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return ``turn`` with its lists of texts joined, and without empty fields other than ``content``."""
+    """Return ``turn`` with its lists of texts joined, and without empty fields other than
+    ``content``.
+    """
     whole = {
-        key: "\n".join(filter(None, turn[key])) if key in ("content", "reasoning_content") else turn[key]
+        key: "\n".join(filter(None, turn[key]))
+        if key in ("content", "reasoning_content")
+        else turn[key]
         for key in turn
     }
     return {key: value for key, value in whole.items() if value or key == "content"}
 
 
 def text_of(block: Block, path: str) -> str:
-    """Return the text of a block. Raises BadRequest if its type is not allowed here, or if it has no text and must not
-    be left out.
+    """Return the text of a block. Raises BadRequest if its type is not allowed here, or if it has
+    no text and must not be left out.
     """
     if block.is_skipped:
         return ""
     if block.type != "text" and (block.type in BLOCKS or not block.text):
         raise BadRequest(
-            f"Invalid '{path}': this model reads text here, not a block of the type '{block.type[:60]}'.",
+            f"Invalid '{path}': this model reads text here, not a block of the type "
+            f"'{block.type[:60]}'.",
             param=path,
             code="unsupported_value",
         )

@@ -16,7 +16,9 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 SIGNATURE = "cllm"
-"""The signature of every thinking block. Blocks that clients send back are read with any signature."""
+"""The signature of every thinking block. Blocks that clients send back are read with any
+signature.
+"""
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # For each channel: the type of its block's deltas and the field that has their text.
@@ -61,7 +63,12 @@ def ending(last: Delta) -> dict[str, Any]:
 def empty_block(delta: Delta) -> dict[str, Any]:
     """Return the block that ``delta`` begins, without content."""
     if delta.channel is Channel.CALL:
-        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.name, "input": {}}
+        return {
+            "type": "tool_use",
+            "id": f"toolu_{secrets.token_hex(12)}",
+            "name": delta.name,
+            "input": {},
+        }
     if delta.channel is Channel.REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
@@ -95,19 +102,24 @@ async def collect(answer: Answer, model: str, *, shows_thinking: bool = True) ->
 class MessageEvents:
     """The events of one stream; implements Events. One block is open at a time."""
 
-    def __init__(self, generation: Generation, model: str, request_id: str, *, shows_thinking: bool = True) -> None:
+    def __init__(
+        self, generation: Generation, model: str, request_id: str, *, shows_thinking: bool = True
+    ) -> None:
         """Without ``shows_thinking``, thinking blocks are empty."""
         self._generation = generation
         self._model = model
         self._request_id = request_id
         self._shows_thinking = shows_thinking
         self._index = -1
-        self._where: tuple[Channel, int] | None = None  # of the open block: its channel, and which call it is
+        # of the open block: its channel, and which call it is
+        self._where: tuple[Channel, int] | None = None
         self._head = b""  # of the deltas of the open block
         self._last = Delta(0, "", 0)
 
     def begin(self) -> bytes:
-        message = to_json({"type": "message_start", "message": message_object(self._generation, self._model)})
+        message = to_json(
+            {"type": "message_start", "message": message_object(self._generation, self._model)}
+        )
         return b"event: message_start\ndata: " + message + b"\n\n"
 
     def deltas(self, deltas: list[Delta]) -> bytes:
@@ -135,14 +147,26 @@ class MessageEvents:
     def _close(self) -> bytes:
         if self._where is None:
             return b""
-        data = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % self._index
+        data = (
+            b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'
+            % self._index
+        )
         if self._where[0] is Channel.REASONING:
-            data = self._delta_head(b"signature_delta", b"signature") + to_json(SIGNATURE) + b"}}\n\n" + data
+            data = (
+                self._delta_head(b"signature_delta", b"signature")
+                + to_json(SIGNATURE)
+                + b"}}\n\n"
+                + data
+            )
         self._where = None
         return data
 
     def _delta_head(self, kind: bytes, field: bytes) -> bytes:
-        head = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":' % (self._index, kind, field)
+        head = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":' % (
+            self._index,
+            kind,
+            field,
+        )
         return b"event: content_block_delta\ndata: " + head
 
     def end(self) -> bytes:

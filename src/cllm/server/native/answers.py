@@ -67,7 +67,10 @@ class Decoded(Shape):
 
 
 class Generated(Shape):
-    """The answer to one prompt. For several, ``results`` has the answer to each, and the numbers are totals."""
+    """The answer to one prompt.
+
+    For several, ``results`` has the answer to each, and the numbers are totals.
+    """
 
     model_config = example(
         id="1",

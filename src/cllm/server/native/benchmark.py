@@ -52,26 +52,33 @@ class Run:
 
 @router.post("/benchmark", openapi_extra=documented(BenchmarkBody, Benchmark))
 async def benchmark(request: Request) -> Response:
-    """Measure this server for a minute at most: response times, throughput, time to the first token, batch sizes.
+    """Measure this server for a minute at most: response times, throughput, time to the first
+    token, batch sizes.
 
-    Rejected unless ``server.benchmark`` is set (403), and while another one runs (409). Its requests wait in the queue
-    like all others.
+    Rejected unless ``server.benchmark`` is set (403), and while another one runs (409). Its
+    requests wait in the queue like all others.
     """
     service: Service = request.app.state.service
     if not request.app.state.settings.server.benchmark:
-        message = "POST /benchmark is off on this server; its operator can set server.benchmark to allow it."
+        message = (
+            "POST /benchmark is off on this server; its operator can set server.benchmark "
+            "to allow it."
+        )
         raise BadRequest(message, code="benchmark_disabled", status=403)
     body = await read_body(request, BenchmarkBody)
     service.check_ready()
     if body.prompt_tokens + body.max_tokens > service.info.context_length:
         message = (
-            f"Invalid 'prompt_tokens': with max_tokens it makes {body.prompt_tokens + body.max_tokens} tokens, "
+            f"Invalid 'prompt_tokens': with max_tokens it makes "
+            f"{body.prompt_tokens + body.max_tokens} tokens, "
             f"this model's context has {service.info.context_length}."
         )
         raise BadRequest(message, param="prompt_tokens", code="context_length_exceeded")
     state = request.app.state
     if getattr(state, "is_benchmarking", False):
-        raise BadRequest("Another benchmark is running; wait until it has ended.", code="conflict", status=409)
+        raise BadRequest(
+            "Another benchmark is running; wait until it has ended.", code="conflict", status=409
+        )
     state.is_benchmarking = True
     try:
         content = await until_disconnect(request, measure(service, body))
@@ -135,7 +142,9 @@ def summary(body: BenchmarkBody, runs: list[Run], seconds: float, num_steps: int
         "maximum_response_time": max(times),
         "average_time_to_first_token": statistics.fmean([run.first for run in good] or [0.0]),
         "throughput": num_tokens / seconds,
-        "average_tokens_per_second": statistics.fmean([run.num_tokens / run.seconds for run in good] or [0.0]),
+        "average_tokens_per_second": statistics.fmean(
+            [run.num_tokens / run.seconds for run in good] or [0.0]
+        ),
         "total_prompt_tokens": body.prompt_tokens * len(good),
         "total_generated_tokens": num_tokens,
         "average_generated_tokens": num_tokens / len(runs),

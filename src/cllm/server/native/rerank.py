@@ -1,4 +1,6 @@
-"""POST /v1/rerank, in the format that Jina, Cohere, vLLM and llama-server share, or with ``texts`` in that of TEI."""
+"""POST /v1/rerank, in the format that Jina, Cohere, vLLM and llama-server share, or with ``texts``
+in that of TEI.
+"""
 
 from __future__ import annotations
 
@@ -44,29 +46,42 @@ class RerankBody(TermsBody):
     }
 
     model_config = example(
-        query="Where is Paris?", documents=["Berlin is in Germany.", "Paris is in France."], return_documents=True
+        query="Where is Paris?",
+        documents=["Berlin is in Germany.", "Paris is in France."],
+        return_documents=True,
     )
 
     model: str | None = None
     query: NotEmpty
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
+    documents: (
+        Annotated[list[str | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None
+    ) = None
     texts: Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = Field(
-        default=None, description="The documents, in the form of Text Embeddings Inference; the answer then is a list."
+        default=None,
+        description="The documents, in the form of Text Embeddings Inference; the answer then is "
+        "a list.",
     )
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = False
     return_text: bool = False
 
     def given(self) -> tuple[str, list[str]]:
-        """Return the field that has the documents, and their texts. Raises BadRequest if none or both are given."""
+        """Return the field that has the documents, and their texts.
+
+        Raises BadRequest if none or both are given.
+        """
         if self.texts is not None and self.documents is not None:
-            raise BadRequest("'texts' and 'documents' cannot be combined.", param="texts", code="invalid_value")
+            raise BadRequest(
+                "'texts' and 'documents' cannot be combined.", param="texts", code="invalid_value"
+            )
         if self.texts is not None:
             return "texts", self.texts
         if self.documents is None:
             message = "Missing required parameter: 'documents'."
             raise BadRequest(message, param="documents", code="missing_required_parameter")
-        return "documents", [document if isinstance(document, str) else document.text for document in self.documents]
+        return "documents", [
+            document if isinstance(document, str) else document.text for document in self.documents
+        ]
 
 
 @router.post("/v1/rerank", openapi_extra=documented(RerankBody, Reranked))
@@ -75,22 +90,33 @@ class RerankBody(TermsBody):
 async def rerank(request: Request) -> Response:
     """Rank documents by how well they match the query.
 
-    A reranking model gives its own scores. With any other model, a score is the cosine similarity of the query's and
-    the document's embedding. ``method`` in the answer says which: ``reranker`` or ``cosine_similarity``.
+    A reranking model gives its own scores. With any other model, a score is the cosine similarity
+    of the query's and the document's embedding. ``method`` in the answer says which: ``reranker``
+    or ``cosine_similarity``.
     """
     service: Service = request.app.state.service
     body = await read_body(request, RerankBody)
     if body.model is not None and not service.serves(body.model):
-        message = f"The model {body.model[:100]!r} does not exist; this server has {service.model_name!r}."
+        message = (
+            f"The model {body.model[:100]!r} does not exist; this server has "
+            f"{service.model_name!r}."
+        )
         raise BadRequest(message, param="model", code="model_not_found", status=404)
     param, documents = body.given()
-    ranking = await until_disconnect(request, rank(service, body.query, documents, body.terms(request), param))
+    ranking = await until_disconnect(
+        request, rank(service, body.query, documents, body.terms(request), param)
+    )
     order = sorted(range(len(documents)), key=lambda i: -ranking.scores[i])[: body.top_n]
     if body.texts is not None:
         more = [{"text": documents[i]} if body.return_text else {} for i in order]
-        ranked = [{"index": i, "score": ranking.scores[i], **text} for i, text in zip(order, more, strict=True)]
+        ranked = [
+            {"index": i, "score": ranking.scores[i], **text}
+            for i, text in zip(order, more, strict=True)
+        ]
         return Response(to_json(ranked), media_type="application/json")
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": ranking.scores[i]} for i in order]
+    results: list[dict[str, Any]] = [
+        {"index": i, "relevance_score": ranking.scores[i]} for i in order
+    ]
     if body.return_documents:
         for result in results:
             result["document"] = {"text": documents[result["index"]]}

@@ -50,7 +50,10 @@ Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class GenerateBody(TermsBody):
-    """One or more plain prompts. Sampling parameters that are left out get the operator's defaults."""
+    """One or more plain prompts.
+
+    Sampling parameters that are left out get the operator's defaults.
+    """
 
     model_config = example(prompt="27 plus 45 is", max_tokens=20, temperature=0)
 
@@ -67,7 +70,10 @@ class GenerateBody(TermsBody):
     stream: bool = False
 
     def texts(self) -> dict[str, str]:
-        """Return the prompts by their names in errors. Raises BadRequest if there are none, or in both fields."""
+        """Return the prompts by their names in errors.
+
+        Raises BadRequest if there are none, or in both fields.
+        """
         if self.prompt is not None and self.prompts is not None:
             message = "Only one of 'prompt' and 'prompts' can be given."
             raise BadRequest(message, param="prompts", code="invalid_value")
@@ -104,7 +110,13 @@ async def root(request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
     document = await asyncio.to_thread(request.app.openapi)
     paths = sorted(path for path in document["paths"] if path != "/")
-    return {"name": "cLLM", "version": __version__, "model": service.model_name, "docs": "/docs", "paths": paths}
+    return {
+        "name": "cLLM",
+        "version": __version__,
+        "model": service.model_name,
+        "docs": "/docs",
+        "paths": paths,
+    }
 
 
 @router.get("/health", openapi_extra=documented(answer=Health))
@@ -124,14 +136,18 @@ async def version() -> dict[str, str]:
 
 @router.get("/ready", openapi_extra=documented(answer=Ready, error=Ready))
 async def ready(request: Request) -> Response:
-    """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or the server shuts
-    down.
+    """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or
+    the server shuts down.
     """
     service: Service = request.app.state.service
     if service.ready:
         return JSONResponse({"status": "ready"})
     seconds = max(1, math.ceil(service.engine.seconds_until_ready()))
-    return JSONResponse({"status": "draining" if service.draining else "loading"}, 503, {"retry-after": str(seconds)})
+    return JSONResponse(
+        {"status": "draining" if service.draining else "loading"},
+        503,
+        {"retry-after": str(seconds)},
+    )
 
 
 @router.get("/model/info", openapi_extra=documented(answer=ModelInformation))
@@ -160,8 +176,12 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/scheduler", openapi_extra=documented(answer=Explained))
-async def scheduler(request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20) -> Response:
-    """Explain the scheduling: the engine's last steps, which requests run, what others wait for, what steps cost."""
+async def scheduler(
+    request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20
+) -> Response:
+    """Explain the scheduling: the engine's last steps, which requests run, what others wait for,
+    what steps cost.
+    """
     service: Service = request.app.state.service
     explanation = await until_disconnect(request, service.engine.explain(steps))
     return Response(msgspec.json.encode(explanation), media_type="application/json")
@@ -173,12 +193,16 @@ async def encode(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, EncodeBody)
     tokens = await service.encode(body.text, "text")
-    return Response(to_json({"tokens": tokens, "length": len(tokens)}), media_type="application/json")
+    return Response(
+        to_json({"tokens": tokens, "length": len(tokens)}), media_type="application/json"
+    )
 
 
 @router.post("/decode", openapi_extra=documented(DecodeBody, Decoded))
 async def decode(request: Request) -> Response:
-    """Return the text of token ids, as an answer of the model would show it: control tokens have no text."""
+    """Return the text of token ids, as an answer of the model would show it: control tokens have no
+    text.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, DecodeBody)
     size = service.vocabulary.size
@@ -188,15 +212,21 @@ async def decode(request: Request) -> Response:
     pieces = service.vocabulary.pieces
     data = await off_loop(request, lambda: b"".join([pieces[token] for token in body.tokens]))
     text = data.decode("utf-8", "replace")
-    return Response(to_json({"text": text, "length": len(body.tokens)}), media_type="application/json")
+    return Response(
+        to_json({"text": text, "length": len(body.tokens)}), media_type="application/json"
+    )
 
 
-@router.post("/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream"))
+@router.post(
+    "/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream")
+)
 async def generate(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, this is the same as /generate_stream."""
     body = await read_body(request, GenerateBody)
     if body.is_list and body.stream:
-        raise BadRequest("Several prompts cannot be streamed.", param="stream", code="invalid_value")
+        raise BadRequest(
+            "Several prompts cannot be streamed.", param="stream", code="invalid_value"
+        )
     answer = await submit(request, body)
     if body.stream:
         return event_stream(answer)
@@ -207,7 +237,10 @@ async def generate(request: Request) -> Response:
 
 @router.post("/generate_stream", openapi_extra=documented(GenerateBody, stream="text/event-stream"))
 async def generate_stream(request: Request) -> Response:
-    """Continue a prompt as a stream of events ``{"id", "token", "done"}``. The last one has ``done`` true."""
+    """Continue a prompt as a stream of events ``{"id", "token", "done"}``.
+
+    The last one has ``done`` true.
+    """
     body = await read_body(request, GenerateBody)
     if body.is_list:
         param = "prompts" if body.prompt is None else "prompt"
@@ -217,7 +250,9 @@ async def generate_stream(request: Request) -> Response:
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
     service: Service = request.app.state.service
-    values = body.model_dump(exclude={"prompt", "prompts", "stream", "stop", *TermsBody.model_fields})
+    values = body.model_dump(
+        exclude={"prompt", "prompts", "stream", "stop", *TermsBody.model_fields}
+    )
     params = request.app.state.sampling.params(**values, stop=tuple(body.stop or ()))
     terms = body.terms(request)
     prompts = [await service.encode(text, name, terms) for name, text in body.texts().items()]
@@ -244,7 +279,11 @@ async def collect(answer: Answer, max_tokens: int) -> dict[str, Any]:
     one = len(results) == 1
     return {
         "id": answer.generation.request_id,
-        **({"text": results[0]["text"], "finish_reason": results[0]["finish_reason"]} if one else {"results": results}),
+        **(
+            {"text": results[0]["text"], "finish_reason": results[0]["finish_reason"]}
+            if one
+            else {"results": results}
+        ),
         "response_time": seconds,
         "tokens_per_second": usage.completion_tokens / seconds,
         "generated_tokens": usage.completion_tokens,
@@ -271,7 +310,10 @@ class TokenEvents:
 
     def end(self) -> bytes:
         last = self._finish.encode(), self._generation.usage.completion_tokens
-        return self._head + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % last
+        return (
+            self._head
+            + b'"token":"","done":true,"finish_reason":"%s","generated_tokens":%d}\n\n' % last
+        )
 
     def fault(self, error: Exception) -> bytes:
         self._finish = "error"

@@ -12,7 +12,9 @@ class Error(Shape):
 
 
 class Figures(Shape):
-    """Without a prompt, ``done_reason`` is load or unload, and there are no counts and durations."""
+    """Without a prompt, ``done_reason`` is load or unload, and there are no counts and
+    durations.
+    """
 
     model: str
     created_at: str

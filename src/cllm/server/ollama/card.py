@@ -18,7 +18,10 @@ NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
 
 
 class Card(msgspec.Struct, frozen=True):
-    """modified: when the file was written. digest: 64 hex digits that identify its content. size: in bytes."""
+    """modified: when the file was written.
+
+    digest: 64 hex digits that identify its content. size: in bytes.
+    """
 
     digest: str
     modified: str
@@ -30,16 +33,29 @@ class Card(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=1)
 def read_card(path: str) -> Card:
-    """Return the card of a file, or of the fake backend, which has no file (""). Raises StartupError."""
+    """Return the card of a file, or of the fake backend, which has no file ("").
+
+    Raises StartupError.
+    """
     if not path:
         details = details_of("fake", "", "", "")
-        return Card(hashlib.sha256(b"fake").hexdigest(), time_text(0), 0, details, {"general.architecture": "fake"}, "")
+        return Card(
+            hashlib.sha256(b"fake").hexdigest(),
+            time_text(0),
+            0,
+            details,
+            {"general.architecture": "fake"},
+            "",
+        )
     file = Path(path)
     header = read_header(file)
     parameters = num_parameters(header)
     quantization = quantization_of(file.name) or commonest_type(header)
-    info: dict[str, Any] = {name: value for name, value in header.metadata.items() if name not in NOT_SHOWN}
-    info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())  # long lists are named, not shown
+    info: dict[str, Any] = {
+        name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
+    }
+    # long lists are named, not shown
+    info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())
     return Card(
         digest=hashlib.sha256(fingerprint(file).encode()).hexdigest(),
         modified=time_text(file.stat().st_mtime),
@@ -62,9 +78,15 @@ def details_of(family: str, form: str, parameters: str, quantization: str) -> di
 
 
 def num_parameters(header: GgufHeader) -> int:
-    """Return the parameter count of the whole model if the header has it, else that of the tensors in this file."""
+    """Return the parameter count of the whole model if the header has it, else that of the tensors
+    in this file.
+    """
     count = header.metadata.get("general.parameter_count")
-    return count if isinstance(count, int) and count > 0 else sum(math.prod(t.shape) for t in header.tensors)
+    return (
+        count
+        if isinstance(count, int) and count > 0
+        else sum(math.prod(t.shape) for t in header.tensors)
+    )
 
 
 def commonest_type(header: GgufHeader) -> str:
@@ -88,7 +110,10 @@ def time_text(seconds: float) -> str:
 
 
 def modelfile(name: str, template: str, parameters: dict[str, Any], license_text: str) -> str:
-    """Return the Modelfile from which Ollama would make the model. It does not show the path of the weights."""
+    """Return the Modelfile from which Ollama would make the model.
+
+    It does not show the path of the weights.
+    """
     lines = ["# Modelfile of the model that cLLM serves", f"FROM {name}"]
     lines += [f"TEMPLATE {quoted(template)}"] if template else []
     lines += [f"PARAMETER {key} {quoted(str(value))}" for key, value in parameters.items()]

@@ -1,4 +1,6 @@
-"""POST /api/pull: downloads a model from the hub into the local cache, where ``cllm serve`` finds it."""
+"""POST /api/pull: downloads a model from the hub into the local cache, where ``cllm serve`` finds
+it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ class Download:
         self.files[file] = (done, total)
 
     async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield Ollama's status objects for the download. Raises StartupError. Closing it early ends the download."""
+        """Yield Ollama's status objects for the download.
+
+        Raises StartupError. Closing it early ends the download.
+        """
         async with PULLING:
             yield {"status": "pulling manifest"}
             async with contextlib.aclosing(self._progress()) as progress:
@@ -48,7 +53,9 @@ class Download:
             yield {"status": "success"}
 
     async def _progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        task = asyncio.ensure_future(asyncio.to_thread(catalog.resolve, self.name, None, self.report))
+        task = asyncio.ensure_future(
+            asyncio.to_thread(catalog.resolve, self.name, None, self.report)
+        )
         told: dict[str, tuple[int, int]] = {}
         try:
             while not task.done():
@@ -56,7 +63,12 @@ class Download:
                 for file, (done, total) in self.files.copy().items():
                     if told.get(file) != (done, total):
                         told[file] = (done, total)
-                        yield {"status": f"pulling {file}", "digest": file, "total": total, "completed": done}
+                        yield {
+                            "status": f"pulling {file}",
+                            "digest": file,
+                            "total": total,
+                            "completed": done,
+                        }
             task.result()
         finally:
             self.abandoned = True
@@ -67,21 +79,34 @@ def present(body: PullBody) -> Response:
     """Return the answer for a model that needs no download."""
     if body.stream is False:
         return JSONResponse({"status": "success"})
-    lines = b"".join(to_json({"status": status}) + b"\n" for status in ("pulling manifest", "success"))
+    lines = b"".join(
+        to_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")
+    )
     return Response(lines, media_type=MEDIA_TYPE)
 
 
 async def pull(request: Request, body: PullBody) -> Response:
-    """Download a model. Raises BadRequest if that is not possible. Later errors become a line of the stream."""
+    """Download a model.
+
+    Raises BadRequest if that is not possible. Later errors become a line of the stream.
+    """
     if not request.app.state.settings.server.allow_pull:
-        message = "This server downloads no models for its clients; its setting server.allow_pull is false."
+        message = (
+            "This server downloads no models for its clients; its setting "
+            "server.allow_pull is false."
+        )
         raise BadRequest(message, status=403, code="forbidden")
     name = body.wanted()
     if not catalog.HUB.fullmatch(name):
-        message = f"Cannot pull {name[:100]!r}: only models of the Hugging Face hub, hf.co/owner/repo[:quantization]."
+        message = (
+            f"Cannot pull {name[:100]!r}: only models of the Hugging Face hub, "
+            f"hf.co/owner/repo[:quantization]."
+        )
         raise BadRequest(message, param="model", code="invalid_value")
     if PULLING.locked():
-        raise BadRequest("Another model is being pulled; try again later.", status=409, code="conflict")
+        raise BadRequest(
+            "Another model is being pulled; try again later.", status=409, code="conflict"
+        )
     lines = Download(name).lines()
     if body.stream is not False:
         return StreamingResponse(encoded(lines), media_type=MEDIA_TYPE)

@@ -54,7 +54,9 @@ from cllm.text.grammar import FREE, Checked
 router = APIRouter(tags=["Ollama"])
 
 API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is. Clients ask for it and reject versions that are too old."""
+"""The version of Ollama whose API this is. Clients ask for it and reject versions that are too
+old.
+"""
 
 NEVER = "2999-12-31T00:00:00Z"
 
@@ -65,15 +67,23 @@ async def version() -> dict[str, str]:
     return {"version": API_VERSION}
 
 
-@router.post("/api/generate", openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error))
+@router.post(
+    "/api/generate",
+    openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error),
+)
 async def generate(request: Request) -> Response:
-    """Answer a prompt as the first message of a chat. With ``raw``, continue it as it is; with ``suffix``, fill in."""
+    """Answer a prompt as the first message of a chat.
+
+    With ``raw``, continue it as it is; with ``suffix``, fill in.
+    """
     service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, GenerateBody)
     check_model(body.model, service)
     if body.raw and body.system:
-        raise BadRequest("With 'raw' there is no 'system': write it into the prompt.", param="system")
+        raise BadRequest(
+            "With 'raw' there is no 'system': write it into the prompt.", param="system"
+        )
     asked, terms = body.chat(), body.terms(request)
     params, bound = await params_of(request, body)
     if not body.prompt:
@@ -81,7 +91,9 @@ async def generate(request: Request) -> Response:
     name = secrets.token_hex(12)
     if body.suffix:
         prefix = await service.encode(body.prompt, terms=terms, plain=True)
-        generation = Generation(name, [await infill(service, prefix, body.suffix, terms)], params, terms)
+        generation = Generation(
+            name, [await infill(service, prefix, body.suffix, terms)], params, terms
+        )
         generation.bind(bound)
     elif body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
@@ -92,7 +104,9 @@ async def generate(request: Request) -> Response:
     return await respond(request, body, generation, clock, chat=False)
 
 
-@router.post("/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error))
+@router.post(
+    "/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error)
+)
 async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     service: Service = request.app.state.service
@@ -108,10 +122,17 @@ async def chat(request: Request) -> Response:
 
 
 async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingParams, Checked]:
-    """Return the sampling parameters, and the constraint that ``format`` sets. Raises BadRequest."""
+    """Return the sampling parameters, and the constraint that ``format`` sets.
+
+    Raises BadRequest.
+    """
     service: Service = request.app.state.service
     if body.think and "thinking" not in service.capabilities:
-        raise BadRequest(f"{body.model[:100]!r} does not support thinking.", param="think", code="unsupported_value")
+        raise BadRequest(
+            f"{body.model[:100]!r} does not support thinking.",
+            param="think",
+            code="unsupported_value",
+        )
     params, constraint = body.params(request.app.state.sampling), body.constraint()
     return params, FREE if constraint is None else await service.grammar(constraint, param="format")
 
@@ -119,7 +140,10 @@ async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingPar
 async def respond(
     request: Request, body: GenerationBody, generation: Generation, clock: Clock, *, chat: bool
 ) -> Response:
-    """Stream the generation, which is the default, or collect it. A request is only rejected before the first byte."""
+    """Stream the generation, which is the default, or collect it.
+
+    A request is only rejected before the first byte.
+    """
     service: Service = request.app.state.service
     clock.submit()
     answer = service.submit(generation)
@@ -128,7 +152,9 @@ async def respond(
         lines = Lines(generation, body.model, clock, service.vocabulary, chat=chat)
         return EventStream(answer, lines, headers, media_type=MEDIA_TYPE, heartbeat=b" ")
     with answer:
-        content = await until_disconnect(request, collect(answer, body.model, clock, service.vocabulary, chat=chat))
+        content = await until_disconnect(
+            request, collect(answer, body.model, clock, service.vocabulary, chat=chat)
+        )
     return json_answer(content, headers)
 
 
@@ -140,12 +166,17 @@ async def embed_texts(request: Request) -> Response:
     body = await read(request, EmbedBody)
     check_model(body.model, service)
     if not body.input:  # which asks Ollama to load the model
-        return json_answer({"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0})
+        return json_answer(
+            {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
+        )
     given = [body.input] if isinstance(body.input, str) else body.input
     params = ["input"] if isinstance(body.input, str) else names("input", len(given))
     size = service.info.embedding_size
     if len(given) > MAX_TEXTS:
-        raise BadRequest(f"Invalid 'input': at most {MAX_TEXTS} texts are accepted, not {len(given)}.", param="input")
+        raise BadRequest(
+            f"Invalid 'input': at most {MAX_TEXTS} texts are accepted, not {len(given)}.",
+            param="input",
+        )
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
@@ -154,7 +185,9 @@ async def embed_texts(request: Request) -> Response:
     found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
     vectors = shortened(found.vectors, body.dimensions)
     data = await written(vectors, lambda _, vector: to_json(vector.tolist()))
-    head = to_json({"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens})[:-1]
+    head = to_json(
+        {"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens}
+    )[:-1]
     return Response(head + b',"embeddings":[' + data + b"]}", media_type="application/json")
 
 
@@ -207,7 +240,10 @@ async def show(request: Request) -> Response:
     body = await read(request, ShowBody)
     check_model(body.wanted(), service)
     card, info = await card_of(request), service.info
-    defaults = {**msgspec.structs.asdict(request.app.state.sampling), "num_ctx": info.context_length}
+    defaults = {
+        **msgspec.structs.asdict(request.app.state.sampling),
+        "num_ctx": info.context_length,
+    }
     defaults["num_predict"] = defaults.pop("max_tokens")
     capabilities = ["completion", *sorted(service.capabilities)] if info.generates else []
     capabilities += ["insert"] if service.vocabulary.infill_tokens else []
@@ -227,9 +263,14 @@ async def show(request: Request) -> Response:
     )
 
 
-@router.post("/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error))
+@router.post(
+    "/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error)
+)
 async def pull_model(request: Request) -> Response:
-    """Download a model into the hub's cache, if the server's settings allow it. The served model needs no download."""
+    """Download a model into the hub's cache, if the server's settings allow it.
+
+    The served model needs no download.
+    """
     body = await read(request, PullBody)
     service: Service = request.app.state.service
     if service.serves(body.wanted()):
@@ -243,7 +284,9 @@ async def read(request: Request, model: type[Model]) -> Model:
 
 
 def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(content, inf_nan_mode="null"), headers=headers, media_type="application/json")
+    return Response(
+        to_json(content, inf_nan_mode="null"), headers=headers, media_type="application/json"
+    )
 
 
 async def card_of(request: Request) -> Card:
@@ -253,7 +296,13 @@ async def card_of(request: Request) -> Card:
 def entry(request: Request, card: Card) -> dict[str, Any]:
     service: Service = request.app.state.service
     name = service.model_name if ":" in service.model_name else f"{service.model_name}:latest"
-    return {"name": name, "model": name, "size": card.size, "digest": card.digest, "details": card.details}
+    return {
+        "name": name,
+        "model": name,
+        "size": card.size,
+        "digest": card.digest,
+        "details": card.details,
+    }
 
 
 def check_model(name: str, service: Service) -> None:

@@ -26,9 +26,21 @@ NAMES = {  # Ollama's names of sampling parameters
     "repetition_penalty": "options.repeat_penalty",
     **{
         name: f"options.{name}"
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+        )
     },
-    **{name: f"options.{name}" for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
+    **{
+        name: f"options.{name}"
+        for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
+    },
 }
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
 AT_START = "the model has been loaded by the server's settings"
@@ -50,10 +62,21 @@ class Options(Body):
 
     ignored: ClassVar = {
         **dict.fromkeys(
-            ("f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu", "num_thread", "numa"), AT_START
+            (
+                "f16_kv",
+                "logits_all",
+                "low_vram",
+                "main_gpu",
+                "num_batch",
+                "num_gpu",
+                "num_thread",
+                "numa",
+            ),
+            AT_START,
         ),
         **dict.fromkeys(("embedding_only", "use_mlock", "use_mmap", "vocab_only"), AT_START),
-        "num_ctx": "the server's settings decide the context length; a prompt that does not fit gets 400",
+        "num_ctx": "the server's settings decide the context length; a prompt that does not fit "
+        "gets 400",
         "num_keep": "prompts are never truncated",
         "draft_num_predict": "the server speculates while it saves time; this never changes a text",
         "penalize_newline": "it has no effect in Ollama either",
@@ -61,7 +84,9 @@ class Options(Body):
     }
 
     num_predict: Annotated[Integer, Field(ge=-2)] | None = Field(
-        default=None, description="Largest number of tokens to generate; 0 and below: up to the end of the context."
+        default=None,
+        description="Largest number of tokens to generate; 0 and below: up to the end of the "
+        "context.",
     )
     temperature: float | None = None
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
@@ -75,7 +100,9 @@ class Options(Body):
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[Integer, Field(ge=-1)] | None = Field(
-        default=None, description="0: no repeat_penalty; otherwise it covers the whole prompt and the whole answer."
+        default=None,
+        description="0: no repeat_penalty; otherwise it covers the whole prompt and the whole "
+        "answer.",
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -83,7 +110,8 @@ class Options(Body):
     def params(self, defaults: SamplingDefaults, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
-        if self.num_predict is not None and limit is None:  # the operator's default limit does not apply
+        # the operator's default limit does not apply
+        if self.num_predict is not None and limit is None:
             defaults = msgspec.structs.replace(defaults, max_tokens=None)
         with named(NAMES):
             return defaults.params(
@@ -117,11 +145,15 @@ class GenerationBody(TermsBody):
     model: ModelName
     stream: bool | None = None
     keep_alive: float | str | None = Field(
-        default=None, description="The model stays loaded; 0 without a prompt gets the answer of an unloaded model."
+        default=None,
+        description="The model stays loaded; 0 without a prompt gets the answer of an unloaded "
+        "model.",
     )
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    think: bool | str | None = Field(default=None, description="Whether to think, or how much: low, medium, high, max.")
+    think: bool | str | None = Field(
+        default=None, description="Whether to think, or how much: low, medium, high, max."
+    )
 
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -136,10 +168,15 @@ class GenerationBody(TermsBody):
         if self.top_logprobs and not self.logprobs:
             message = "Invalid 'top_logprobs': it needs 'logprobs' to be true."
             raise BadRequest(message, param="top_logprobs", code="invalid_value")
-        return (self.options or Options()).params(defaults, (self.top_logprobs or 0) if self.logprobs else None)
+        return (self.options or Options()).params(
+            defaults, (self.top_logprobs or 0) if self.logprobs else None
+        )
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint on the answer. Raises BadRequest for a format that does not exist."""
+        """Return the constraint on the answer.
+
+        Raises BadRequest for a format that does not exist.
+        """
         if self.format in (None, ""):
             return None
         if isinstance(self.format, dict):
@@ -150,12 +187,20 @@ class GenerationBody(TermsBody):
         return Constraint("json_object")
 
     def chat_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Chat:
-        """Return a chat that thinks as ``think`` says. Raises BadRequest for an effort that does not exist."""
+        """Return a chat that thinks as ``think`` says.
+
+        Raises BadRequest for an effort that does not exist.
+        """
         effort = EFFORTS.get(self.think) if isinstance(self.think, str) else None
         if isinstance(self.think, str) and effort is None:
             message = "Invalid 'think': it is true, false, low, medium, high or max."
             raise BadRequest(message, param="think", code="invalid_value")
-        return Chat(messages, tools, thinking=None if self.think is None else bool(self.think), effort=effort)
+        return Chat(
+            messages,
+            tools,
+            thinking=None if self.think is None else bool(self.think),
+            effort=effort,
+        )
 
 
 class GenerateBody(GenerationBody):
@@ -218,7 +263,9 @@ class ChatBody(GenerationBody):
     """POST /api/chat."""
 
     model_config = example(
-        model="cllm-builtin", messages=[{"role": "user", "content": "What is 27 plus 45?"}], options={"temperature": 0}
+        model="cllm-builtin",
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}],
+        options={"temperature": 0},
     )
 
     messages: list[Message] | None = None
@@ -228,12 +275,16 @@ class ChatBody(GenerationBody):
         """Return the conversation. Raises BadRequest for images."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         chat = self.chat_of(self._messages(), tools)
-        is_begun = chat.messages and chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]
+        is_begun = (
+            chat.messages
+            and chat.messages[-1]["role"] == "assistant"
+            and "tool_calls" not in chat.messages[-1]
+        )
         return chat.continuing() if is_begun else chat
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. A tool result without an id belongs to the first unanswered call
-        with its name, or else to any unanswered call.
+        """Return the messages for the chat template. A tool result without an id belongs to the
+        first unanswered call with its name, or else to any unanswered call.
         """
         messages = []
         calls = Calls()
@@ -246,7 +297,9 @@ class ChatBody(GenerationBody):
             if given.thinking:
                 turn["reasoning_content"] = given.thinking
             if given.tool_calls:
-                turn["tool_calls"] = [calls.add(call, f"call_{i}_{j}") for j, call in enumerate(given.tool_calls)]
+                turn["tool_calls"] = [
+                    calls.add(call, f"call_{i}_{j}") for j, call in enumerate(given.tool_calls)
+                ]
             if given.role == "tool":
                 key = given.tool_call_id or calls.first(given.tool_name) or f"call_{i}"
                 name = given.tool_name or calls.names.get(key)
@@ -263,7 +316,10 @@ class Calls:
         self._open: dict[str, deque[str]] = {}
 
     def add(self, call: ToolCall, key: str) -> dict[str, Any]:
-        """Return the call in the format of chat templates. ``key``: the id for a call that has none."""
+        """Return the call in the format of chat templates.
+
+        ``key``: the id for a call that has none.
+        """
         key, function = call.id or key, call.function
         self.names[key] = function.name
         self._open.setdefault(function.name, deque()).append(key)
@@ -274,7 +330,9 @@ class Calls:
         }
 
     def first(self, name: str | None) -> str | None:
-        """Return the id of the first unanswered call by ``name``, or else of any, and count it as answered."""
+        """Return the id of the first unanswered call by ``name``, or else of any, and count it as
+        answered.
+        """
         name = name if name in self._open else next(iter(self._open), "")
         if name not in self._open:
             return None
@@ -287,7 +345,9 @@ class Calls:
 class EmbedBody(TermsBody):
     """POST /api/embed."""
 
-    model_config = example(model="cllm-builtin", input=["What is 27 plus 45?", "Paris is in France."])
+    model_config = example(
+        model="cllm-builtin", input=["What is 27 plus 45?", "Paris is in France."]
+    )
 
     ignored: ClassVar = {
         "keep_alive": "the model is always loaded",
@@ -295,8 +355,12 @@ class EmbedBody(TermsBody):
     }
 
     model: ModelName
-    input: str | list[str] | None = Field(default=None, description="Without texts, the answer has no vectors.")
-    truncate: bool | None = Field(default=None, description="Truncate texts that are too long (default).")
+    input: str | list[str] | None = Field(
+        default=None, description="Without texts, the answer has no vectors."
+    )
+    truncate: bool | None = Field(
+        default=None, description="Truncate texts that are too long (default)."
+    )
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -321,7 +385,11 @@ class NameBody(Body):
         """Return the name of the model. Raises BadRequest if there is none."""
         name = self.model or self.name
         if not name:
-            raise BadRequest("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+            raise BadRequest(
+                "Missing required parameter: 'model'.",
+                param="model",
+                code="missing_required_parameter",
+            )
         return name
 
 

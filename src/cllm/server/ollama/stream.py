@@ -1,4 +1,6 @@
-"""Turns deltas into Ollama's objects: one for the whole answer, or a stream with one object a line."""
+"""Turns deltas into Ollama's objects: one for the whole answer, or a stream with one object a
+line.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,20 @@ class Clock:
             self._begun, self.first = True, time.perf_counter_ns()
 
     def durations(self) -> dict[str, int]:
-        """Return the total and the load duration. The model is always loaded, so loading is checking and tokenizing."""
-        return {"total_duration": time.perf_counter_ns() - self.came, "load_duration": self.submitted - self.came}
+        """Return the total and the load duration.
+
+        The model is always loaded, so loading is checking and tokenizing.
+        """
+        return {
+            "total_duration": time.perf_counter_ns() - self.came,
+            "load_duration": self.submitted - self.came,
+        }
 
     def figures(self, generation: Generation) -> dict[str, int]:
-        """Return the durations and the token counts. Time in the queue counts as evaluating the prompt."""
+        """Return the durations and the token counts.
+
+        Time in the queue counts as evaluating the prompt.
+        """
         now = time.perf_counter_ns()
         return {
             **self.durations(),
@@ -57,23 +68,35 @@ def head_object(model: str) -> dict[str, Any]:
 
 
 def no_prompt(model: str, *, unloads: bool, chat: bool) -> dict[str, Any]:
-    """Return the answer to a request without a prompt, which asks Ollama to load or unload the model."""
+    """Return the answer to a request without a prompt, which asks Ollama to load or unload the
+    model.
+    """
     reason = "unload" if unloads else "load"
     return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": reason}
 
 
-def said(text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool) -> dict[str, Any]:
+def said(
+    text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool
+) -> dict[str, Any]:
     """Return generated text in the format of chat or of generate."""
     more = {"thinking": thinking} if thinking else {}
     if not chat:
         return {"response": text, **more}
     return {
-        "message": {"role": "assistant", "content": text, **more, **({"tool_calls": calls} if calls else {})},
+        "message": {
+            "role": "assistant",
+            "content": text,
+            **more,
+            **({"tool_calls": calls} if calls else {}),
+        },
     }
 
 
 class Calls:
-    """The function calls of an answer. Each is sent when it is complete, because its arguments are an object."""
+    """The function calls of an answer.
+
+    Each is sent when it is complete, because its arguments are an object.
+    """
 
     def __init__(self) -> None:
         self.complete: list[dict[str, Any]] = []
@@ -90,7 +113,11 @@ class Calls:
     def end(self) -> None:
         """Complete the call that has been fed, if there is one."""
         if self._name:
-            function = {"index": self._call, "name": self._name, "arguments": object_of("".join(self._parts))}
+            function = {
+                "index": self._call,
+                "name": self._name,
+                "arguments": object_of("".join(self._parts)),
+            }
             self.complete.append({"id": f"call_{secrets.token_hex(6)}", "function": function})
             self._name, self._parts = "", []
 
@@ -100,7 +127,9 @@ def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
     return {"done": True, "done_reason": reason, **clock.figures(generation)}
 
 
-async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> dict[str, Any]:
+async def collect(
+    answer: Answer, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool
+) -> dict[str, Any]:
     """Return the whole answer."""
     token_logprobs: list[TokenLogprob] = []
     texts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
@@ -114,7 +143,9 @@ async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabula
             else:
                 texts[last.channel].append(last.text)
     calls.end()
-    content = said("".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat)
+    content = said(
+        "".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat
+    )
     if answer.generation.params.logprobs is not None:
         content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, token_logprobs))
     return {**head_object(model), **content, **ending(answer.generation, clock, last)}
@@ -123,7 +154,15 @@ async def collect(answer: Answer, model: str, clock: Clock, vocabulary: Vocabula
 class Lines:
     """The lines of one stream; implements Events."""
 
-    def __init__(self, generation: Generation, model: str, clock: Clock, vocabulary: Vocabulary, *, chat: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        model: str,
+        clock: Clock,
+        vocabulary: Vocabulary,
+        *,
+        chat: bool,
+    ) -> None:
         self._generation = generation
         self._vocabulary = vocabulary
         self._chat = chat
@@ -132,9 +171,13 @@ class Lines:
         self._last = Delta(0, "", 0)
         head = to_json(head_object(model))[:-1]
         self._head = head
-        self._text = head + (b',"message":{"role":"assistant","content":' if chat else b',"response":')
+        self._text = head + (
+            b',"message":{"role":"assistant","content":' if chat else b',"response":'
+        )
         self._thinking = (
-            head + (b',"message":{"role":"assistant","content":""' if chat else b',"response":""') + b',"thinking":'
+            head
+            + (b',"message":{"role":"assistant","content":""' if chat else b',"response":""')
+            + b',"thinking":'
         )
         self._tail = (b"}" if chat else b"") + b',"done":false}\n'
 

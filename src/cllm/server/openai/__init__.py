@@ -1,1 +1,3 @@
-"""OpenAI's dialect: chat completions, completions, responses, embeddings, files, batches, models."""
+"""OpenAI's dialect: chat completions, completions, responses, embeddings, files, batches,
+models.
+"""

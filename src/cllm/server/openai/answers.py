@@ -68,7 +68,9 @@ class ChatCompletion(Shape):
         object="chat.completion",
         created=1735689600,
         model="cllm-builtin",
-        choices=[{"index": 0, "message": {"role": "assistant", "content": "72"}, "finish_reason": "stop"}],
+        choices=[
+            {"index": 0, "message": {"role": "assistant", "content": "72"}, "finish_reason": "stop"}
+        ],
         usage={"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20},
         timings=TIMINGS,
     )

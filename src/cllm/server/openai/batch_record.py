@@ -1,7 +1,8 @@
 """The record of a batch, and its files: the record on disk, and the answers so far.
 
-``batches/ID.json`` is always replaced as a whole. Each answer is a line appended to ``ID.output`` or ``ID.errors``. A
-line that a crash has cut off is removed, so that a line exists once or not at all.
+``batches/ID.json`` is always replaced as a whole. Each answer is a line appended to ``ID.output``
+or ``ID.errors``. A line that a crash has cut off is removed, so that a line exists once or not at
+all.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ MAX_ERRORS = 100  # that are listed for a file
 
 
 class BatchRecord(msgspec.Struct):
-    """OpenAI's fields, and these. owner: the account of the batch. output_expires_after: in seconds. ending: the status
-    that the batch will have once its files are complete. times: Unix times by status. usage: as last counted.
+    """OpenAI's fields, and these. owner: the account of the batch. output_expires_after: in
+    seconds. ending: the status that the batch will have once its files are complete. times: Unix
+    times by status. usage: as last counted.
     """
 
     id: str
@@ -57,7 +59,15 @@ class BatchRecord(msgspec.Struct):
 
     def public(self) -> dict[str, Any]:
         """Return the batch as OpenAI's clients see it."""
-        statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        statuses = (
+            "in_progress",
+            "finalizing",
+            "completed",
+            "failed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        )
         times = {f"{status}_at": self.times.get(status) for status in statuses}
         content = {
             "id": self.id,
@@ -70,13 +80,20 @@ class BatchRecord(msgspec.Struct):
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **times,
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
             "usage": usage_object(self.usage),
             "output_file_id": self.output_file_id if self.status in FINAL else None,
             "error_file_id": self.error_file_id if self.status in FINAL else None,
             "errors": {"object": "list", "data": self.errors} if self.errors else None,
         }
-        return {**{key: value for key, value in content.items() if value is not None}, "metadata": self.metadata}
+        return {
+            **{key: value for key, value in content.items() if value is not None},
+            "metadata": self.metadata,
+        }
 
 
 class Answered(NamedTuple):
@@ -88,7 +105,9 @@ class Answered(NamedTuple):
 
 
 def tokens_of(line: dict[str, Any]) -> dict[str, int]:
-    """Return the token counts of an answer (a chat, a completion, embeddings or a response); {} if it has none."""
+    """Return the token counts of an answer (a chat, a completion, embeddings or a response); {} if
+    it has none.
+    """
     usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
@@ -113,7 +132,10 @@ def usage_object(usage: dict[str, int]) -> dict[str, Any]:
 
 
 class BatchFiles:
-    """The files of one batch. All methods except ``add`` block, and are called by one thread, one at a time."""
+    """The files of one batch.
+
+    All methods except ``add`` block, and are called by one thread, one at a time.
+    """
 
     def __init__(self, folder: Path, batch_id: str) -> None:
         self._record = folder / f"{batch_id}.json"
@@ -129,10 +151,12 @@ class BatchFiles:
         self._unwritten[self.output if succeeded else self.errors].append(line)
 
     def flush(self) -> None:
-        """Write all added answers to disk. This is the slowest part, and takes as long for one answer as for many.
+        """Write all added answers to disk.
 
-        Answers that an OSError kept from the disk are written by the next flush, because a flush also writes answers
-        that tasks other than its caller have added.
+        This is the slowest part, and takes as long for one answer as for many.
+
+        Answers that an OSError kept from the disk are written by the next flush, because a flush
+        also writes answers that tasks other than its caller have added.
         """
         for path, lines in self._unwritten.items():
             if taken := lines.copy():
@@ -140,10 +164,15 @@ class BatchFiles:
                 del lines[: len(taken)]
 
     def answered(self) -> Answered:
-        """Return which lines have an answer, and their tokens. Remove lines that a crash has cut off."""
+        """Return which lines have an answer, and their tokens.
+
+        Remove lines that a crash has cut off.
+        """
         self.flush()
         usage: Counter[str] = Counter()
-        return Answered(set(answers_in(self.output, usage)), set(answers_in(self.errors, usage)), dict(usage))
+        return Answered(
+            set(answers_in(self.output, usage)), set(answers_in(self.errors, usage)), dict(usage)
+        )
 
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.output, self.errors) if path.exists())
@@ -205,7 +234,9 @@ class Line(pydantic.BaseModel):
 
 
 def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of requests in a file, and the list of errors in them, in OpenAI's format."""
+    """Return the number of requests in a file, and the list of errors in them, in OpenAI's
+    format.
+    """
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
     for number, text in numbered_lines(path, max_line):
@@ -231,17 +262,32 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> tuple[int, list[dic
         if len(errors) == MAX_ERRORS or len(seen) > MAX_LINES:
             break
     if not seen and not errors:
-        errors.append({"code": "empty_file", "line": None, "message": "The file has no requests.", "param": None})
+        errors.append(
+            {
+                "code": "empty_file",
+                "line": None,
+                "message": "The file has no requests.",
+                "param": None,
+            }
+        )
     if len(seen) > MAX_LINES:
         message = f"A batch has at most {MAX_LINES} requests."
-        errors.append({"code": "too_many_requests", "line": None, "message": message, "param": None})
+        errors.append(
+            {"code": "too_many_requests", "line": None, "message": message, "param": None}
+        )
     return len(seen), errors
 
 
 def fault_of(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
-    """Return the code, the message and the field of a request's error; the code is "" if there is none."""
+    """Return the code, the message and the field of a request's error; the code is "" if there is
+    none.
+    """
     if line.custom_id in seen:
-        return "duplicate_custom_id", f"Another line has the custom_id {line.custom_id!r} too.", "custom_id"
+        return (
+            "duplicate_custom_id",
+            f"Another line has the custom_id {line.custom_id!r} too.",
+            "custom_id",
+        )
     if line.method != "POST":
         return "invalid_method", "The method must be POST.", "method"
     if line.url != endpoint:
@@ -252,8 +298,8 @@ def fault_of(line: Line, endpoint: str, seen: set[str]) -> tuple[str, str, str |
 
 
 def numbered_lines(path: Path, max_line: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield the lines that are not blank, with their numbers from 1. End with a line that is too long, of which only
-    the first bytes are read.
+    """Yield the lines that are not blank, with their numbers from 1. End with a line that is too
+    long, of which only the first bytes are read.
     """
     with path.open("rb") as file:
         number = 0

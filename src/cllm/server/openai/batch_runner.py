@@ -1,7 +1,10 @@
-"""Computes batches alongside other requests, with the priority ``batch``. Continues them after a restart or a crash.
+"""Computes batches alongside other requests, with the priority ``batch``.
 
-A line is computed by the route that it names, in this process and without HTTP. Its answer is on disk before it is
-counted. Lines in flight when the server stops have no answer yet, so the next server computes them again.
+Continues them after a restart or a crash.
+
+A line is computed by the route that it names, in this process and without HTTP. Its answer is on
+disk before it is counted. Lines in flight when the server stops have no answer yet, so the next
+server computes them again.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from cllm.answer import RequestTimeout
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
 from cllm.server.errors import describe, openai_form
-from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord, check_lines, load_records, numbered_lines
+from cllm.server.openai.batch_record import (
+    FINAL,
+    BatchFiles,
+    BatchRecord,
+    check_lines,
+    load_records,
+    numbered_lines,
+)
 from cllm.server.openai.file_store import FileStore, StateFolder, disk_fault, new_file, new_id
 from cllm.server.queueing import BATCH_OWNER
 from cllm.server.request_id import request_id
@@ -54,9 +64,14 @@ log = logging.getLogger("cllm.batches")
 
 
 class Batches:
-    """All batches, and the files that they read and write. Batches run concurrently and take turns."""
+    """All batches, and the files that they read and write.
 
-    def __init__(self, app: FastAPI, folder: Path, files: FileStore, max_lines_at_once: int) -> None:
+    Batches run concurrently and take turns.
+    """
+
+    def __init__(
+        self, app: FastAPI, folder: Path, files: FileStore, max_lines_at_once: int
+    ) -> None:
         self.files = files
         self._app = app
         self._folder = StateFolder(folder)
@@ -65,11 +80,15 @@ class Batches:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
         self._slots = asyncio.Semaphore(max_lines_at_once)
-        self._disk = ThreadPoolExecutor(1, "cllm-batches")  # one thread, so that files are written in order
+        # one thread, so that files are written in order
+        self._disk = ThreadPoolExecutor(1, "cllm-batches")
         files.is_read = lambda file_id: self.reader_of(file_id) is not None
 
     def open(self) -> None:
-        """Open the folder, and continue the batches of an earlier server. Raises BadRequest (503)."""
+        """Open the folder, and continue the batches of an earlier server.
+
+        Raises BadRequest (503).
+        """
         if self._folder.is_open:
             return
         self._folder.open()
@@ -89,7 +108,10 @@ class Batches:
                 self._start(record)
 
     def start(self) -> None:
-        """Continue the batches of an earlier server, if there is a folder. Call this when the event loop runs."""
+        """Continue the batches of an earlier server, if there is a folder.
+
+        Call this when the event loop runs.
+        """
         if self._folder.path.exists():
             with contextlib.suppress(BadRequest):  # which has been logged
                 self.open()
@@ -104,9 +126,15 @@ class Batches:
         self._folder.close()
 
     async def create(self, record: BatchRecord) -> None:
-        """Start a batch. Its record is on disk when this returns. Raises BadRequest if there is no room."""
+        """Start a batch.
+
+        Its record is on disk when this returns. Raises BadRequest if there is no room.
+        """
         if sum(other.status not in FINAL for other in self._records.values()) >= MAX_UNFINISHED:
-            message = f"{MAX_UNFINISHED} batches are being computed or wait; please retry when one has ended."
+            message = (
+                f"{MAX_UNFINISHED} batches are being computed or wait; please retry when "
+                f"one has ended."
+            )
             raise BadRequest(message, code="too_many_batches", status=429)
         self.files.check_room(2)
         self._records[record.id] = record  # from now on its input file cannot be deleted
@@ -116,14 +144,19 @@ class Batches:
             del self._records[record.id], self._parts[record.id]
             raise disk_fault(error) from None
         ended = [other for other in self._records.values() if other.status in FINAL]
-        for other in sorted(ended, key=lambda other: other.created_at)[: max(0, len(self._records) - MAX_RECORDS)]:
+        for other in sorted(ended, key=lambda other: other.created_at)[
+            : max(0, len(self._records) - MAX_RECORDS)
+        ]:
             del self._records[other.id]
             self._files_of(other).delete()
             del self._parts[other.id]
         self._start(record)
 
     def get(self, batch_id: str, owner: str) -> BatchRecord:
-        """Return a batch. Raises BadRequest (404) if it does not exist or belongs to another account."""
+        """Return a batch.
+
+        Raises BadRequest (404) if it does not exist or belongs to another account.
+        """
         record = self._records.get(batch_id)
         if record is None or record.owner != owner:
             message = f"There is no batch {batch_id[:100]!r}."
@@ -137,11 +170,18 @@ class Batches:
 
     def reader_of(self, file_id: str) -> str | None:
         """Return the id of a batch that still needs a file, or None."""
-        readers = (r.id for r in self._records.values() if r.input_file_id == file_id and r.status not in FINAL)
+        readers = (
+            r.id
+            for r in self._records.values()
+            if r.input_file_id == file_id and r.status not in FINAL
+        )
         return next(readers, None)
 
     async def cancel(self, record: BatchRecord) -> None:
-        """End a batch with the answers that it has. Raises BadRequest if it is too late for that."""
+        """End a batch with the answers that it has.
+
+        Raises BadRequest if it is too late for that.
+        """
         if record.status not in ("validating", "in_progress", "cancelling"):
             message = f"The batch is {record.status}; it cannot be cancelled any longer."
             raise BadRequest(message, param="batch_id", code="invalid_status")
@@ -196,7 +236,9 @@ class Batches:
 
     async def _validate(self, record: BatchRecord) -> None:
         path = self.files.path(record.input_file_id)
-        record.total, record.errors = await asyncio.to_thread(check_lines, path, record.endpoint, self._max_line())
+        record.total, record.errors = await asyncio.to_thread(
+            check_lines, path, record.endpoint, self._max_line()
+        )
         if record.errors:
             await self._turn(record, "failed")
         elif record.status == "validating":  # and not cancelled meanwhile
@@ -206,7 +248,10 @@ class Batches:
         return int(self._app.state.settings.server.max_body_mb) * 1_000_000
 
     async def _work(self, record: BatchRecord) -> str:
-        """Answer lines until all are answered or the batch expires, is cancelled or fails. Return its final status."""
+        """Answer lines until all are answered or the batch expires, is cancelled or fails.
+
+        Return its final status.
+        """
         if record.status == "cancelling":
             return "cancelled"
         self._working[record.id] = work = asyncio.create_task(self._answer_all(record))
@@ -225,7 +270,9 @@ class Batches:
                 record.errors = [INTERNAL]
             else:
                 message = str(full.exceptions[0])
-                record.errors = [{"code": "storage_full", "message": message, "line": None, "param": None}]
+                record.errors = [
+                    {"code": "storage_full", "message": message, "line": None, "param": None}
+                ]
             return "failed"
         finally:
             del self._working[record.id]
@@ -236,7 +283,9 @@ class Batches:
         """Answer every line that has no answer yet."""
         service: Service = self._app.state.service
         if record.model != service.model_name:
-            log.warning("the batch %s waits for a server with the model %s", record.id, record.model)
+            log.warning(
+                "the batch %s waits for a server with the model %s", record.id, record.model
+            )
             await asyncio.get_running_loop().create_future()  # until it is cancelled, or expires
         answered = await self._recount(record)
         async with asyncio.TaskGroup() as group:
@@ -252,12 +301,18 @@ class Batches:
 
     async def _lines(self, record: BatchRecord) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the requests of a batch."""
-        lines = (from_json(text) for _, text in numbered_lines(self.files.path(record.input_file_id), self._max_line()))
+        lines = (
+            from_json(text)
+            for _, text in numbered_lines(self.files.path(record.input_file_id), self._max_line())
+        )
         while (line := await asyncio.to_thread(next, lines, None)) is not None:
             yield line
 
     async def _recount(self, record: BatchRecord) -> set[str]:
-        """Return the custom_ids that have an answer. Set their number and their tokens in ``record``."""
+        """Return the custom_ids that have an answer.
+
+        Set their number and their tokens in ``record``.
+        """
         completed, failed, record.usage = await self._on_disk(self._files_of(record).answered)
         record.completed, record.failed = len(completed), len(failed)
         return completed | failed
@@ -272,7 +327,9 @@ class Batches:
         else:
             record.failed += 1
 
-    def _add(self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool) -> None:
+    def _add(
+        self, record: BatchRecord, custom_id: str, answer: bytes, error: bytes, *, succeeded: bool
+    ) -> None:
         """Add a line, to be flushed. Raises BadRequest if there is no room for an answer."""
         head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
         data = head + b',"response":' + answer + b',"error":' + error + b"}\n"
@@ -309,7 +366,8 @@ class Batches:
     async def _finish(self, record: BatchRecord) -> None:
         """Complete a batch whose lines are done. This can be repeated after a crash."""
         parts = self._files_of(record)
-        if record.output_file_id is None and record.error_file_id is None:  # else counted, and files may have moved
+        # else counted, and files may have moved
+        if record.output_file_id is None and record.error_file_id is None:
             answered = await self._recount(record)
             if record.ending in MISSING:
                 await self._say_what_is_missing(record, answered)
@@ -318,14 +376,25 @@ class Batches:
             record.output_file_id = new_id() if record.completed else None
             record.error_file_id = new_id() if record.failed else None
             await self._on_disk(parts.save, record)
-        for path, file_id in ((parts.output, record.output_file_id), (parts.errors, record.error_file_id)):
+        for path, file_id in (
+            (parts.output, record.output_file_id),
+            (parts.errors, record.error_file_id),
+        ):
             if file_id is not None and path.exists():
                 name, size = f"{record.id}{path.suffix}.jsonl", path.stat().st_size
-                file = new_file(record.owner, name, "batch_output", size, record.output_expires_after, file_id)
+                file = new_file(
+                    record.owner, name, "batch_output", size, record.output_expires_after, file_id
+                )
                 await self._on_disk(self.files.adopt, file, path)
                 self.files.keep(file)
         await self._turn(record, record.ending)
-        log.info("the batch %s is %s: %d answers, %d errors", record.id, record.ending, record.completed, record.failed)
+        log.info(
+            "the batch %s is %s: %d answers, %d errors",
+            record.id,
+            record.ending,
+            record.completed,
+            record.failed,
+        )
 
     async def _say_what_is_missing(self, record: BatchRecord, answered: set[str]) -> None:
         error = to_json({"code": f"batch_{record.ending}", "message": MISSING[record.ending]})

@@ -31,20 +31,27 @@ SECONDS = {"h": 3600, "d": 86_400}
 
 
 class BatchBody(Body):
-    model_config = example(input_file_id="file-1", endpoint="/v1/chat/completions", completion_window="24h")
+    model_config = example(
+        input_file_id="file-1", endpoint="/v1/chat/completions", completion_window="24h"
+    )
 
     input_file_id: Annotated[str, Field(max_length=200)]
     endpoint: Endpoint
     completion_window: Annotated[
         str,
-        Field(pattern=WINDOW, description="Time limit, such as 24h or 2d; requests without an answer by then expire."),
+        Field(
+            pattern=WINDOW,
+            description="Time limit, such as 24h or 2d; requests without an answer by then expire.",
+        ),
     ]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
 def make(app: FastAPI, settings: Settings) -> Batches | None:
-    """Return the batches and files of an application; None if its settings have no folder for them."""
+    """Return the batches and files of an application; None if its settings have no folder for
+    them.
+    """
     storage = settings.storage
     if storage.folder is None:
         return None
@@ -57,8 +64,9 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
 async def create(request: Request) -> dict[str, Any]:
     """Compute all requests of an uploaded file, with the lowest priority.
 
-    The answers are written to one file and the errors to another, in any order. A batch continues after a crash or a
-    restart, if the server has the same model. Files and batches are visible only with the API key that created them.
+    The answers are written to one file and the errors to another, in any order. A batch continues
+    after a crash or a restart, if the server has the same model. Files and batches are visible only
+    with the API key that created them.
     """
     batches = opened(request)
     body = await read_body(request, BatchBody)
@@ -77,7 +85,9 @@ async def create(request: Request) -> dict[str, Any]:
         created_at=now,
         expires_at=now + int(window[1]) * SECONDS[window[2]],
         metadata=body.metadata,
-        output_expires_after=body.output_expires_after.seconds if body.output_expires_after else None,
+        output_expires_after=body.output_expires_after.seconds
+        if body.output_expires_after
+        else None,
     )
     await batches.create(record)
     return record.public()

@@ -1,4 +1,6 @@
-"""POST /v1/completions: continues plain prompts, with options to echo them, fill in text or return the best answers."""
+"""POST /v1/completions: continues plain prompts, with options to echo them, fill in text or return
+the best answers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MAX_ECHOED = 1_000_000  # logprobs of the prompts of one request
 MAX_STREAMED = 50_000  # the same for a streamed request
 
 
-@router.post("/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream"))
+@router.post(
+    "/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream")
+)
 async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
     service: Service = request.app.state.service
@@ -44,8 +48,12 @@ async def completions(request: Request) -> Response:
     prompts = []
     for text in texts:
         plain = body.suffix is not None
-        tokens = await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
-        prompts.append(tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms))
+        tokens = (
+            await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
+        )
+        prompts.append(
+            tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms)
+        )
     check_echo(body, prompts)
     generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
     generation.bind(bound)
@@ -55,7 +63,9 @@ async def completions(request: Request) -> Response:
     head = head_of(service, generation, "text_completion")
     if body.stream:
         chunks = CompletionChunks(words, head)
-        return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
+        return EventStream(
+            answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
+        )
     with answer:
         wholes = await until_disconnect(request, collect(answer, words))
     choices = (
@@ -68,26 +78,36 @@ async def completions(request: Request) -> Response:
         for place, whole in enumerate(wholes)
     )
     num_echoed = sum(map(len, prompts)) * params.n if params.prompt_logprobs is not None else 0
-    return await choices_answer(answer, head, choices, num_echoed + sum(len(whole.token_logprobs) for whole in wholes))
+    return await choices_answer(
+        answer, head, choices, num_echoed + sum(len(whole.token_logprobs) for whole in wholes)
+    )
 
 
 def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
-    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of a prompt in one
-    chunk.
+    """Raise BadRequest if the echoed prompts would have too many logprobs. A stream sends those of
+    a prompt in one chunk.
     """
     if not body.echo or body.logprobs is None:
         return
-    count, limit = sum(map(len, prompts)) * (1 + body.logprobs), MAX_STREAMED if body.stream else MAX_ECHOED
+    count, limit = (
+        sum(map(len, prompts)) * (1 + body.logprobs),
+        MAX_STREAMED if body.stream else MAX_ECHOED,
+    )
     if count > limit:
         where = "a stream" if body.stream else "one answer"
-        message = f"Invalid 'logprobs': the echoed prompts have {count}, and {limit} are allowed in {where}."
+        message = (
+            f"Invalid 'logprobs': the echoed prompts have {count}, and {limit} are allowed "
+            f"in {where}."
+        )
         raise BadRequest(message, param="logprobs", code="too_many_logprobs")
 
 
 class Words:
     """Formats choices as OpenAI does. ``echoed``: the text before the answers to each prompt."""
 
-    def __init__(self, service: Service, body: CompletionBody, answer: Answer, echoed: list[str]) -> None:
+    def __init__(
+        self, service: Service, body: CompletionBody, answer: Answer, echoed: list[str]
+    ) -> None:
         self.body = body
         self.answer = answer
         self._vocabulary = service.vocabulary
@@ -102,13 +122,23 @@ class Words:
         return self._echoed[index // self.params.n]
 
     def knows_prompt(self, index: int) -> bool:
-        """Return whether the logprobs of the choice's prompt are complete, or were not requested."""
+        """Return whether the logprobs of the choice's prompt are complete, or were not
+        requested.
+        """
         i = index // self.params.n
         wanted = self.params.prompt_logprobs is not None
-        return not wanted or len(self.answer.prompt_logprobs[i]) >= len(self.answer.generation.prompts[i]) - 1
+        return (
+            not wanted
+            or len(self.answer.prompt_logprobs[i]) >= len(self.answer.generation.prompts[i]) - 1
+        )
 
-    def logprobs(self, index: int, token_logprobs: list[TokenLogprob], *, with_prompt: bool) -> dict[str, Any] | None:
-        """Return the ``logprobs`` object for tokens of the choice ``index``. ``with_prompt``: include its prompt."""
+    def logprobs(
+        self, index: int, token_logprobs: list[TokenLogprob], *, with_prompt: bool
+    ) -> dict[str, Any] | None:
+        """Return the ``logprobs`` object for tokens of the choice ``index``.
+
+        ``with_prompt``: include its prompt.
+        """
         if self.body.logprobs is None:
             return None
         own = completion_logprobs(self._vocabulary, token_logprobs, len(self.echoed(index)))
@@ -116,12 +146,17 @@ class Words:
             return own
         i = index // self.params.n
         prompt = self.answer.generation.prompts[i]
-        return joined(prompt_logprobs(self._vocabulary, prompt, self.answer.prompt_logprobs[i]), own)
+        return joined(
+            prompt_logprobs(self._vocabulary, prompt, self.answer.prompt_logprobs[i]), own
+        )
 
 
 @dataclass
 class Continuation:
-    """The text of one choice so far. ``index`` counts the choices of all prompts; each prompt has ``n``."""
+    """The text of one choice so far.
+
+    ``index`` counts the choices of all prompts; each prompt has ``n``.
+    """
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -130,11 +165,16 @@ class Continuation:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(one.logprobs.logprob for one in self.token_logprobs) / max(1, len(self.token_logprobs))
+        return sum(one.logprobs.logprob for one in self.token_logprobs) / max(
+            1, len(self.token_logprobs)
+        )
 
 
 async def collect(answer: Answer, words: Words) -> list[Continuation]:
-    """Return all choices of a generation. With ``best_of``, return the best ones of each prompt, best first."""
+    """Return all choices of a generation.
+
+    With ``best_of``, return the best ones of each prompt, best first.
+    """
     n = answer.generation.params.n
     choices = [Continuation(i) for i in range(len(answer.generation.prompts) * n)]
     async for deltas in answer:
@@ -153,7 +193,10 @@ async def collect(answer: Answer, words: Words) -> list[Continuation]:
 
 
 class CompletionChunks(Chunks):
-    """The chunks of a stream of completions. The first chunk of a choice contains the echoed prompt."""
+    """The chunks of a stream of completions.
+
+    The first chunk of a choice contains the echoed prompt.
+    """
 
     def __init__(self, words: Words, head: dict[str, Any]) -> None:
         options = words.body.stream_options

@@ -31,7 +31,9 @@ MAX_INPUTS = 2048
 class EmbeddingsBody(TermsBody):
     """Texts or their token ids, and the format of the embeddings."""
 
-    model_config = example(input=["What is 27 plus 45?", "Paris is in France."], encoding_format="float")
+    model_config = example(
+        input=["What is 27 plus 45?", "Paris is in France."], encoding_format="float"
+    )
 
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
@@ -39,7 +41,10 @@ class EmbeddingsBody(TermsBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """Return one or more texts, or their token ids. Raises BadRequest if there are none or too many."""
+        """Return one or more texts, or their token ids.
+
+        Raises BadRequest if there are none or too many.
+        """
         inputs: Any = self.input
         if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
             inputs = [inputs]
@@ -58,7 +63,10 @@ class EmbeddingsBody(TermsBody):
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
-    """Return the embeddings of texts. Their length is 1, so the dot product of two is the similarity of their texts."""
+    """Return the embeddings of texts.
+
+    Their length is 1, so the dot product of two is the similarity of their texts.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, EmbeddingsBody)
     check_model(body.model, service)
@@ -76,7 +84,11 @@ async def embeddings(request: Request) -> Response:
     as_base64 = body.encoding_format == "base64"
 
     def write(i: int, vector: npt.NDArray[np.float32]) -> bytes:
-        number = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        number = (
+            base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if as_base64
+            else vector.tolist()
+        )
         return to_json({"object": "embedding", "index": i, "embedding": number})
 
     data = await written(vectors, write)

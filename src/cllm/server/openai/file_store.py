@@ -1,7 +1,7 @@
 """Stores clients' files on disk. No name that a client chooses becomes a path.
 
-The content of a file is ``files/ID.data``. It counts only if ``files/ID.json`` describes it. Both are written under
-another name, synced to disk and renamed, so that both are complete after a crash.
+The content of a file is ``files/ID.data``. It counts only if ``files/ID.json`` describes it. Both
+are written under another name, synced to disk and renamed, so that both are complete after a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ except ImportError:  # Windows has no fcntl; there the operator must give each s
 
 
 class StoredFile(msgspec.Struct):
-    """owner: the account that it belongs to. bytes: its size. created_at, expires_at: Unix times."""
+    """owner: the account that it belongs to.
+
+    bytes: its size. created_at, expires_at: Unix times.
+    """
 
     id: str
     owner: str
@@ -68,7 +71,10 @@ class StateFolder:
             if lock is not None:
                 os.close(lock)
             log.warning("files and batches are off: %s: %s", self.path, error.strerror)
-            message = "Files and batches are off: their folder is in use by another server, or cannot be written to."
+            message = (
+                "Files and batches are off: their folder is in use by another server, or "
+                "cannot be written to."
+            )
             raise BadRequest(message, code="storage_unavailable", status=503) from None
         self._lock = lock
 
@@ -79,7 +85,10 @@ class StateFolder:
 
 
 class FileStore:
-    """At most ``max_files`` files. Together with the answers of batches, they take at most ``max_bytes``."""
+    """At most ``max_files`` files.
+
+    Together with the answers of batches, they take at most ``max_bytes``.
+    """
 
     def __init__(self, folder: Path, max_files: int, max_bytes: int) -> None:
         self._folder = folder
@@ -88,10 +97,14 @@ class FileStore:
         self._files: dict[str, StoredFile] = {}
         self._num_pending = 0  # files that are being written
         self._num_bytes = 0
-        self.is_read: Callable[[str], bool] = lambda _: False  # whether a batch still needs a file, by its id
+        # whether a batch still needs a file, by its id
+        self.is_read: Callable[[str], bool] = lambda _: False
 
     def load(self) -> None:
-        """Load the files of an earlier server. Delete its incomplete files, and leave files of other programs alone."""
+        """Load the files of an earlier server.
+
+        Delete its incomplete files, and leave files of other programs alone.
+        """
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(msgspec.MsgspecError, OSError):
                 file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
@@ -110,7 +123,9 @@ class FileStore:
     def check_room(self, num_files: int) -> None:
         """Raise BadRequest if there is no room for ``num_files`` more."""
         if len(self._files) + self._num_pending + num_files > self._max_files:
-            message = f"No more than {self._max_files} files are kept (storage.max_files); delete some."
+            message = (
+                f"No more than {self._max_files} files are kept (storage.max_files); delete some."
+            )
             raise BadRequest(message, param="file", code="storage_full")
 
     def take_room(self, num_bytes: int, num_files: int = 0, *, check: bool = True) -> None:
@@ -118,7 +133,10 @@ class FileStore:
         if check:
             self.check_room(num_files)
         if check and self._num_bytes + num_bytes > self._max_bytes:
-            message = f"The files would take more than {self._max_bytes} bytes (storage.max_files_mb); delete some."
+            message = (
+                f"The files would take more than {self._max_bytes} bytes "
+                f"(storage.max_files_mb); delete some."
+            )
             raise BadRequest(message, param="file", code="storage_full")
         self._num_pending += num_files
         self._num_bytes += num_bytes
@@ -145,8 +163,12 @@ class FileStore:
             raise disk_fault(error) from None
 
     def adopt(self, file: StoredFile, part: Path) -> None:
-        """Make ``part``, which is on disk, the content of ``file``. After a crash this is done or can be repeated."""
-        write_whole(self._folder / f"{file.id}.json", msgspec.json.encode(file))  # does not count before the next line
+        """Make ``part``, which is on disk, the content of ``file``.
+
+        After a crash this is done or can be repeated.
+        """
+        # does not count before the next line
+        write_whole(self._folder / f"{file.id}.json", msgspec.json.encode(file))
         part.replace(self.path(file.id))
         sync_folder(self._folder)
 
@@ -156,7 +178,10 @@ class FileStore:
         self._files[file.id] = file
 
     def get(self, file_id: str, owner: str, param: str = "file_id") -> StoredFile:
-        """Return a file. Raises BadRequest (404) if it does not exist or belongs to another account."""
+        """Return a file.
+
+        Raises BadRequest (404) if it does not exist or belongs to another account.
+        """
         self._forget_expired()
         file = self._files.get(file_id)
         if file is None or file.owner != owner:
@@ -170,7 +195,10 @@ class FileStore:
     def owned_by(self, owner: str) -> list[StoredFile]:
         """Return the files of ``owner``, oldest first."""
         self._forget_expired()
-        return sorted((file for file in self._files.values() if file.owner == owner), key=lambda file: file.created_at)
+        return sorted(
+            (file for file in self._files.values() if file.owner == owner),
+            key=lambda file: file.created_at,
+        )
 
     def delete(self, file: StoredFile) -> None:
         del self._files[file.id]
@@ -180,7 +208,9 @@ class FileStore:
 
     def _forget_expired(self) -> None:
         now = time.time()
-        for file in [file for file in self._files.values() if file.expires_at and file.expires_at < now]:
+        for file in [
+            file for file in self._files.values() if file.expires_at and file.expires_at < now
+        ]:
             if not self.is_read(file.id):
                 self.delete(file)
 
@@ -197,7 +227,12 @@ def new_id() -> str:
 
 
 def new_file(
-    owner: str, filename: str, purpose: str, num_bytes: int, expires_after: int | None, file_id: str = ""
+    owner: str,
+    filename: str,
+    purpose: str,
+    num_bytes: int,
+    expires_after: int | None,
+    file_id: str = "",
 ) -> StoredFile:
     """Return the record of a new file. ``expires_after``: seconds from now."""
     now = int(time.time())
@@ -206,7 +241,9 @@ def new_file(
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file at ``path`` atomically: after a crash it has its old content or the new one."""
+    """Replace the file at ``path`` atomically: after a crash it has its old content or the new
+    one.
+    """
     part = path.with_suffix(".new")
     with part.open("wb") as target:
         target.write(content)

@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, check_encoding, check_parameters, documented, example, explain, parts_of
+from cllm.server.body import (
+    Body,
+    check_encoding,
+    check_parameters,
+    documented,
+    example,
+    explain,
+    parts_of,
+)
 from cllm.server.openai.batch_runner import Batches
 from cllm.server.openai.file_store import StoredFile, new_file
 from cllm.server.openai.paging import page
@@ -42,10 +50,13 @@ def check_name(name: str) -> str:
 
 
 class UploadBody(Body):
-    """Sent as multipart/form-data, with ``expires_after`` as expires_after[anchor] and expires_after[seconds]."""
+    """Sent as multipart/form-data, with ``expires_after`` as expires_after[anchor] and
+    expires_after[seconds].
+    """
 
     model_config = example(
-        file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}', purpose="batch"
+        file='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}',
+        purpose="batch",
     )
 
     # The value is the file's name. A maxLength in the schema would limit the content of the file.
@@ -113,7 +124,9 @@ async def content(request: Request, file_id: str) -> Response:
     store = opened(request).files
     file = store.get(file_id, account(request, None))
     headers = {"content-length": str(file.bytes)}
-    return StreamingResponse(chunks(store.open(file)), headers=headers, media_type="application/octet-stream")
+    return StreamingResponse(
+        chunks(store.open(file)), headers=headers, media_type="application/octet-stream"
+    )
 
 
 @router.delete("/{file_id}", openapi_extra=documented(answer=Deleted))
@@ -135,7 +148,11 @@ def opened(request: Request) -> Batches:
     """
     batches: Batches | None = request.app.state.batches
     if batches is None:
-        raise BadRequest("Files and batches are turned off here (storage.folder).", code="storage_off", status=404)
+        raise BadRequest(
+            "Files and batches are turned off here (storage.folder).",
+            code="storage_off",
+            status=404,
+        )
     batches.open()
     return batches
 
@@ -154,16 +171,23 @@ def fields_of(form: FormData) -> dict[str, Any]:
         if isinstance(value, UploadFile):
             values[name] = value.filename or "file"
         elif inner and isinstance(within := values.setdefault(outer, {}), dict):
-            within[inner.removesuffix("]")] = int(value) if value.isdecimal() and len(value) < 12 else value
+            within[inner.removesuffix("]")] = (
+                int(value) if value.isdecimal() and len(value) < 12 else value
+            )
         elif name == "file":
-            raise BadRequest("Invalid 'file': it must be a file with a name.", param="file", code="invalid_type")
+            raise BadRequest(
+                "Invalid 'file': it must be a file with a name.", param="file", code="invalid_type"
+            )
         else:
             values[name] = value
     return values
 
 
 async def read_form(request: Request) -> FormData:
-    """Return the form, with its file in memory or, if it is large, on disk. Raises BadRequest: 400, 408, 413 or 415."""
+    """Return the form, with its file in memory or, if it is large, on disk.
+
+    Raises BadRequest: 400, 408, 413 or 415.
+    """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
         message = f"The Content-Type must be multipart/form-data, not {content_type[:80]!r}."
@@ -171,14 +195,21 @@ async def read_form(request: Request) -> FormData:
     check_encoding(request)
     limit = request.app.state.settings.storage.max_file_mb * 1_000_000
     too_large = BadRequest(
-        f"The file is larger than {limit} bytes (storage.max_file_mb).", param="file", code="file_too_large", status=413
+        f"The file is larger than {limit} bytes (storage.max_file_mb).",
+        param="file",
+        code="file_too_large",
+        status=413,
     )
     parts = parts_of(request, limit + MAX_OTHER_BYTES, too_large)
-    parser = MultiPartParser(request.headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES)
+    parser = MultiPartParser(
+        request.headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_OTHER_BYTES
+    )
     try:
         return await parser.parse()
     except MultiPartException as error:
-        raise BadRequest(f"The form cannot be read: {error.message[:200]}", code="invalid_form") from None
+        raise BadRequest(
+            f"The form cannot be read: {error.message[:200]}", code="invalid_form"
+        ) from None
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:

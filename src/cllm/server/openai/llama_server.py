@@ -40,7 +40,9 @@ class Extra(Body):
 class InfillBody(GenerationBody):
     """The text before and after the cursor, and sampling parameters."""
 
-    model_config = example(input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0)
+    model_config = example(
+        input_prefix="def add(a, b):\n    return ", input_suffix="\n", n_predict=16, temperature=0
+    )
     ignored: ClassVar = {
         "cache_prompt": "the prefix cache is always on",
         "id_slot": "there are no slots; the prefix cache finds what can be reused",
@@ -55,14 +57,17 @@ class InfillBody(GenerationBody):
     prompt: str = Field(default="", description="The text between the prefix and the cursor.")
     input_extra: Annotated[list[Extra], Field(max_length=MAX_SNIPPETS)] = Field(
         default=[],
-        description="Parts of other files, the most important one last. Those that do not fit are dropped.",
+        description="Parts of other files, the most important one last. Those that do not fit "
+        "are dropped.",
     )
     response_fields: Annotated[list[str], Field(max_length=100)] | None = Field(
-        default=None, description="Return only these fields; timings/prompt_ms is prompt_ms within timings."
+        default=None,
+        description="Return only these fields; timings/prompt_ms is prompt_ms within timings.",
     )
     t_max_predict_ms: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="End the answer this long after its first token if it has a line; 0 is off. Streams go on.",
+        description="End the answer this long after its first token if it has a line; 0 is off. "
+        "Streams go on.",
     )
     n: Literal[1] | None = None
 
@@ -71,7 +76,8 @@ class InfillBody(GenerationBody):
 async def infill(request: Request) -> Response:
     """Fill in the text between a prefix and a suffix. 400 if the model has no tokens for that.
 
-    A prompt that is too long is shortened, and ``truncated`` is true, because editors may send more than fits.
+    A prompt that is too long is shortened, and ``truncated`` is true, because editors may send more
+    than fits.
     """
     service: Service = request.app.state.service
     body = await read_body(request, InfillBody)
@@ -80,21 +86,29 @@ async def infill(request: Request) -> Response:
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
-    prompt, is_short = await build_infill_prompt(service, before, body.input_suffix, snippets, params.max_tokens)
+    prompt, is_short = await build_infill_prompt(
+        service, before, body.input_suffix, snippets, params.max_tokens
+    )
     terms = body.terms(request)
-    generation = Generation(f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix")
+    generation = Generation(
+        f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix"
+    )
     generation.bind(bound)
     answer = service.submit(generation)
     events = InfillEvents(service, generation, body, is_short)
     if body.stream:
         return EventStream(answer, events, headers_of(answer))
     with answer:
-        content = await until_disconnect(request, collect(answer, events, body.t_max_predict_ms or 0))
+        content = await until_disconnect(
+            request, collect(answer, events, body.t_max_predict_ms or 0)
+        )
     return json_answer(content, headers_of(answer))
 
 
 async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict[str, Any]:
-    """Return the whole answer. Stop early once ``time_limit`` milliseconds have passed and a line is complete.
+    """Return the whole answer.
+
+    Stop early once ``time_limit`` milliseconds have passed and a line is complete.
 
     A limit of 0 is off.
     """
@@ -112,7 +126,9 @@ async def collect(answer: Answer, events: InfillEvents, time_limit: int) -> dict
 class InfillEvents:
     """An answer in llama-server's format; implements Events."""
 
-    def __init__(self, service: Service, generation: Generation, body: InfillBody, is_short: bool) -> None:
+    def __init__(
+        self, service: Service, generation: Generation, body: InfillBody, is_short: bool
+    ) -> None:
         self._generation = generation
         self._fields = body.response_fields
         self._last = Delta(0, "", 0, "length")
@@ -139,14 +155,18 @@ class InfillEvents:
             }
         if self._fields is None:
             return found
-        return {path: value for path in self._fields if (value := value_at(found, path)) is not None}
+        return {
+            path: value for path in self._fields if (value := value_at(found, path)) is not None
+        }
 
     def begin(self) -> bytes:
         return b""
 
     def deltas(self, deltas: list[Delta]) -> bytes:
         self._last = deltas[-1]
-        return b"".join(event(self.content(delta.text, is_last=False)) for delta in deltas if delta.text)
+        return b"".join(
+            event(self.content(delta.text, is_last=False)) for delta in deltas if delta.text
+        )
 
     def end(self) -> bytes:
         return event(self.content("", is_last=True))
@@ -167,7 +187,10 @@ def value_at(content: Any, path: str) -> Any:
 
 
 def settings_of(params: Any) -> dict[str, Any]:
-    """Return sampling settings under llama-server's names. ``params``: SamplingParams or SamplingDefaults."""
+    """Return sampling settings under llama-server's names.
+
+    ``params``: SamplingParams or SamplingDefaults.
+    """
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "temperature": params.temperature,

@@ -1,4 +1,6 @@
-"""Logprobs in OpenAI's formats: one object for each token in chats, parallel lists in completions."""
+"""Logprobs in OpenAI's formats: one object for each token in chats, parallel lists in
+completions.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ def chat_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob]
     return {"content": token_objects(vocabulary, token_logprobs), "refusal": None}
 
 
-def completion_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return the ``logprobs`` object of a completion's choice, whose text begins at the character ``offset``."""
+def completion_logprobs(
+    vocabulary: Vocabulary, token_logprobs: Sequence[TokenLogprob], offset: int
+) -> dict[str, Any]:
+    """Return the ``logprobs`` object of a completion's choice, whose text begins at the character
+    ``offset``.
+    """
     return {
         "tokens": [readable(vocabulary, one.token) for one in token_logprobs],
         "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in token_logprobs],
@@ -27,7 +33,9 @@ def completion_logprobs(vocabulary: Vocabulary, token_logprobs: Sequence[TokenLo
     }
 
 
-def prompt_logprobs(vocabulary: Vocabulary, prompt: list[int], logprobs: list[Logprobs]) -> dict[str, Any]:
+def prompt_logprobs(
+    vocabulary: Vocabulary, prompt: list[int], logprobs: list[Logprobs]
+) -> dict[str, Any]:
     """Return the ``logprobs`` object of an echoed prompt. Its first token has no logprob."""
     others = list(zip(prompt[1:], logprobs, strict=True))
     return {
@@ -55,7 +63,9 @@ def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, fl
 
 
 def readable(vocabulary: Vocabulary, token: int) -> str:
-    """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a character."""
+    """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a
+    character.
+    """
     data = vocabulary.text_of(token)
     try:
         return data.decode()

@@ -8,7 +8,8 @@ from cllm.errors import BadRequest
 
 
 def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or "" is the beginning.
+    """Return at most ``limit`` of the ``objects`` after the one with the id ``after``; None or ""
+    is the beginning.
 
     Raises BadRequest if no object has that id.
     """
@@ -16,7 +17,9 @@ def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[s
     if after:
         ids = [entry["id"] for entry in objects]
         if after not in ids:
-            raise BadRequest(f"There is no {after[:100]!r} in this list.", param="after", code="invalid_value")
+            raise BadRequest(
+                f"There is no {after[:100]!r} in this list.", param="after", code="invalid_value"
+            )
         begin = ids.index(after) + 1
     data = objects[begin : begin + limit]
     return {

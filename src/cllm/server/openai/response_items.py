@@ -54,7 +54,13 @@ class MessageItem(Body):
         part: dict[str, Any] = {"type": "input_text", "text": text_of(self.content)}
         if self.role == "assistant":
             part = {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
-        return {"id": new_id("msg"), "type": "message", "status": "completed", "role": self.role, "content": [part]}
+        return {
+            "id": new_id("msg"),
+            "type": "message",
+            "status": "completed",
+            "role": self.role,
+            "content": [part],
+        }
 
 
 class CallItem(Body):
@@ -81,7 +87,10 @@ class CustomCallItem(CallItem):
 
 
 class LocalShellCallItem(Body):
-    """A call of OpenAI's local shell. This server never makes one, but a client may replay one from elsewhere."""
+    """A call of OpenAI's local shell.
+
+    This server never makes one, but a client may replay one from elsewhere.
+    """
 
     type: Literal["local_shell_call"]
     call_id: Identifier
@@ -114,7 +123,10 @@ class LocalShellOutputItem(CallOutputItem):
 
 
 class ReasoningItem(Body):
-    """Only the server that wrote ``encrypted_content`` can read it. An item without other content is left out."""
+    """Only the server that wrote ``encrypted_content`` can read it.
+
+    An item without other content is left out.
+    """
 
     type: Literal["reasoning"]
     summary: list[Part] | None = None
@@ -123,7 +135,13 @@ class ReasoningItem(Body):
     def resource(self) -> dict[str, Any]:
         text = text_of(self.content) or text_of(self.summary)
         content = [{"type": "reasoning_text", "text": text}] if text else []
-        return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+        return {
+            "id": new_id("rs"),
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": "completed",
+        }
 
 
 class ReferenceItem(Body):
@@ -159,10 +177,15 @@ MODELS: dict[str, type[Body]] = {
 
 
 def tag_of(item: Any) -> str:
-    """Return the tag of the pydantic model for ``item``. The type may be missing from messages and references."""
+    """Return the tag of the pydantic model for ``item``.
+
+    The type may be missing from messages and references.
+    """
     if not isinstance(item, dict):
         return f"item:{type(item).__name__}"
-    kind = item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
+    kind = item.get("type") or (
+        "item_reference" if "id" in item and "role" not in item else "message"
+    )
     return f"item:{MODELS.get(kind, OtherItem).__name__}" if isinstance(kind, str) else "item:None"
 
 
@@ -176,23 +199,34 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("item:ReasoningItem")]
     | Annotated[ReferenceItem, Tag("item:ReferenceItem")]
     | Annotated[OtherItem, Tag("item:OtherItem")],
-    Discriminator(tag_of, custom_error_type="item_type", custom_error_message="an item must be an object with a type"),
+    Discriminator(
+        tag_of,
+        custom_error_type="item_type",
+        custom_error_message="an item must be an object with a type",
+    ),
 ]
 
 
 def messages_of(items: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Translate items to chat messages. Consecutive reasoning, text and calls become one assistant message.
+    """Translate items to chat messages.
+
+    Consecutive reasoning, text and calls become one assistant message.
 
     Raises BadRequest for the output of a call that no item before it makes.
     """
     # the content of a system message at the beginning is a list until all of it is known
-    messages: list[dict[str, Any]] = [{"role": "system", "content": [instructions]}] if instructions else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": [instructions]}] if instructions else []
+    )
     made: set[str] = set()
     for item in items:
         if item["type"].endswith("_call"):
             made.add(item["call_id"])
         elif item["type"].endswith("_call_output") and item["call_id"] not in made:
-            message = f"Invalid 'input': no tool call found for the output with the call_id '{item['call_id'][:64]}'."
+            message = (
+                f"Invalid 'input': no tool call found for the output with the call_id "
+                f"'{item['call_id'][:64]}'."
+            )
             raise BadRequest(message, param="input", code="invalid_value")
         PLACES[item["type"]](messages, item)
     if messages and messages[0]["role"] == "system":
@@ -228,8 +262,14 @@ def place_local_shell_call(messages: list[dict[str, Any]], item: dict[str, Any])
     place_call(messages, item, "local_shell", to_json(item["action"]).decode())
 
 
-def place_call(messages: list[dict[str, Any]], item: dict[str, Any], name: str, arguments: str) -> None:
-    call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+def place_call(
+    messages: list[dict[str, Any]], item: dict[str, Any], name: str, arguments: str
+) -> None:
+    call = {
+        "id": item["call_id"],
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
     assistant(messages).setdefault("tool_calls", []).append(call)
 
 

@@ -32,7 +32,9 @@ CHOICES = ("function", "custom", "allowed_tools")
 def check_choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in CHOICES:
-        raise ValueError(f"tools of the type '{kind[:40]}' cannot be chosen, only {', '.join(CHOICES)}")
+        raise ValueError(
+            f"tools of the type '{kind[:40]}' cannot be chosen, only {', '.join(CHOICES)}"
+        )
     return value
 
 
@@ -79,7 +81,9 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    ignored: ClassVar[Mapping[str, str]] = {"verbosity": "models have no such option; use instructions"}
+    ignored: ClassVar[Mapping[str, str]] = {
+        "verbosity": "models have no such option; use instructions"
+    }
 
     format: TextFormat = TextFormat()
 
@@ -128,16 +132,20 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     previous_response_id: Identifier | None = None
     store: bool | None = Field(
-        default=None, description="Whether to keep the response in memory; default true, in a batch false."
+        default=None,
+        description="Whether to keep the response in memory; default true, in a batch false.",
     )
     metadata: Metadata | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         default=None,
-        description="Functions and custom tools, also within namespaces. Tools of other types are left out; the header "
+        description="Functions and custom tools, also within namespaces. Tools of other types "
+        "are left out; the header "
         "x-cllm-skipped names their types.",
     )
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None,
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None,
         pydantic.BeforeValidator(check_choice),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -149,12 +157,14 @@ class ResponseBody(GenerationBody):
         default=None, description="auto is treated as disabled: a prompt that is too long gets 400."
     )
     include: Annotated[list[str], Field(max_length=20)] | None = Field(
-        default=None, description="message.output_text.logprobs; the other values concern built-in tools."
+        default=None,
+        description="message.output_text.logprobs; the other values concern built-in tools.",
     )
     n: Literal[1] | None = Field(default=None, description="A response has one answer.")
     continue_final_message: bool | None = Field(
         default=None,
-        description="Continue the last item, an assistant's message. The response contains only the new text.",
+        description="Continue the last item, an assistant's message. The response contains only "
+        "the new text.",
     )
 
     def check(self) -> None:
@@ -164,7 +174,9 @@ class ResponseBody(GenerationBody):
             raise BadRequest(message, param="input", code="missing_required_parameter")
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the input as item resources, including references and items that will be left out."""
+        """Return the input as item resources, including references and items that will be left
+        out.
+        """
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input).resource()] if self.input else []
         return [item.resource() for item in self.input or []]
@@ -210,14 +222,24 @@ class ResponseBody(GenerationBody):
         if isinstance(choice, NamedTool):
             (name, *_) = toolset.flat_names(choice.name, choice.namespace) or [choice.name]
             return force_function(name)
-        names = [name for tool in choice.tools if tool.name for name in toolset.flat_names(tool.name, tool.namespace)]
+        names = [
+            name
+            for tool in choice.tools
+            if tool.name
+            for name in toolset.flat_names(tool.name, tool.namespace)
+        ]
         if not names and choice.mode == "required":
-            raise self.refuse("tool_choice", "requires a call, and none of the tools that it allows is served")
+            raise self.refuse(
+                "tool_choice", "requires a call, and none of the tools that it allows is served"
+            )
         if not names:
             return "none"
         return {
             "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.mode, "tools": [force_function(name) for name in names]},
+            "allowed_tools": {
+                "mode": choice.mode,
+                "tools": [force_function(name) for name in names],
+            },
         }
 
     @property
@@ -230,7 +252,8 @@ def renamed(error: BadRequest) -> BadRequest:
     param, message = error.param or "", str(error)
     for name, here in NAMES.items():
         if param == name or param.startswith((f"{name}[", f"{name}.")):
-            rest = "" if name == "messages" else param[len(name) :]  # because several items become one message
+            # because several items become one message
+            rest = "" if name == "messages" else param[len(name) :]
             message = message.replace(f"'{param}", f"'{here}{rest}").replace(f"'{name}", f"'{here}")
             return BadRequest(message, param=here + rest, code=error.code, status=error.status)
     return error

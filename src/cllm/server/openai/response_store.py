@@ -1,4 +1,7 @@
-"""Stores responses in memory, so that requests can continue from them. The least recently used are removed first."""
+"""Stores responses in memory, so that requests can continue from them.
+
+The least recently used are removed first.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,17 @@ class ResponseStore:
         self._response_ids: dict[str, str] = {}  # output item id -> response id
 
     def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Store ``response``, unless it alone is too large. The least recently used ones make room."""
+        """Store ``response``, unless it alone is too large.
+
+        The least recently used ones make room.
+        """
         item_ids = tuple(item["id"] for item in response["output"])
         stored = Stored(
-            owner, msgspec.json.encode(response), to_json(items), response["previous_response_id"], item_ids
+            owner,
+            msgspec.json.encode(response),
+            to_json(items),
+            response["previous_response_id"],
+            item_ids,
         )
         if stored.num_bytes > self._max_bytes:
             return
@@ -66,12 +76,17 @@ class ResponseStore:
             del self._response_ids[item_id]
 
     def get(self, response_id: str, owner: str, param: str = "response_id") -> Stored:
-        """Return a response. Raises BadRequest (404) if it does not exist or belongs to another account."""
+        """Return a response.
+
+        Raises BadRequest (404) if it does not exist or belongs to another account.
+        """
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             raise BadRequest(
-                f"The response {response_id[:100]!r} is not known: it was not stored, or deleted, or forgotten because "
-                f"newer ones needed the room (at most {self._max_count} responses and {self._max_bytes} bytes are "
+                f"The response {response_id[:100]!r} is not known: it was not stored, or "
+                f"deleted, or forgotten because "
+                f"newer ones needed the room (at most {self._max_count} responses and "
+                f"{self._max_bytes} bytes are "
                 "kept, in memory).",
                 param=param,
                 code="response_not_found",
@@ -85,11 +100,20 @@ class ResponseStore:
         self._remove(response_id)
 
     def with_items(self, item_ids: Iterable[str], owner: str) -> list[Stored]:
-        """Return the responses of ``owner`` whose output has an item with one of these ids. They count as used."""
-        response_ids = dict.fromkeys(self._response_ids.get(item_id, "") for item_id in item_ids)
-        return [self._use(name) for name in response_ids if name in self._stored and self._stored[name].owner == owner]
+        """Return the responses of ``owner`` whose output has an item with one of these ids.
 
-    def turns(self, response_id: str | None, owner: str, param: str = "previous_response_id") -> list[Stored]:
+        They count as used.
+        """
+        response_ids = dict.fromkeys(self._response_ids.get(item_id, "") for item_id in item_ids)
+        return [
+            self._use(name)
+            for name in response_ids
+            if name in self._stored and self._stored[name].owner == owner
+        ]
+
+    def turns(
+        self, response_id: str | None, owner: str, param: str = "previous_response_id"
+    ) -> list[Stored]:
         """Return a response and all those before it, oldest first. They count as used.
 
         Raises BadRequest (404) if one of them does not exist.

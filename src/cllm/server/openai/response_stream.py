@@ -1,4 +1,7 @@
-"""Turns deltas into the items and events of a response. What does not change within an item is encoded once."""
+"""Turns deltas into the items and events of a response.
+
+What does not change within an item is encoded once.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,20 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class OutputItem:
     """One item of the output as it grows: a message, reasoning or a tool call.
 
-    The input of a custom tool is known only when the arguments of its function are complete, so it is one delta.
+    The input of a custom tool is known only when the arguments of its function are complete, so it
+    is one delta.
     """
 
     def __init__(self, channel: Channel, index: int, call: int, tool: Called) -> None:
-        """``index``: the place in the output. ``call``: the number of the call in the answer, to the tool ``tool``."""
+        """``index``: the place in the output.
+
+        ``call``: the number of the call in the answer, to the tool ``tool``.
+        """
         self.channel, self.index, self.call, self.tool = channel, index, call, tool
-        self.id, self.call_id = new_id("ctc" if tool.is_custom else PREFIXES[channel]), new_id("call")
+        self.id, self.call_id = (
+            new_id("ctc" if tool.is_custom else PREFIXES[channel]),
+            new_id("call"),
+        )
         self._texts: list[str] = []
         self._logprobs: list[bytes] = []  # as JSON, because several events repeat them
         self.kind = CUSTOM_DELTA if tool.is_custom else DELTAS[channel]
@@ -96,20 +106,30 @@ class OutputItem:
         item: dict[str, Any]
         if self.channel == Channel.CALL:
             tool = self.tool
-            kind, content = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
+            kind, content = (
+                ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
+            )
             item = {"type": kind, "call_id": self.call_id, "name": tool.name, content: text}
             if tool.namespace:
                 item["namespace"] = tool.namespace
         elif self.channel == Channel.REASONING:
-            item = {"type": "reasoning", "summary": [], "content": [self.part(text)] if begun else []}
+            item = {
+                "type": "reasoning",
+                "summary": [],
+                "content": [self.part(text)] if begun else [],
+            }
         else:
-            item = {"type": "message", "role": "assistant", "content": [self.part(text)] if begun else []}
+            item = {
+                "type": "message",
+                "role": "assistant",
+                "content": [self.part(text)] if begun else [],
+            }
         return {"id": self.id, **item, "status": status}
 
 
 class ResponseEvents:
-    """The events of one response; implements Events. After ``end``, ``response`` is the complete response. Its logprobs
-    are JSON that msgspec copies.
+    """The events of one response; implements Events. After ``end``, ``response`` is the complete
+    response. Its logprobs are JSON that msgspec copies.
     """
 
     def __init__(
@@ -122,8 +142,8 @@ class ResponseEvents:
     ) -> None:
         """``head``: the response before generation. ``on_end`` gets the complete response.
 
-        ``called``: the tool behind each function, by the function's name. ``logprobs``: makes the logprobs object for
-        some tokens, if the client asked for it.
+        ``called``: the tool behind each function, by the function's name. ``logprobs``: makes the
+        logprobs object for some tokens, if the client asked for it.
         """
         self._generation = generation
         self._logprobs = logprobs
@@ -159,13 +179,17 @@ class ResponseEvents:
             data = self._close("completed") + self._open(delta.channel, delta.call, delta.name)
             item = self._item
             assert item is not None
-        if (delta.text or token_logprobs) and (event := item.add(delta.text, token_logprobs, self._sequence_number)):
+        if (delta.text or token_logprobs) and (
+            event := item.add(delta.text, token_logprobs, self._sequence_number)
+        ):
             data += event
             self._sequence_number += 1
         return data
 
     def _open(self, channel: Channel, call: int = 0, name: str = "") -> bytes:
-        self._item = item = OutputItem(channel, len(self._output), call, self._called.get(name) or Called(name))
+        self._item = item = OutputItem(
+            channel, len(self._output), call, self._called.get(name) or Called(name)
+        )
         added = {"output_index": item.index, "item": item.resource("in_progress")}
         data = self._event("response.output_item.added", **added)
         if channel == Channel.CALL:
@@ -183,17 +207,22 @@ class ResponseEvents:
             data = self._event(f"{item.kind}.delta", **item.place, delta=text)
             data += self._event(f"{item.kind}.done", **item.place, input=text)
         elif item.channel == Channel.CALL:
-            data = self._event(f"{item.kind}.done", **item.place, name=item.tool.name, arguments=text)
+            data = self._event(
+                f"{item.kind}.done", **item.place, name=item.tool.name, arguments=text
+            )
         else:
             data = self._event(f"{item.kind}.done", **item.place, text=text, **item.logprobs)
             data += self._event("response.content_part.done", **item.place, part=item.part(text))
-        return data + self._event("response.output_item.done", output_index=item.index, item=resource)
+        return data + self._event(
+            "response.output_item.done", output_index=item.index, item=resource
+        )
 
     def end(self) -> bytes:
         status = "incomplete" if self._finish == "length" else "completed"
         data = b""
         if self._item is None and not self._output:
-            data = self._open(Channel.TEXT)  # the model generated nothing: answer with an empty message
+            # the model generated nothing: answer with an empty message
+            data = self._open(Channel.TEXT)
         data += self._close(status)
         usage = usage_object(self._generation.usage)
         self.response = {**self.response, "status": status, "output": self._output, "usage": usage}

@@ -1,4 +1,7 @@
-"""Tools of the Responses API. They are declared to the model as functions; a call is mapped back to its tool."""
+"""Tools of the Responses API.
+
+They are declared to the model as functions; a call is mapped back to its tool.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from cllm.server.openai.schema import MAX_TOOLS, Function, ToolName
 # Custom tools take plain text. The model calls them as functions with these arguments.
 CUSTOM_ARGUMENTS = {
     "type": "object",
-    "properties": {"input": {"type": "string", "description": "The input of the tool, as plain text."}},
+    "properties": {
+        "input": {"type": "string", "description": "The input of the tool, as plain text."}
+    },
     "required": ["input"],
     "additionalProperties": False,
 }
@@ -24,7 +29,12 @@ class FunctionTool(Function):
     type: Literal["function"] = "function"
 
     def resource(self) -> dict[str, Any]:
-        return {"type": "function", "parameters": None, "strict": None, **self.model_dump(exclude_unset=True)}
+        return {
+            "type": "function",
+            "parameters": None,
+            "strict": None,
+            **self.model_dump(exclude_unset=True),
+        }
 
     def function(self) -> dict[str, Any]:
         """Return the declaration of the function for a chat."""
@@ -54,8 +64,14 @@ class CustomTool(Body):
         description = self.description or ""
         if self.format and self.format.definition:
             syntax = self.format.syntax or "following"
-            description += f"\n\nThe input must match this {syntax} grammar:\n{self.format.definition}"
-        return {"name": self.name, "description": description.strip(), "parameters": CUSTOM_ARGUMENTS}
+            description += (
+                f"\n\nThe input must match this {syntax} grammar:\n{self.format.definition}"
+            )
+        return {
+            "name": self.name,
+            "description": description.strip(),
+            "parameters": CUSTOM_ARGUMENTS,
+        }
 
 
 class OtherTool(Body):
@@ -108,7 +124,10 @@ class Called:
 
 @dataclass(slots=True)
 class Toolset:
-    """functions: declarations for a chat. called: the tool behind each function. skipped: types of tools left out."""
+    """functions: declarations for a chat.
+
+    called: the tool behind each function. skipped: types of tools left out.
+    """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     called: dict[str, Called] = field(default_factory=dict)
@@ -123,14 +142,24 @@ class Toolset:
             else:
                 name = flat_name(tool.name, namespace.name if namespace else None)
                 is_custom = isinstance(tool, CustomTool)
-                self.functions.append({"type": "function", "function": {**tool.function(), "name": name}})
-                self.called[name] = Called(tool.name, namespace.name if namespace else None, is_custom)
+                self.functions.append(
+                    {"type": "function", "function": {**tool.function(), "name": name}}
+                )
+                self.called[name] = Called(
+                    tool.name, namespace.name if namespace else None, is_custom
+                )
 
     def flat_names(self, name: str, namespace: str | None) -> list[str]:
-        """Return the names of the functions for the tool ``name``; without a namespace, those of all namespaces."""
+        """Return the names of the functions for the tool ``name``; without a namespace, those of
+        all namespaces.
+        """
         if (exact := flat_name(name, namespace)) in self.called:
             return [exact]
-        return [flat for flat, called in self.called.items() if namespace is None and called.name == name]
+        return [
+            flat
+            for flat, called in self.called.items()
+            if namespace is None and called.name == name
+        ]
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -139,10 +168,11 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def extract_input(arguments: str) -> str:
-    """Extract the input of a custom tool from the arguments that the model wrote, which may be cut off.
+    """Extract the input of a custom tool from the arguments that the model wrote, which may be cut
+    off.
 
-    The model may have used another name than ``input``, so any single text is accepted. Other arguments are returned
-    as they are.
+    The model may have used another name than ``input``, so any single text is accepted. Other
+    arguments are returned as they are.
     """
     try:
         values = from_json(arguments, allow_partial="trailing-strings")

@@ -41,9 +41,9 @@ router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 async def create(request: Request) -> Response:
     """Generate a response and store it, so that a later request can continue from it by its id.
 
-    Responses are stored in memory, limited by number and size (storage.max_responses, storage.max_responses_mb). The
-    least recently used ones are removed first, and a restart removes all. A response is visible only with the API key
-    that created it.
+    Responses are stored in memory, limited by number and size (storage.max_responses,
+    storage.max_responses_mb). The least recently used ones are removed first, and a restart removes
+    all. A response is visible only with the API key that created it.
     """
     service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
@@ -52,14 +52,18 @@ async def create(request: Request) -> Response:
         generation = await chat_generation(request, chat, new_id("resp"), param="input")
     head = response_head(request, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
-    events = ResponseEvents(generation, head, keeper(request, items), body.toolset().called, logprobs)
+    events = ResponseEvents(
+        generation, head, keeper(request, items), body.toolset().called, logprobs
+    )
     answer = service.submit(generation)
     headers = {"x-request-id": generation.request_id, **answer_headers(answer), **skipped}
     if body.stream:
         return EventStream(answer, events, headers)
     with answer:
         await until_disconnect(request, collect(answer, events))
-    return Response(msgspec.json.encode(events.response), headers=headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(events.response), headers=headers, media_type="application/json"
+    )
 
 
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
@@ -85,7 +89,10 @@ async def retrieve(request: Request, response_id: str, *, stream: bool = False) 
 
 @router.delete("/{response_id}", openapi_extra=documented(answer=Deleted))
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
-    """Delete a stored response. Later responses of the same conversation can no longer be continued."""
+    """Delete a stored response.
+
+    Later responses of the same conversation can no longer be continued.
+    """
     kept(request).delete(response_id, account(request, None))
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -94,7 +101,10 @@ async def delete(request: Request, response_id: str) -> dict[str, Any]:
 async def cancel(request: Request, response_id: str) -> Response:
     """Always rejected, because nothing is computed in the background."""
     kept(request).get(response_id, account(request, None))
-    message = "Only responses in the background can be cancelled, and there are none; to end one, close its connection."
+    message = (
+        "Only responses in the background can be cancelled, and there are none; to end "
+        "one, close its connection."
+    )
     raise BadRequest(message, param="response_id", code="unsupported_operation")
 
 
@@ -106,7 +116,9 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """List the items that the model has read: the input of the request, and the items of all responses before it."""
+    """List the items that the model has read: the input of the request, and the items of all
+    responses before it.
+    """
     owner = account(request, None)
     stored = kept(request).get(response_id, owner)
     turns = kept(request).turns(stored.previous_id, owner)
@@ -133,8 +145,11 @@ def renaming_fields() -> Iterator[None]:
         raise renamed(error) from None
 
 
-async def translate(request: Request, body: ResponseBody) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
-    """Return ``body`` as a chat, the input items, and a header that names the parts of the body that were left out.
+async def translate(
+    request: Request, body: ResponseBody
+) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
+    """Return ``body`` as a chat, the input items, and a header that names the parts of the body
+    that were left out.
 
     Raises BadRequest with the field names of this dialect.
     """
@@ -143,14 +158,28 @@ async def translate(request: Request, body: ResponseBody) -> tuple[ChatBody, lis
     store, owner = kept(request), account(request, None)
     sent = await off_loop(request, body.items)
     references = {item["id"] for item in sent if item["type"] == "item_reference"}
-    referred, turns = store.with_items(references, owner), store.turns(body.previous_response_id, owner)
+    referred, turns = (
+        store.with_items(references, owner),
+        store.turns(body.previous_response_id, owner),
+    )
     check_turns(request, [*referred, *turns])
 
     def build() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
-        found = {item["id"]: item for stored in referred for item in stored.output() if item["id"] in references}
-        whole = [found.pop(item["id"], item) if item["type"] == "item_reference" else item for item in sent]
+        found = {
+            item["id"]: item
+            for stored in referred
+            for item in stored.output()
+            if item["id"] in references
+        }
+        whole = [
+            found.pop(item["id"], item) if item["type"] == "item_reference" else item
+            for item in sent
+        ]
         items = [item for item in whole if item["type"] in PLACES]
-        skipped = [*body.toolset().skipped, *(item["type"] for item in whole if item["type"] not in PLACES)]
+        skipped = [
+            *body.toolset().skipped,
+            *(item["type"] for item in whole if item["type"] not in PLACES),
+        ]
         conversation = history_of(turns) + items
         check_num_parts(len(conversation), "input")
         return body.chat(conversation), items, skipped
@@ -161,14 +190,19 @@ async def translate(request: Request, body: ResponseBody) -> tuple[ChatBody, lis
 
 
 def check_turns(request: Request, turns: list[Stored]) -> None:
-    """Raise BadRequest if the responses together are larger than a body may be, because all of them go into a prompt.
+    """Raise BadRequest if the responses together are larger than a body may be, because all of them
+    go into a prompt.
 
-    Otherwise count their bytes as the request's. Raises EngineError if too many large requests wait.
+    Otherwise count their bytes as the request's. Raises EngineError if too many large requests
+    wait.
     """
     limit = request.app.state.settings.server.max_body_mb * 1_000_000
     num_bytes = sum(stored.num_bytes for stored in turns)
     if num_bytes > limit:
-        message = f"The conversation is too long: the responses before have {num_bytes} bytes, {limit} are allowed."
+        message = (
+            f"The conversation is too long: the responses before have {num_bytes} bytes, "
+            f"{limit} are allowed."
+        )
         raise BadRequest(message, param="previous_response_id", code="conversation_too_long")
     admit(request, num_bytes)
 

@@ -33,17 +33,28 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 MANY_LOGPROBS = 5_000
 
 
-@router.post("/chat/completions", openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"))
+@router.post(
+    "/chat/completions",
+    openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"),
+)
 async def chat_completions(request: Request) -> Response:
-    """Generate the next message of a conversation. With ``stream``, the answer is server-sent events."""
+    """Generate the next message of a conversation.
+
+    With ``stream``, the answer is server-sent events.
+    """
     body = await read_body(request, ChatBody)
     check_model(body.model, request.app.state.service)
     generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
     return await respond(request, body, generation)
 
 
-async def chat_generation(request: Request, body: ChatBody, request_id: str, param: str = "messages") -> Generation:
-    """Return the generation for a chat, ready to be submitted. ``param`` names its messages in errors."""
+async def chat_generation(
+    request: Request, body: ChatBody, request_id: str, param: str = "messages"
+) -> Generation:
+    """Return the generation for a chat, ready to be submitted.
+
+    ``param`` names its messages in errors.
+    """
     service: Service = request.app.state.service
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
@@ -54,7 +65,10 @@ async def chat_generation(request: Request, body: ChatBody, request_id: str, par
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """List the served model under its name and under each alias that is not a pattern. ``root`` is its name."""
+    """List the served model under its name and under each alias that is not a pattern.
+
+    ``root`` is its name.
+    """
     service: Service = request.app.state.service
     return {"object": "list", "data": [model_object(service, name) for name in service.names]}
 
@@ -79,19 +93,25 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "cllm",
         "root": service.model_name,
         "context_length": info.context_length if info else None,
-        "max_model_len": info.context_length if info else None,  # the same under vLLM's name, which clients look for
+        # the same under vLLM's name, which clients look for
+        "max_model_len": info.context_length if info else None,
     }
 
 
 def check_model(name: str | None, service: Service) -> None:
     """Raise BadRequest (404) if a request names another model than the one that is served."""
     if name is not None and not service.serves(name):
-        message = f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
+        message = (
+            f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
+        )
         raise BadRequest(message, param="model", code="model_not_found", status=404)
 
 
 def head_of(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
-    """Return the fields that begin every answer and every chunk. The same fingerprint and seed give the same text."""
+    """Return the fields that begin every answer and every chunk.
+
+    The same fingerprint and seed give the same text.
+    """
     sha = hashlib.sha256(f"{__version__} {service.info.fingerprint}".encode()).hexdigest()
     return {
         "id": generation.request_id,
@@ -113,13 +133,17 @@ def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
 async def respond(request: Request, body: ChatBody, generation: Generation) -> Response:
     """Stream the generation, or collect it. A request is only rejected before the first byte."""
     service: Service = request.app.state.service
-    head = head_of(service, generation, "chat.completion.chunk" if body.stream else "chat.completion")
+    head = head_of(
+        service, generation, "chat.completion.chunk" if body.stream else "chat.completion"
+    )
     answer = service.submit(generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.logprobs else None
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         chunks = Chunks(generation, head, chat=True, include_usage=include_usage, logprobs=logprobs)
-        return EventStream(answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer))
+        return EventStream(
+            answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
+        )
     with answer:
         wholes = await until_disconnect(request, collect(answer))
     choices = (
@@ -131,7 +155,9 @@ async def respond(request: Request, body: ChatBody, generation: Generation) -> R
         }
         for i, whole in enumerate(wholes)
     )
-    return await choices_answer(answer, head, choices, sum(len(whole.token_logprobs) for whole in wholes))
+    return await choices_answer(
+        answer, head, choices, sum(len(whole.token_logprobs) for whole in wholes)
+    )
 
 
 async def collect(answer: Answer) -> list[Whole]:
@@ -148,10 +174,15 @@ async def choices_answer(
 ) -> Response:
     """Return the answer ``head`` with ``choices``, which have the logprobs of ``num_tokens``.
 
-    If there are many logprobs, another thread encodes the answer, one choice after the other: encoding holds the GIL.
+    If there are many logprobs, another thread encodes the answer, one choice after the other:
+    encoding holds the GIL.
     """
     generation = answer.generation
-    content = {**head, "usage": usage_object(generation.usage), "timings": build_timings(generation)}
+    content = {
+        **head,
+        "usage": usage_object(generation.usage),
+        "timings": build_timings(generation),
+    }
 
     def write() -> bytes:
         return to_json(content)[:-1] + b',"choices":[' + b",".join(map(to_json, choices)) + b"]}"

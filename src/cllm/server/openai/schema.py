@@ -1,4 +1,7 @@
-"""Request bodies of OpenAI's clients. The ranges of sampling parameters are checked in core/params.py."""
+"""Request bodies of OpenAI's clients.
+
+The ranges of sampling parameters are checked in core/params.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def read_limit(value: Any) -> Any:
 
 # The largest number of tokens to generate.
 Limit = Annotated[
-    Annotated[int, Field(ge=1)] | None, pydantic.BeforeValidator(read_limit), Field(description="-1 means no limit.")
+    Annotated[int, Field(ge=1)] | None,
+    pydantic.BeforeValidator(read_limit),
+    Field(description="-1 means no limit."),
 ]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -85,8 +90,12 @@ class GenerationBody(TermsBody, ConstrainedBody):
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Limit = None
-    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)] = Field(
-        default=None, description="llama-server's name of max_tokens; 0 computes only the prompt, -1 means no limit."
+    n_predict: Annotated[
+        Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)
+    ] = Field(
+        default=None,
+        description="llama-server's name of max_tokens; 0 computes only the prompt, -1 means no "
+        "limit.",
     )
     temperature: float | None = Field(
         default=None, description="From 0 to 100; above 2 is an extension of OpenAI's API."
@@ -95,7 +104,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = Field(default=None, description="The name of repetition_penalty in llama-server.")
+    repeat_penalty: float | None = Field(
+        default=None, description="The name of repetition_penalty in llama-server."
+    )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
@@ -125,13 +136,19 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
     def num_new_tokens(self) -> int | None:
         given = self.model_fields_set
-        return self.n_predict if "n_predict" in given and "max_tokens" not in given else self.max_tokens
+        return (
+            self.n_predict
+            if "n_predict" in given and "max_tokens" not in given
+            else self.max_tokens
+        )
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         bias = None
         if self.logit_bias is not None:
-            if not all(key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias):
+            if not all(
+                key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias
+            ):
                 message = "Invalid 'logit_bias': keys must be token ids."
                 raise BadRequest(message, param="logit_bias", code="invalid_value")
             bias = {int(key): value for key, value in self.logit_bias.items()}
@@ -147,7 +164,9 @@ class GenerationBody(TermsBody, ConstrainedBody):
             top_p=self.top_p,
             top_k=top_k,
             min_p=self.min_p,
-            repetition_penalty=self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=self.repeat_penalty
+            if self.repetition_penalty is None
+            else self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=bias,
@@ -170,15 +189,23 @@ class GenerationBody(TermsBody, ConstrainedBody):
     def check_stream(self) -> None:
         """Raise BadRequest for usage options of a stream if the answer is not streamed."""
         options = self.stream_options
-        if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
-            raise self.refuse("stream_options", "needs 'stream' to be true; else the usage is always there")
+        if (
+            options is not None
+            and (options.include_usage or options.continuous_usage_stats)
+            and not self.stream
+        ):
+            raise self.refuse(
+                "stream_options", "needs 'stream' to be true; else the usage is always there"
+            )
 
     def refuse(self, field: str, why: str) -> BadRequest:
         return BadRequest(f"'{field}' {why}.", param=field, code="unsupported_parameter")
 
 
 class TextPart(Body):
-    """A part of the type text (in the Responses API input_text or output_text), or an assistant's refusal."""
+    """A part of the type text (in the Responses API input_text or output_text), or an assistant's
+    refusal.
+    """
 
     type: str
     text: str | None = None
@@ -220,14 +247,19 @@ class Message(Body):
         return self
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """Return the message in the format of chat templates. Raises BadRequest for parts that are not text."""
+        """Return the message in the format of chat templates.
+
+        Raises BadRequest for parts that are not text.
+        """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self._text(param),
         }
         if self.name is not None:
             message["name"] = self.name
-        if (thoughts := self.reasoning if self.reasoning_content is None else self.reasoning_content) is not None:
+        if (
+            thoughts := self.reasoning if self.reasoning_content is None else self.reasoning_content
+        ) is not None:
             message["reasoning_content"] = thoughts
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
@@ -241,7 +273,10 @@ class Message(Body):
         texts = [part.said() for part in self.content]
         for i, (part, text) in enumerate(zip(self.content, texts, strict=True)):
             if text is None:
-                message = f"Invalid '{param}.content[{i}]': this model takes text parts, not '{part.type[:40]}'."
+                message = (
+                    f"Invalid '{param}.content[{i}]': this model takes text parts, not "
+                    f"'{part.type[:40]}'."
+                )
                 raise BadRequest(message, param=f"{param}.content[{i}]", code="unsupported_value")
         return "".join(filter(None, texts))
 
@@ -286,7 +321,9 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 def check_variable(name: str) -> str:
     if not name.isidentifier() or len(name) > MAX_NAME:
-        raise ValueError(f"the name of a variable must have at most {MAX_NAME} letters, digits and _")
+        raise ValueError(
+            f"the name of a variable must have at most {MAX_NAME} letters, digits and _"
+        )
     if name in RESERVED:
         raise ValueError("the server sets this variable of the template")
     return name
@@ -301,12 +338,17 @@ def check_size(variables: dict[str, Any]) -> dict[str, Any]:
 Scalar = bool | int | float | str | None
 # Variables that a client passes to the chat template.
 TemplateVariables = Annotated[
-    dict[Annotated[str, pydantic.AfterValidator(check_variable)], Scalar | list[Scalar] | dict[str, Scalar]],
+    dict[
+        Annotated[str, pydantic.AfterValidator(check_variable)],
+        Scalar | list[Scalar] | dict[str, Scalar],
+    ],
     at_most(MAX_VARIABLES),
     pydantic.AfterValidator(check_size),
     Field(
-        description="Variables of the chat template, such as enable_thinking. A value is a text, a number, true "
-        "or false, or a flat list or object of these. What the template does not know changes nothing."
+        description="Variables of the chat template, such as enable_thinking. A value is a text, "
+        "a number, true "
+        "or false, or a flat list or object of these. What the template does not know changes "
+        "nothing."
     ),
 ]
 
@@ -318,7 +360,10 @@ def drop_nulls(variables: dict[str, Any] | None) -> dict[str, Any]:
 
 class ChatBody(GenerationBody):
     model_config = example(
-        messages=[{"role": "user", "content": "What is 27 plus 45?"}], temperature=0, max_tokens=50, stream=False
+        messages=[{"role": "user", "content": "What is 27 plus 45?"}],
+        temperature=0,
+        max_tokens=50,
+        stream=False,
     )
     ignored: ClassVar[Mapping[str, str]] = {
         "store": "answers are not stored",
@@ -355,7 +400,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: TemplateVariables | None = None
     continue_final_message: bool | None = Field(
         default=None,
-        description="Continue the last message, an assistant's. The answer contains only the new text; a constraint "
+        description="Continue the last message, an assistant's. The answer contains only the new "
+        "text; a constraint "
         "applies to that text.",
     )
     add_generation_prompt: bool | None = Field(
@@ -370,8 +416,12 @@ class ChatBody(GenerationBody):
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
             raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
-        if self.add_generation_prompt is not None and self.add_generation_prompt == bool(self.continue_final_message):
-            raise self.refuse("add_generation_prompt", "must be the opposite of 'continue_final_message'")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == bool(
+            self.continue_final_message
+        ):
+            raise self.refuse(
+                "add_generation_prompt", "must be the opposite of 'continue_final_message'"
+            )
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
@@ -418,19 +468,25 @@ def continuing(chat: Chat) -> Chat:
     Raises BadRequest if that is not an assistant's, or has tool calls.
     """
     if chat.messages[-1]["role"] != "assistant" or "tool_calls" in chat.messages[-1]:
-        message = "Invalid 'continue_final_message': the last message must be an assistant's, without tool calls."
+        message = (
+            "Invalid 'continue_final_message': the last message must be an assistant's, "
+            "without tool calls."
+        )
         raise BadRequest(message, param="continue_final_message", code="invalid_value")
     return chat.continuing()
 
 
 class CompletionBody(GenerationBody):
     model_config = example(prompt="27 plus 45 is", temperature=0, max_tokens=16)
-    refused: ClassVar[Mapping[str, str]] = {**GenerationBody.refused, "prompt_logprobs": "use echo with logprobs"}
+    refused: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.refused,
+        "prompt_logprobs": "use echo with logprobs",
+    }
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)] = Field(
-        default=16, description="0 computes only the prompt; -1 means no limit."
-    )
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0)] | None, pydantic.BeforeValidator(read_limit)
+    ] = Field(default=16, description="0 computes only the prompt; -1 means no limit.")
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
@@ -448,26 +504,34 @@ class CompletionBody(GenerationBody):
             message = f"Invalid 'best_of': it must not be less than n, {self.n}."
             raise BadRequest(message, param="best_of", code="invalid_value")
         if self.chooses and self.stream:
-            raise self.refuse("best_of", "other than n cannot be streamed: the best is known at the end")
+            raise self.refuse(
+                "best_of", "other than n cannot be streamed: the best is known at the end"
+            )
         if self.suffix is not None and self.echo and self.logprobs is not None:
             raise self.refuse("logprobs", "of an echoed prompt cannot be had with 'suffix'")
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         params = super().params(defaults)
-        return msgspec.structs.replace(params, n=self.best_of) if self.best_of is not None else params
+        return (
+            msgspec.structs.replace(params, n=self.best_of) if self.best_of is not None else params
+        )
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         ranked = 0 if self.chooses and self.logprobs is None else self.logprobs
         return {"logprobs": ranked, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return one or more prompts, as text or as token ids. Raises BadRequest if there are none or too many."""
+        """Return one or more prompts, as text or as token ids.
+
+        Raises BadRequest if there are none or too many.
+        """
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise BadRequest(
-                f"Invalid 'prompt': 1 to {MAX_PROMPTS} prompts are accepted, not {len(prompts)}.", param="prompt"
+                f"Invalid 'prompt': 1 to {MAX_PROMPTS} prompts are accepted, not {len(prompts)}.",
+                param="prompt",
             )
         checked: list[str] | list[list[int]] = prompts
         return checked

@@ -149,7 +149,14 @@ class BatchObject(Shape):
     input_file_id: str
     completion_window: str
     status: Literal[
-        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+        "validating",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "failed",
+        "expired",
+        "cancelling",
+        "cancelled",
     ]
     created_at: int
     expires_at: int

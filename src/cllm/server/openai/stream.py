@@ -32,7 +32,10 @@ def call_id() -> str:
 
 
 class Chunks:
-    """The chunks of one stream; implements Events. [DONE] is always the last one, also after an error."""
+    """The chunks of one stream; implements Events.
+
+    [DONE] is always the last one, also after an error.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,8 @@ class Chunks:
         include_usage: bool,
         logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
-        """``head``: id, object, created and model, which every chunk repeats. ``logprobs`` makes the logprobs object
-        of a delta.
+        """``head``: id, object, created and model, which every chunk repeats. ``logprobs`` makes
+        the logprobs object of a delta.
         """
         self._generation = generation
         self._chat = chat
@@ -62,10 +65,15 @@ class Chunks:
         return self._head + b'{"index":%d,' % index + rest + self._end
 
     def _open(self, delta: Delta) -> bytes:
-        """Return the first chunk of a chat's choice. A choice that begins with a call may have no content."""
+        """Return the first chunk of a chat's choice.
+
+        A choice that begins with a call may have no content.
+        """
         self._unopened.remove(delta.index)
         content = b'""' if delta.channel == Channel.TEXT else b"null"
-        return self._choice(delta.index, b'"delta":{"role":"assistant","content":' + content + self._going)
+        return self._choice(
+            delta.index, b'"delta":{"role":"assistant","content":' + content + self._going
+        )
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         end = self._going
@@ -74,25 +82,37 @@ class Chunks:
         return self._choice(index, self._text + to_json(text) + end)
 
     def finish(self, index: int, reason: str) -> bytes:
-        """Return the last chunk of a choice. The stream's last one has the timings, unless a usage chunk follows."""
+        """Return the last chunk of a choice.
+
+        The stream's last one has the timings, unless a usage chunk follows.
+        """
         self._num_going -= 1
         if not self._num_going and not self._include_usage:
             self._end = b"]," + self._timings()
         empty = b'"delta":{}' if self._chat else b'"text":""'
-        return self._choice(index, empty + b',"logprobs":null,"finish_reason":"%s"}' % reason.encode())
+        return self._choice(
+            index, empty + b',"logprobs":null,"finish_reason":"%s"}' % reason.encode()
+        )
 
     def _call(self, delta: Delta) -> bytes:
         call: dict[str, Any] = {"index": delta.call}
         if delta.name:
-            call |= {"id": call_id(), "type": "function", "function": {"name": delta.name, "arguments": delta.text}}
+            call |= {
+                "id": call_id(),
+                "type": "function",
+                "function": {"name": delta.name, "arguments": delta.text},
+            }
         else:
             call["function"] = {"arguments": delta.text}
-        return self._choice(delta.index, b'"delta":{"tool_calls":[' + to_json(call) + b"]" + self._going)
+        return self._choice(
+            delta.index, b'"delta":{"tool_calls":[' + to_json(call) + b"]" + self._going
+        )
 
     def _reasoning(self, delta: Delta) -> bytes:
         text = to_json(delta.text)
         return self._choice(
-            delta.index, b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + self._going
+            delta.index,
+            b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text + self._going,
         )
 
     def _timings(self) -> bytes:
@@ -172,7 +192,11 @@ class Whole:
         if self._calls:
             message["content"] = text or None
             message["tool_calls"] = [
-                {"id": call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+                {
+                    "id": call_id(),
+                    "type": "function",
+                    "function": {"name": name, "arguments": "".join(parts)},
+                }
                 for name, parts in self._calls
             ]
         return message

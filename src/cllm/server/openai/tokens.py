@@ -1,4 +1,6 @@
-"""/tokenize, /detokenize and /apply-template, which accept the parameters of llama-server and of vLLM."""
+"""/tokenize, /detokenize and /apply-template, which accept the parameters of llama-server and of
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from cllm.server.body_limits import MAX_VALUES
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.routes import check_model
-from cllm.server.openai.schema import MAX_TOOLS, Message, TemplateVariables, Tool, continuing, drop_nulls
+from cllm.server.openai.schema import (
+    MAX_TOOLS,
+    Message,
+    TemplateVariables,
+    Tool,
+    continuing,
+    drop_nulls,
+)
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat import Chat
 from cllm.text.chat_template import without_fences
@@ -57,8 +66,8 @@ class TemplateBody(ConversationBody):
 class TokenizeBody(ConversationBody):
     """Give one of ``content``, ``prompt`` and ``messages``.
 
-    The tokens that the model expects before and after a text are added to ``prompt`` by default (as in vLLM), but not
-    to ``content`` (as in llama-server).
+    The tokens that the model expects before and after a text are added to ``prompt`` by default (as
+    in vLLM), but not to ``content`` (as in llama-server).
     """
 
     model_config = example(content="What is 27 plus 45?", with_pieces=True)
@@ -91,7 +100,9 @@ async def tokenize(request: Request) -> Response:
     check_model(body.model, service)
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
-        message = f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
+        message = (
+            f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
+        )
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
         text = await render(request, body.messages, body)
@@ -100,7 +111,12 @@ async def tokenize(request: Request) -> Response:
         text = body.prompt if body.prompt is not None else body.content or ""
         asked = body.add_special if body.add_special is not None else body.add_special_tokens
         add_special = asked if asked is not None else body.prompt is not None
-        tokenize = partial(service.vocabulary.tokenize, text, add_special=add_special, parse_special=body.parse_special)
+        tokenize = partial(
+            service.vocabulary.tokenize,
+            text,
+            add_special=add_special,
+            parse_special=body.parse_special,
+        )
     tokens = tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
     content = await off_loop(request, lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
@@ -113,7 +129,9 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
     if len(tokens) > limit:
         what = "with_pieces and return_token_strs" if has_pieces else "/tokenize"
         message = f"{what} takes texts of up to {limit} tokens, and this one has {len(tokens)}."
-        raise BadRequest(message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens")
+        raise BadRequest(
+            message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens"
+        )
     vocabulary = service.vocabulary
     content: dict[str, Any] = {
         "tokens": tokens,
@@ -124,13 +142,18 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
     if body.with_pieces:
         content["tokens"] = [{"id": token, "piece": piece(vocabulary, token)} for token in tokens]
     if body.return_token_strs:
-        content["token_strs"] = [vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens]
+        content["token_strs"] = [
+            vocabulary.text_of(token).decode("utf-8", "replace") for token in tokens
+        ]
     return to_json(content)
 
 
 @router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
 async def detokenize(request: Request) -> Response:
-    """Return the text of token ids, with control tokens by name. ``content`` and ``prompt`` are the same text."""
+    """Return the text of token ids, with control tokens by name.
+
+    ``content`` and ``prompt`` are the same text.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody)
     check_model(body.model, service)
@@ -140,7 +163,10 @@ async def detokenize(request: Request) -> Response:
 
 @router.post("/apply-template", openapi_extra=documented(TemplateBody, Templated))
 async def apply_template(request: Request) -> Response:
-    """Render messages with the model's chat template, and return the prompt. Nothing is generated."""
+    """Render messages with the model's chat template, and return the prompt.
+
+    Nothing is generated.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
     check_model(body.model, service)
@@ -149,14 +175,20 @@ async def apply_template(request: Request) -> Response:
 
 
 async def render(request: Request, messages: list[Message], body: ConversationBody) -> str:
-    """Return the rendered conversation, with fences around what must be tokenized as plain text. Raises BadRequest."""
+    """Return the rendered conversation, with fences around what must be tokenized as plain text.
+
+    Raises BadRequest.
+    """
     service: Service = request.app.state.service
 
     def translate() -> Chat:
         chat = Chat(
             [message.for_template(f"messages[{i}]") for i, message in enumerate(messages)],
             [tool.model_dump(exclude_none=True) for tool in body.tools or []],
-            variables={"add_generation_prompt": body.add_generation_prompt, **drop_nulls(body.chat_template_kwargs)},
+            variables={
+                "add_generation_prompt": body.add_generation_prompt,
+                **drop_nulls(body.chat_template_kwargs),
+            },
         )
         return continuing(chat) if body.continue_final_message else chat
 
