@@ -41,7 +41,8 @@ PREFILL_TOKENS, DECODE_STEPS, DECODING = 256, 24, (1, 8, 16)
 class Candidate(NamedTuple):
     """How ggml-cpu is compiled.
 
-    ``level`` replaces Release's -O3. ``needs``: a flag that the CPU must have.
+    ``level`` replaces Release's -O3. ``needs``: a flag that the CPU must have. ``native``: for this
+    CPU; if not, for any CPU with AVX2.
     """
 
     cc: str = "gcc-12"
@@ -51,6 +52,7 @@ class Candidate(NamedTuple):
     level: str = "-O3"
     trains: bool = False  # runs once, and is then compiled again with the profile of that run
     needs: str = ""
+    native: bool = True
 
 
 CANDIDATES = {
@@ -70,6 +72,9 @@ CANDIDATES = {
     "clang-14": Candidate("clang-14", "clang++-14", "-w"),
     "clang-16": Candidate("clang-16", "clang++-16", "-w"),
     "clang-19": Candidate("clang-19", "clang++-19", "-w"),
+    "AVX2 default": Candidate(native=False),
+    "AVX2 cllm": Candidate(flags=SWITCHES, native=False),
+    "AVX2 clang-19": Candidate("clang-19", "clang++-19", "-w", native=False),
 }
 
 
@@ -154,6 +159,7 @@ def compile_in(folder: Path, candidate: Candidate, profile: str) -> None:
     flags = f"{candidate.flags} {profile}"
     definitions = [*OPTIONS, "CMAKE_BUILD_TYPE=Release", f"CMAKE_CXX_COMPILER={candidate.cxx}"]
     definitions += [
+        f"GGML_NATIVE={'ON' if candidate.native else 'OFF'}",
         f"CMAKE_C_COMPILER={candidate.cc}",
         f"CMAKE_CXX_FLAGS={flags}",
         f"CMAKE_C_FLAGS={candidate.c_flags} {profile}",
