@@ -9,7 +9,7 @@ ARGS  ?=
 MODEL := models/qwen3-0.6b.gguf
 PEER  := .tools/peers/build/bin/llama-batched-bench
 
-.PHONY: help serve test check lint format bench docs
+.PHONY: help serve test check coverage lint format bench docs
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -23,6 +23,9 @@ test: ## run all tests, those that need llama.cpp too
 
 check: lint ## linters and the tests that need no llama.cpp: run it after every change
 	@$(CHECK) pytest -m "not llama and not slow" $(ARGS)
+
+coverage: ## run all tests and show the lines that none of them reaches
+	@exec $(RUN) pytest --cov=cllm --cov-report=term-missing:skip-covered $(ARGS)
 
 lint: ## lint, format check, types
 	@$(CHECK) ruff check
