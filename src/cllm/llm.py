@@ -2,8 +2,9 @@
 
 from cllm import LLM, SamplingParams
 
-llm = LLM() print(llm.chat([{"role": "user", "content": "What is 27 plus 45?"}],
-SamplingParams(temperature=0)).text)
+llm = LLM()
+messages = [{"role": "user", "content": "What is 27 plus 45?"}]
+print(llm.chat(messages, SamplingParams(temperature=0)).text)
 """
 
 from __future__ import annotations

@@ -83,15 +83,14 @@ class Scheduler(Sequences):
         """
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
-        # seq_id or its cells.
+        #    seq_id or its cells.
         # 3. Decode: each running sequence that lacks one token gets a row. If cells run short, the
-        # tail is parked.
+        #    tail is parked.
         # 4. Admit: waiting sequences start to run, in the order of the policy, until one cannot be
-        # admitted.
+        #    admitted.
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
-        # cells run short, the
-        # tail of ``unserved`` is parked. A sequence leaves ``unserved`` either with a row or
-        # without its cells.
+        #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
+        #    either with a row or without its cells.
         self.begun, self.blocked, self._suspects = now, "", ()
         self._expire(now)
         self._suspects = self.running
