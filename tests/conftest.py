@@ -5,6 +5,7 @@ hand.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cllm.core.request import Priority, Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add
 from cllm.engine.params import EngineParams
+from cllm.llm import Completion
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 
@@ -76,6 +78,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
+def is_right(done: Completion, question: Question) -> bool:
+    """Whether ``done`` is the answer of ``question``, which may be a tool call."""
+    if not question.answer.startswith("<tool_call>"):
+        return done.text == question.answer and not done.tool_calls
+    call = json.loads(question.answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    called = [(one.name, json.loads(one.arguments)) for one in done.tool_calls]
+    return called == [(call["name"], call["arguments"])]
+
+
 @pytest.fixture(scope="session")
 def known_questions(builtin_path: Path) -> Callable[..., list[Question]]:
     """``known_questions(count, seed, kinds)``: held-out questions that the model answers right when
@@ -91,7 +102,7 @@ def known_questions(builtin_path: Path) -> Callable[..., list[Question]]:
         key = repr((question.messages, question.tools))
         if key not in alone:
             done = llm.chat(question.messages, SamplingParams(temperature=0), question.tools)
-            alone[key] = done.text == question.answer
+            alone[key] = is_right(done, question)
         return alone[key]
 
     def choose(count: int, seed: int, kinds: list[str] | None = None) -> list[Question]:

@@ -1,5 +1,6 @@
 """The engine in the caller's own process."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import is_right
 
 import cllm
 from cllm import LLM, SamplingParams
@@ -492,4 +494,38 @@ def test_threads_get_right_answers(known_questions):
         done = list(
             threads.map(lambda asked: llm.chat(asked.messages, greedy, asked.tools), questions)
         )
-    assert [one.text for one in done] == [question.answer for question in questions]
+    assert all(map(is_right, done, questions))
+
+
+@pytest.mark.llama
+def test_chat_gives_tool_calls_and_the_conversation_goes_on(builtin_path):
+    """The call is parsed; with its result behind the message, the model reports it."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "get_time", "description": "Get the time in a city"}
+    tool = {"type": "function", "function": {**function, "parameters": parameters}}
+    messages = [{"role": "user", "content": "What time is it in Oslo?"}]
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
+        done = llm.chat(messages, SamplingParams(temperature=0, n=2), [tool])
+        assert (done.text, done.finish_reason) == ("", "tool_calls")
+        assert len(done.outputs[0].tokens) > 10
+        for output in done.outputs:
+            (call,) = output.tool_calls
+            assert (call.name, json.loads(call.arguments)) == ("get_time", {"city": "Oslo"})
+        (sent,) = done.message["tool_calls"]
+        result = {"role": "tool", "tool_call_id": sent["id"], "content": '{"hour": 9}'}
+        done = llm.chat([*messages, done.message, result], SamplingParams(temperature=0), [tool])
+    assert (done.text, done.finish_reason) == ("It is 9 o'clock in Oslo.", "stop")
+
+
+@pytest.mark.llama
+def test_chat_gives_reasoning_apart_from_the_text(builtin_path):
+    """Also when it is not finished; the message keeps it."""
+    messages = [{"role": "user", "content": "What is 27 plus 45?"}]
+    greedy, cut = SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=6)
+    with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:
+        done = llm.chat(messages, greedy, enable_thinking=True)
+        assert (done.text, done.reasoning) == ("72", "20 + 40 = 60\n7 + 5 = 12\n60 + 12 = 72")
+        assert done.message["reasoning_content"] == done.reasoning
+        done = llm.chat(messages, cut, enable_thinking=True)
+        assert (done.text, done.finish_reason) == ("", "length")
+        assert done.reasoning.startswith("20")

@@ -22,11 +22,9 @@ from cllm.process.backlog import NO_CLAIM, Place
 from cllm.process.client import EngineClient
 from cllm.process.in_flight import Stream
 from cllm.process.reservations import Claim
-from cllm.text.alignment import TokenLogprob
-from cllm.text.chat import Channel
 from cllm.text.chat_form import OutputPlan
-from cllm.text.choice import Choice
 from cllm.text.grammar import Checked
+from cllm.text.output_reader import Delta, OutputReader, Usage
 
 log = logging.getLogger("cllm.service")
 
@@ -54,40 +52,6 @@ class SchedulingOptions:
     queue_timeout: float | None = None
     cache_salt: str = ""
     claim: Claim = NO_CLAIM
-
-
-class Delta(msgspec.Struct, gc=False):
-    """New text of one choice, in one channel. The deltas of a choice are in order.
-
-    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows.
-    stop: the stop string that ended it. channel: whether the text is the visible answer, reasoning,
-    or the arguments of the ``call``-th tool call. The function's ``name`` comes with the first
-    delta of its call; the texts of a call form one JSON object. logprobs: the tokens that begin in
-    this text, if the request's params ask for logprobs.
-    """
-
-    index: int
-    text: str
-    num_tokens: int
-    finish: str = ""
-    stop: str = ""
-    channel: Channel = Channel.TEXT
-    call: int = 0
-    name: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts of a whole request, complete when its deltas have ended.
-
-    Reasoning tokens are completion tokens.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -131,9 +95,7 @@ class Answer:
     """The streamed answer to a generation.
 
     Iterate over it, or call listen() and take(); close it, or generation continues unread.
-    ``place`` is its queue position at submission. ``prompt_logprobs`` are those of each prompt's
-    tokens from the second one on, if the params ask for them; they are complete with the first
-    delta of the prompt's first continuation.
+    ``place`` is its queue position at submission.
     """
 
     def __init__(
@@ -151,20 +113,7 @@ class Answer:
         self._engine = engine
         self._metrics = metrics
         self._recorder = recorder
-        if plan := generation.plan:
-            pieces = plan.pieces
-        self._choices = {
-            (request.request_id, j): Choice(
-                i * generation.params.n + j,
-                pieces,
-                generation.params,
-                plan.parser() if plan else None,
-            )
-            for i, request in enumerate(stream.requests)
-            for j in range(generation.params.n)
-        }
-        self._num_going = len(self._choices)
-        self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in stream.requests]
+        self._reader = OutputReader(stream.requests, pieces, generation.plan, generation.usage)
         times = generation.times
         self._begun = times.submitted = times.first = times.latest = time.monotonic()
         self._outcome = "abort"
@@ -202,8 +151,8 @@ class Answer:
         self._metrics.ended(self._outcome, seconds)
         if self._recorder is not None:
             for request in self._stream.requests:
-                choices = [self._choices[request.request_id, j] for j in range(request.params.n)]
-                self._recorder.record(request, seconds, [choice.num_tokens for choice in choices])
+                num_tokens = self._reader.num_tokens(request.request_id)
+                self._recorder.record(request, seconds, num_tokens)
         log.debug(
             "%s %s: %d prompt tokens, %d cached, %d generated, %.3f s",
             self.generation.request_id,
@@ -222,7 +171,12 @@ class Answer:
     @property
     def finished(self) -> bool:
         """Whether every choice has finished."""
-        return not self._num_going
+        return self._reader.finished
+
+    @property
+    def prompt_logprobs(self) -> list[list[Logprobs]]:
+        """See OutputReader."""
+        return self._reader.prompt_logprobs
 
     def listen(self, wake: Callable[[], None] | None) -> None:
         """Call ``wake`` whenever there may be something to take; None: stop calling."""
@@ -254,7 +208,7 @@ class Answer:
             if not outputs:
                 return None
             now, before = time.monotonic(), self.generation.usage.completion_tokens
-            deltas = self._feed(outputs)
+            deltas = self._read(outputs)
             if count := self.generation.usage.completion_tokens - before:
                 times = self.generation.times
                 self._metrics.tokens(count, now - times.latest, first=before == 0)
@@ -268,82 +222,22 @@ class Answer:
             self._outcome = "finished"
         return deltas
 
-    def _feed(self, outputs: list[TokenOutput]) -> list[Delta]:
-        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is
-        parsed.
-        """
-        usage = self.generation.usage
-        deltas: dict[int, Delta] = {}
-        parsed: list[Delta] = []
-        for output in outputs:
-            choice = self._choices[output.request_id, output.index]
-            if choice.finish:  # sampled before the engine heard of the stop string
-                continue
-            if output.finish == FinishReason.ERROR:
-                self._error = EngineError(
-                    "The engine failed to compute this request; please retry."
-                )
-                break
-            if output.finish == FinishReason.GRAMMAR:
-                self._error = grammar_error()
-                break
-            if output.finish == FinishReason.TIMEOUT:
-                self._error = self._timeout()
-                break
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs[choice.index // self.generation.params.n] += (
-                    output.prompt_logprobs
-                )
-                continue
-            count = int(output.token >= 0)
-            usage.cached_tokens += output.num_cached_tokens
-            usage.completion_tokens += count
-            if choice.parser:
-                finish = self._parse(choice, output, parsed)
-            else:
-                text, finish = choice.feed(output)
-                if (delta := deltas.get(choice.index)) is None:
-                    delta = deltas[choice.index] = Delta(choice.index, text, count, finish)
-                else:
-                    delta.text += text
-                    delta.num_tokens += count
-                    delta.finish = finish
-                if choice.token_logprobs:
-                    delta.logprobs += tuple(choice.token_logprobs)
-            if finish:
-                self._num_going -= 1
-                (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
-                self._metrics.finished(finish)
-                if not output.finish:
-                    self._engine.stop(self._stream, output.request_id, output.index)
-        return [*deltas.values(), *parsed]
+    def _read(self, outputs: list[TokenOutput]) -> list[Delta]:
+        deltas, ended = self._reader.read(outputs)
+        for choice in ended:
+            self._metrics.finished(choice.finish)
+            if not choice.is_known:
+                self._engine.stop(self._stream, choice.request_id, choice.index)
+        if self._reader.failure is not None:
+            self._error = self._error_for(self._reader.failure)
+        return deltas
 
-    def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
-        """Add to ``deltas`` what ``output`` adds to a choice with a parser.
-
-        Returns the reason if it has finished.
-        """
-        assert choice.parser
-        if choice.parser.channel == Channel.REASONING:
-            self.generation.usage.reasoning_tokens += 1
-        last = deltas[-1] if deltas and deltas[-1].index == choice.index else None
-        for part in choice.parts(output):
-            if last and last.channel == part.channel and last.call == part.call and not part.name:
-                last.text += part.text
-            else:
-                last = Delta(
-                    choice.index, part.text, 0, channel=part.channel, call=part.call, name=part.name
-                )
-                deltas.append(last)
-        if last is None:
-            last = Delta(choice.index, "", 0)
-            deltas.append(last)
-        last.num_tokens += output.token >= 0
-        last.finish = choice.finish
-        if choice.token_logprobs:
-            said = next(delta for delta in reversed(deltas) if delta.channel == Channel.TEXT)
-            said.logprobs += tuple(choice.token_logprobs)
-        return choice.finish
+    def _error_for(self, failure: FinishReason) -> CLLMError:
+        if failure == FinishReason.GRAMMAR:
+            return grammar_error()
+        if failure == FinishReason.TIMEOUT:
+            return self._timeout()
+        return EngineError("The engine failed to compute this request; please retry.")
 
     def _timeout(self) -> RequestTimeout:
         """Return the error for the limit in ``terms`` that has ended the generation."""

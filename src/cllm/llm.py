@@ -10,9 +10,9 @@ print(llm.chat(messages, SamplingParams(temperature=0)).text)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any, Self, TypeVar, cast
@@ -33,10 +33,10 @@ from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.models import catalog
 from cllm.text.call_grammar import message_grammar
-from cllm.text.chat import Chat
-from cllm.text.chat_form import ChatForm
+from cllm.text.chat import Channel, Chat
+from cllm.text.chat_form import ChatForm, OutputPlan
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.choice import Choice
+from cllm.text.output_reader import Delta, OutputReader
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -52,16 +52,56 @@ ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its mem
 
 
 @dataclass(slots=True)
-class Output:
-    """One of the ``n`` continuations of a prompt. finish_reason is stop or length.
+class ToolCall:
+    """A call of a function: its name, and its arguments as JSON text."""
 
-    logprobs: those of ``tokens``, if SamplingParams.logprobs asks for them.
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Output:
+    """One of the ``n`` continuations of a prompt.
+
+    finish_reason: stop, length or, in a chat, tool_calls. tokens: all that were generated, marks
+    included. logprobs: those of ``tokens``, if SamplingParams.logprobs asks for them. reasoning and
+    tool_calls: of a chat, as far as the model's format is known; ``text`` is then without them.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     logprobs: list[Logprobs] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The output as a message in OpenAI's format, with which a conversation can go on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": f"call_{i}", "type": "function", "function": asdict(call)}
+                for i, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+    def add(self, piece: Piece, deltas: Iterable[Delta]) -> None:
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason
+        for delta in deltas:
+            if delta.name:
+                self.tool_calls.append(ToolCall(delta.name))
+            match delta.channel:
+                case Channel.TEXT:
+                    self.text += delta.text
+                case Channel.REASONING:
+                    self.reasoning += delta.text
+                case Channel.CALL:
+                    self.tool_calls[delta.call].arguments += delta.text
 
 
 @dataclass(slots=True)
@@ -82,6 +122,18 @@ class Completion:
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.outputs[0].message
 
     @property
     def finish_reason(self) -> str:
@@ -175,16 +227,23 @@ class LLM:
         tools: Messages | None = None,
         **variables: Any,
     ) -> Completion:
-        """Return the next assistant message of a conversation, as the model writes it.
+        """Return the next assistant message of a conversation: text, reasoning and tool calls.
 
-        A tool call in it names one of ``tools``, and its arguments follow the schema as far as that
-        can be enforced. A ``grammar`` in the params constrains the whole text instead. Raises
+        Tool calls name one of ``tools``, and their arguments follow the schema as far as that can
+        be enforced. A ``grammar`` in the params constrains the whole text instead. Raises
         BadRequest for a ``strict`` tool whose schema cannot be enforced.
         """
-        prompt, params = self.encode_chat(messages, tools, **variables), params or self._default
-        if tools and not params.grammar:
-            params = self._with_calls(prompt, tools, params)
-        return self._collect([prompt], params)[0]
+        prompt = self.encode_chat(messages, tools, **variables)
+        (params,) = self._params_of(params, 1)
+        if params.grammar:
+            return self._collect([prompt], params)[0]
+        with self._shared.in_use():
+            plan, params, bound = self._chat_form.plan_output(prompt, Chat([], tools or []), params)
+            special = self._backend.vocabulary.special_tokens
+        if bound is not None:
+            grammar = message_grammar(bound, special)
+            params = msgspec.structs.replace(params, grammar=grammar, grammar_is_loose=True)
+        return self._collect([prompt], params, plan)[0]
 
     def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
         """Return an iterator over the pieces of all completions as they arrive.
@@ -227,21 +286,6 @@ class LLM:
             self._shared.drop(inbox)
         return np.frombuffer(b"".join(vectors), "<f4").reshape(
             len(encoded), self.info.embedding_size
-        )
-
-    def _with_calls(
-        self, prompt: list[int], tools: Messages, params: SamplingParams
-    ) -> SamplingParams:
-        """Return ``params`` with a grammar for calls of ``tools``, if the model's tool format is
-        known.
-        """
-        with self._shared.in_use():
-            _, _, bound = self._chat_form.plan_output(prompt, Chat([], tools), params)
-            special = self._backend.vocabulary.special_tokens
-        if bound is None:
-            return params
-        return msgspec.structs.replace(
-            params, grammar=message_grammar(bound, special), grammar_is_loose=True
         )
 
     @cached_property
@@ -295,32 +339,37 @@ class LLM:
             )
         return list(params)
 
-    def _collect(self, prompts: list[list[int]], params: Params) -> list[Completion]:
+    def _collect(
+        self, prompts: list[list[int]], params: Params, plan: OutputPlan | None = None
+    ) -> list[Completion]:
         each = self._params_of(params, len(prompts))
         completions = [
             Completion([Output() for _ in range(one.n)], len(prompt))
             for prompt, one in zip(prompts, each, strict=True)
         ]
-        for piece in self._stream(prompts, each, completions):
-            output = completions[piece.prompt].outputs[piece.index]
-            output.text += piece.text
-            output.tokens += piece.tokens
-            output.logprobs += piece.logprobs
-            output.finish_reason = piece.finish_reason
+        for piece, deltas, reader in self._read(prompts, each, plan):
+            completion = completions[piece.prompt]
+            completion.outputs[piece.index].add(piece, deltas)
+            completion.cached_tokens = reader.usage.cached_tokens
+            completion.prompt_logprobs = reader.prompt_logprobs[0]
         return completions
 
-    def _stream(
+    def _stream(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Piece]:
+        for piece, _, _ in self._read(prompts, params):
+            yield piece
+
+    def _read(
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        completions: list[Completion] | None = None,
-    ) -> Iterator[Piece]:
+        plan: OutputPlan | None = None,
+    ) -> Iterator[tuple[Piece, list[Delta], OutputReader]]:
+        """Submit the prompts; yield what each output of the engine adds, and what has read it."""
         if not self.info.generates:
             raise BadRequest(
                 "The model gives embeddings; it does not generate text.", param="model"
             )
-        indices: dict[str, int] = {}
-        choices: dict[tuple[str, int], Choice] = {}  # unfinished ones
+        readers: dict[str, tuple[int, OutputReader]] = {}
         requests = []
         with self._shared.in_use():
             pieces = self._backend.vocabulary.pieces
@@ -331,38 +380,36 @@ class LLM:
             )
             request = Request(f"r{next(self._ids)}", prompt, one)
             requests.append(Add(request))
-            indices[request.request_id] = i
-            choices |= {(request.request_id, j): Choice(j, pieces, one) for j in range(one.n)}
+            readers[request.request_id] = i, OutputReader([request], pieces, plan)
         inbox = self._shared.submit(requests)
         try:
-            while choices:
+            num_going = len(readers)
+            while num_going:
                 output = self._shared.take(inbox)
                 assert isinstance(output, TokenOutput)
-                name = output.request_id, output.index
-                if name not in choices:  # a stop string has ended it
-                    continue
-                if output.finish == FinishReason.GRAMMAR:
+                i, reader = readers[output.request_id]
+                deltas, ended = reader.read([output])
+                if reader.failure == FinishReason.GRAMMAR:
                     raise BadRequest(
                         "the grammar cannot be compiled, or allows no further token",
                         param="grammar",
                     )
-                if output.finish == FinishReason.ERROR:
+                if reader.failure is not None:
                     raise EngineError("the engine failed to compute the prompt")
-                if completions is not None:
-                    completion = completions[indices[output.request_id]]
-                    completion.cached_tokens += output.num_cached_tokens
-                    completion.prompt_logprobs += output.prompt_logprobs or ()
-                if output.prompt_logprobs is not None:
+                for choice in ended:
+                    num_going -= reader.finished
+                    if not choice.is_known:
+                        self._shared.abort(choice.request_id, choice.index)
+                if not deltas:  # prompt logprobs, or sampled after a stop string
                     continue
-                text, finish = choices[name].feed(output)
-                if finish:
-                    del choices[name]
-                    if not output.finish:
-                        self._shared.abort(*name)
                 tokens = [output.token] if output.token != NO_TOKEN else []
                 token_logprobs = [output.logprobs] if output.logprobs is not None else []
-                yield Piece(
-                    indices[output.request_id], output.index, text, tokens, finish, token_logprobs
+                text = "".join(delta.text for delta in deltas if delta.channel == Channel.TEXT)
+                finish = deltas[-1].finish
+                yield (
+                    Piece(i, output.index, text, tokens, finish, token_logprobs),
+                    deltas,
+                    reader,
                 )
         finally:
             self._shared.drop(inbox)

@@ -11,11 +11,12 @@ import httpx2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.answer import Delta, Generation
+from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.anthropic.stream import MessageEvents, collect
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta
 
 TEXTS = st.text(max_size=20)
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cllm.answer import Delta, Generation
+from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.server.openai.llama_server import InfillBody, InfillEvents, collect
+from cllm.text.output_reader import Delta
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]

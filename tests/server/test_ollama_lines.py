@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.answer import Delta, Generation
+from cllm.answer import Generation
 from cllm.backends.fake import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.ollama.stream import Clock, Lines, collect
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta
 
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=10), max_size=4)
 CALLS = st.lists(ARGUMENTS, max_size=3)

@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response import Response
 
-from cllm.answer import Delta, Generation
+from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
@@ -16,6 +16,7 @@ from cllm.server.openai.response_store import ResponseStore, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta
 
 HEAD = {
     "id": "resp_1",

@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.answer import Answer, Delta, Generation, Usage
+from cllm.answer import Answer, Generation
 from cllm.server.anthropic.errors import error_event
 from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta, Usage
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOPPED = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cllm import __version__
-from cllm.answer import Answer, Delta, Generation
+from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
@@ -38,6 +38,7 @@ from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
+from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["cLLM"])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from cllm.answer import Answer, Delta, Generation
+from cllm.answer import Answer, Generation
 from cllm.backends.base import Vocabulary
 from cllm.server.off_loop import in_thread
 from cllm.server.ollama.errors import error_line
@@ -19,6 +19,7 @@ from cllm.server.token_logprobs import token_objects
 from cllm.text.alignment import TokenLogprob
 from cllm.text.arguments import object_of
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta
 
 MEDIA_TYPE = "application/x-ndjson"
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.answer import Answer, Delta, Generation
+from cllm.answer import Answer, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
@@ -25,6 +25,7 @@ from cllm.server.openai.stream import Chunks, Counted
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 from cllm.text.alignment import TokenLogprob
+from cllm.text.output_reader import Delta
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 

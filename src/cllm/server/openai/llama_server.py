@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.answer import Answer, Delta, Generation
+from cllm.answer import Answer, Generation
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
@@ -23,6 +23,7 @@ from cllm.server.openai.schema import GenerationBody
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
+from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["llama-server"])
 

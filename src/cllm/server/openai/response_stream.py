@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 from pydantic_core import to_json
 
-from cllm.answer import Delta, Generation, Usage
+from cllm.answer import Generation
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_items import new_id
 from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
+from cllm.text.output_reader import Delta, Usage
 
 PREFIXES = {Channel.TEXT: "msg", Channel.REASONING: "rs", Channel.CALL: "fc"}
 DELTAS = {

@@ -1,0 +1,171 @@
+"""Turn the engine's outputs into deltas: text, reasoning, tool calls, logprobs and token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cllm.core.output import FinishReason, Logprobs, TokenOutput
+from cllm.core.request import Request
+from cllm.text.alignment import TokenLogprob
+from cllm.text.chat import Channel
+from cllm.text.chat_form import OutputPlan
+from cllm.text.choice import Choice
+
+FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIMEOUT})
+
+
+class Delta(msgspec.Struct, gc=False):
+    """New text of one choice, in one channel. The deltas of a choice are in order.
+
+    finish: "" while the choice continues; else stop, length or tool_calls, and no delta follows.
+    stop: the stop string that ended it. channel: whether the text is the visible answer, reasoning,
+    or the arguments of the ``call``-th tool call. The function's ``name`` comes with the first
+    delta of its call; the texts of a call form one JSON object. logprobs: the tokens that begin in
+    this text, if the request's params ask for logprobs.
+    """
+
+    index: int
+    text: str
+    num_tokens: int
+    finish: str = ""
+    stop: str = ""
+    channel: Channel = Channel.TEXT
+    call: int = 0
+    name: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a whole request, complete when its deltas have ended.
+
+    Reasoning tokens are completion tokens.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Ended(msgspec.Struct, gc=False):
+    """A choice that has finished. ``is_known``: the engine ended it; if not, it must be told."""
+
+    request_id: str
+    index: int
+    finish: str
+    is_known: bool
+
+
+class OutputReader:
+    """Reads the outputs of requests with the same params, which were submitted together.
+
+    It knows no clock, engine or process. Choice ``i * n + j`` is the j-th continuation of the i-th
+    request. ``usage`` counts tokens; ``prompt_logprobs`` are those of each prompt's tokens from the
+    second one on, if the params ask for them; they are complete with the first delta of the
+    prompt's first continuation. ``failure``: why the engine gave up a choice, or None; then nothing
+    more is read.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        pieces: list[bytes],
+        plan: OutputPlan | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """``pieces``: the bytes of each token id. ``plan``: how to parse a chat's message."""
+        params = requests[0].params
+        self._n = params.n
+        self._choices = {
+            (request.request_id, j): Choice(
+                i * params.n + j,
+                plan.pieces if plan else pieces,
+                params,
+                plan.parser() if plan else None,
+            )
+            for i, request in enumerate(requests)
+            for j in range(params.n)
+        }
+        self._num_going = len(self._choices)
+        self.usage = Usage() if usage is None else usage
+        self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in requests]
+        self.failure: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has finished."""
+        return not self._num_going
+
+    def num_tokens(self, request_id: str) -> list[int]:
+        """Return how many tokens of each choice of a request were read."""
+        return [self._choices[request_id, j].num_tokens for j in range(self._n)]
+
+    def read(self, outputs: Iterable[TokenOutput]) -> tuple[list[Delta], list[Ended]]:
+        """Return one delta for each choice of ``outputs``, or one for each part of a choice that is
+        parsed; and the choices that have finished.
+        """
+        usage = self.usage
+        deltas: dict[int, Delta] = {}
+        parsed: list[Delta] = []
+        ended: list[Ended] = []
+        for output in outputs:
+            choice = self._choices[output.request_id, output.index]
+            if choice.finish:  # sampled before the engine heard of the stop string
+                continue
+            if output.finish in FAILURES:
+                self.failure = FinishReason(output.finish)
+                break
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[choice.index // self._n] += output.prompt_logprobs
+                continue
+            count = int(output.token >= 0)
+            usage.cached_tokens += output.num_cached_tokens
+            usage.completion_tokens += count
+            if choice.parser:
+                finish = self._parse(choice, output, parsed)
+            else:
+                text, finish = choice.feed(output)
+                if (delta := deltas.get(choice.index)) is None:
+                    delta = deltas[choice.index] = Delta(choice.index, text, count, finish)
+                else:
+                    delta.text += text
+                    delta.num_tokens += count
+                    delta.finish = finish
+                if choice.token_logprobs:
+                    delta.logprobs += tuple(choice.token_logprobs)
+            if finish:
+                self._num_going -= 1
+                (parsed[-1] if choice.parser else deltas[choice.index]).stop = choice.stop
+                ended.append(Ended(output.request_id, output.index, finish, bool(output.finish)))
+        return [*deltas.values(), *parsed], ended
+
+    def _parse(self, choice: Choice, output: TokenOutput, deltas: list[Delta]) -> str:
+        """Add to ``deltas`` what ``output`` adds to a choice with a parser.
+
+        Returns the reason if it has finished.
+        """
+        assert choice.parser
+        if choice.parser.channel == Channel.REASONING:
+            self.usage.reasoning_tokens += 1
+        last = deltas[-1] if deltas and deltas[-1].index == choice.index else None
+        for part in choice.parts(output):
+            if last and last.channel == part.channel and last.call == part.call and not part.name:
+                last.text += part.text
+            else:
+                last = Delta(
+                    choice.index, part.text, 0, channel=part.channel, call=part.call, name=part.name
+                )
+                deltas.append(last)
+        if last is None:
+            last = Delta(choice.index, "", 0)
+            deltas.append(last)
+        last.num_tokens += output.token >= 0
+        last.finish = choice.finish
+        if choice.token_logprobs:
+            said = next(delta for delta in reversed(deltas) if delta.channel == Channel.TEXT)
+            said.logprobs += tuple(choice.token_logprobs)
+        return choice.finish
