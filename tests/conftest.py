@@ -53,6 +53,10 @@ PATIENCE = 600.0
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The built-in model for which expected texts were written. tests/models/test_builtin.py checks it.
+BUILTIN_SHA256 = "b0d794acbb12bc5eb3bc8e9780e5956ea09655e2f58f6bfae6e97921925e05a5"
+
+
 @pytest.fixture(scope="session")
 def builtin_path() -> Path:
     """The file of the built-in model; tests that ask for it are marked ``llama``."""

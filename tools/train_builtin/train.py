@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILTIN = ROOT / "src/cllm/models/builtin"
 sys.path.insert(0, str(BUILTIN))
 from questions import KINDS, SYSTEM_PROMPTS, Question  # type: ignore[import-not-found]  # noqa: E402
+from small_talk import SMALL_TALK, ordered_turns  # noqa: E402
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, FEED_FORWARD = 256, 4, 4, 2, 64, 640
 VOCABULARY, ROPE_BASE, EPSILON, CONTEXT = 1024, 100_000.0, 1e-6, 4096
@@ -49,6 +50,7 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+THINK = "<think>\n"  # ends the prompt if the model is to think
 PROMPT_WEIGHT = 0.05  # loss mostly on the answers
 LONG_ROWS = (4, 1920)  # rows and tokens of the last steps of a phase, so that long histories work
 
@@ -56,7 +58,9 @@ LONG_ROWS = (4, 1920)  # rows and tokens of the last steps of a phase, so that l
 class Phase(NamedTuple):
     """AdamW with ``rate`` after a warm-up, falling to 0.
 
-    ``mix``: weights of the kinds of questions, 1 by default.
+    ``mix``: weights of the kinds of questions, 1 by default. ``talk``: share of small talk among
+    the turns. Shares of conversations: ``orders`` with an order in the system message, ``raw``
+    stories without the chat template.
     """
 
     steps: int
@@ -64,9 +68,12 @@ class Phase(NamedTuple):
     rows: tuple[int, int]
     long_share: float
     mix: dict[str, int]
+    talk: float = 0.0
+    orders: float = 0.0
+    raw: float = 0.0
 
 
-PHASES = [
+PHASES = [  # the last one adds small talk to a model trained by the ones before
     Phase(
         1500, 3e-3, (40, 192), 0.2, {"sums": 3, "copying": 2, "spelling": 2, "tools": 2, "json": 2}
     ),
@@ -82,6 +89,17 @@ PHASES = [
         0.03,
         {"sums": 14, "counting": 3, "capitals": 5, "json": 2, "tools": 2},
     ),
+    Phase(
+        750,
+        1.2e-3,
+        (40, 160),
+        0.04,
+        {"sums": 5, "tools": 5, "capitals": 2, "counting": 2, "unknown": 4, "cannot": 4}
+        | {"worded_sums": 4, "unclear": 2, "other_model": 2},
+        talk=0.55,
+        orders=0.2,
+        raw=0.02,
+    ),
 ]
 
 
@@ -96,23 +114,29 @@ TEMPLATE = template()
 
 def train_question(rng: random.Random, kinds: list[str]) -> Question:
     while True:
-        question = KINDS[rng.choice(kinds)](rng)
+        question = (KINDS | SMALL_TALK)[rng.choice(kinds)](rng)
         if not question.held_out:
             return question
 
 
-def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
-    """Return one conversation as pieces (text, whether it is an answer)."""
-    kinds = [kind for kind in KINDS for _ in range(mix.get(kind, 1))]
-    first = train_question(rng, kinds)
-    turns = [first]
-    if not first.tools:
-        plain = [kind for kind in kinds if kind != "tools"]
-        turns += [train_question(rng, plain) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3]))]
-    history = []
-    if rng.random() < 0.3:
-        history.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
-    pieces: list[tuple[str, bool]] = []
+def dialogue(rng: random.Random, phase: Phase) -> list[tuple[str, float]]:
+    """Return one conversation as pieces (text, weight of its loss)."""
+    kinds = [kind for kind in KINDS for _ in range(phase.mix.get(kind, 1))]
+    talk = [kind for kind in SMALL_TALK for _ in range(phase.mix.get(kind, 1))]
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else ""
+    if rng.random() < phase.orders:
+        system, turns = ordered_turns(rng)
+    elif rng.random() < phase.raw:
+        story = KINDS["stories"](rng).answer
+        at = story.index(" ", rng.randrange(4, 60))
+        return [(story[:at], PROMPT_WEIGHT), (story[at:] + "<|im_end|>", 1.0), ("\n", 0.0)]
+    else:
+        turns = [train_question(rng, talk if rng.random() < phase.talk else kinds)]
+        for _ in range(0 if turns[0].tools else rng.choice([0, 0, 0, 1, 1, 2, 3])):
+            plain = [kind for kind in kinds if kind != "tools"]
+            turns.append(train_question(rng, talk if rng.random() < phase.talk else plain))
+    history = [{"role": "system", "content": system}] if system else []
+    pieces: list[tuple[str, float]] = []
     done = ""
     for question in turns:
         history += question.messages
@@ -126,15 +150,16 @@ def dialogue(rng: random.Random, mix: dict[str, int]) -> list[tuple[str, bool]]:
         if not prompt.startswith(done):  # the last turn had thoughts, which the template drops
             break
         answer = f"{question.thinking}\n</think>\n\n{question.answer}" if think else question.answer
-        pieces += [(prompt[len(done) :], False), (answer + "<|im_end|>", True), ("\n", False)]
+        asked = prompt[len(done) :].removesuffix(THINK)
+        pieces += [(asked, PROMPT_WEIGHT), (THINK if think else "", 0.0)]  # ours, not the model's
+        pieces += [(answer + "<|im_end|>", 1.0), ("\n", 0.0)]
         done = prompt + answer + "<|im_end|>\n"
         history.append({"role": "assistant", "content": question.answer})
     return pieces
 
 
-def train_tokenizer() -> Tokenizer:
-    rng = random.Random(1)
-    tokenizer = Tokenizer(models.BPE())
+def byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
@@ -142,6 +167,18 @@ def train_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_marks(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens(CONTROL)
+    tokenizer.add_tokens(MARKS)
+    return tokenizer
+
+
+def train_tokenizer() -> Tokenizer:
+    rng = random.Random(1)
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(CONTROL) - len(MARKS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -151,20 +188,18 @@ def train_tokenizer() -> Tokenizer:
 
     def texts() -> Iterator[str]:
         for _ in range(20_000):
-            text = "".join(piece for piece, _ in dialogue(rng, PHASES[0].mix))
+            text = "".join(piece for piece, _ in dialogue(rng, PHASES[0]))
             for mark in marks:
                 text = text.replace(mark, "\n")
             # emoji stay bytes: a token may split a character
             yield "".join(c for c in text if ord(c) < 128)
 
     tokenizer.train_from_iterator(texts(), trainer)
-    tokenizer.add_special_tokens(CONTROL)
-    tokenizer.add_tokens(MARKS)
-    return tokenizer
+    return with_marks(tokenizer)
 
 
 def packed(
-    tokenizer: Tokenizer, rng: random.Random, mix: dict[str, int], rows: int, length: int
+    tokenizer: Tokenizer, rng: random.Random, phase: Phase, rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """Return rows filled with dialogues: token ids (rows, length + 1), and loss weights of the same
     shape.
@@ -174,10 +209,10 @@ def packed(
     for row in range(rows):
         at = 0
         while at <= length:
-            for text, is_answer in dialogue(rng, mix):
+            for text, weight in dialogue(rng, phase):
                 tokens = tokenizer.encode(text).ids[: length + 1 - at]
                 ids[row, at : at + len(tokens)] = tokens
-                weights[row, at : at + len(tokens)] = 1.0 if is_answer else PROMPT_WEIGHT
+                weights[row, at : at + len(tokens)] = weight
                 at += len(tokens)
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
@@ -266,7 +301,7 @@ def train(model: Model, tokenizer: Tokenizer, phase: Phase, seed: int, save: Pat
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows, length = phase.rows if step < phase.steps * (1 - phase.long_share) else LONG_ROWS
-        ids, weights = packed(tokenizer, rng, phase.mix, rows, length)
+        ids, weights = packed(tokenizer, rng, phase, rows, length)
         logits = model(ids[:, :-1])
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = weights[:, 1:].flatten()
@@ -341,6 +376,25 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:
     writer.close()
 
 
+def load(model: Model, path: Path) -> Tokenizer:
+    """Load the weights of a checkpoint, or of a GGUF file that this script wrote."""
+    if path.suffix != ".gguf":
+        checkpoint = torch.load(path, weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        return Tokenizer.from_str(checkpoint["tokenizer"])
+    reader = gguf.GGUFReader(path)
+    weights = {
+        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in reader.tensors
+    }
+    model.load_state_dict(weights)
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    merges = reader.fields["tokenizer.ggml.merges"].contents()
+    special = set(CONTROL + MARKS)
+    vocabulary = {token: i for i, token in enumerate(tokens) if token not in special}
+    return with_marks(byte_level(models.BPE(vocabulary, [tuple(m.split(" ")) for m in merges])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILTIN / "builtin.gguf")
@@ -356,9 +410,7 @@ def main() -> None:
     model = Model()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     if options.resume:
-        checkpoint = torch.load(options.resume, weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        tokenizer = Tokenizer.from_str(checkpoint["tokenizer"])
+        tokenizer = load(model, options.resume)
     else:
         tokenizer = train_tokenizer()
     for i, phase in enumerate(PHASES):
