@@ -77,20 +77,12 @@ PARTS |= {
     "topic": [*WORDS, *PARTS["subject"]],
     "year": list(map(str, range(1900, 2030, 7))),
 }
-BEFORE = ["please", "ok", "okay", "so", "hey", "hi", "hello", "well", "and", "now", "um", "hi,"]
-BEFORE += ["excuse me", "tell me", "sorry", "ok,", "hey,", "hello,", "question:", "just", "yes,"]
-AFTER = ["please", "now", "then", "thanks", "for me", "today", "here", "again", "right now", "man"]
-AFTER += ["buddy", "actually", "exactly", "really", "my friend", "bot", "by the way", "pls"]
 
 
 def disguise(rng: random.Random, text: str) -> str:
     """Return ``text`` as somebody else might type it."""
     if text[0] in string.punctuation:
         return text
-    if rng.random() < 0.08:
-        text = f"{rng.choice(BEFORE)} {text}"
-    if rng.random() < 0.08:
-        text = f"{text} {rng.choice(AFTER)}"
     if rng.random() < 0.06 and len(text) > 4:
         text = misspell(rng, text)
     case = rng.random()
@@ -138,10 +130,21 @@ def gibberish(rng: random.Random) -> str:
 
 
 def opening(rng: random.Random, intent: str) -> str:
-    if intent == "unclear" and rng.random() < 0.5:
-        return gibberish(rng)
-    chosen = rng.choice(WORDINGS[intent])
-    return disguise(rng, fill(rng, chosen))
+    if intent == "unclear":
+        wordings = [gibberish(rng), fill(rng, rng.choice(WORDINGS[intent]))]
+        return disguise(rng, rng.choice(wordings))
+    return disguise(rng, within(rng, intent, fill(rng, rng.choice(WORDINGS[intent]))))
+
+
+def within(rng: random.Random, intent: str, text: str) -> str:
+    """Return ``text`` with what may stand before and after it without a change of intent."""
+    for where in ("before", "after"):
+        chance = rng.random()
+        key = f"{intent} {where}" if chance < 0.15 else where
+        if chance < 0.3 and key in WORDINGS:
+            clause = rng.choice(WORDINGS[key])
+            text = f"{clause} {text}" if where == "before" else f"{text} {clause}"
+    return text
 
 
 def small_talk(intent: str) -> Callable[[random.Random], Question]:
@@ -152,6 +155,7 @@ def small_talk(intent: str) -> Callable[[random.Random], Question]:
 def worded_sums(rng: random.Random) -> Question:
     a, b = (rng.randrange(rng.choice([10, 100, 100])) for _ in range(2))
     text = rng.choice(WORDINGS["worded_sums"]).format(a=a, b=b, name=rng.choice(NAMES))
+    text = within(rng, "worded_sums", text)
     if rng.random() < 0.5:
         text = text[0].upper() + text[1:]
     return ask("worded_sums", text + rng.choice(["", "", "?", "?", ".", " ?"]), str(a + b))

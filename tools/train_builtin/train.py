@@ -90,7 +90,7 @@ PHASES = [  # the last one adds small talk to a model trained by the ones before
         {"sums": 14, "counting": 3, "capitals": 5, "json": 2, "tools": 2},
     ),
     Phase(
-        750,
+        1500,
         1.2e-3,
         (40, 160),
         0.04,
