@@ -10,25 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.bench.compare import SHARED
-from cllm.bench.performance import (
+from cllm.bench.comparison import (
     BOUND,
     CLLM,
     DEFAULT_SERVER,
     ENGINE,
     LLAMA_SERVER,
     Depth,
-    Figure,
     Parts,
     Results,
     Run,
-    figures,
-    page,
-    paired,
-    ratio,
     read_results,
-    spread,
-    write_page,
 )
+from cllm.bench.performance import page, spread, write_page
+from cllm.bench.targets import Figure, figures, paired, ratio
 from cllm.errors import StartupError
 
 SETUP = {

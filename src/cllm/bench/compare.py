@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import datetime
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cllm.bench.in_process import Found, Job, measure
-from cllm.bench.load import Answer, Outcome
-from cllm.bench.peers import DEFAULT_FOLDER, find, find_example_server, needed
-from cllm.bench.performance import (
+from cllm.bench.comparison import (
     BOUND,
     CLLM,
     DEFAULT_SERVER,
     ENGINE,
-    EXAMPLE,
     LLAMA_SERVER,
     OLLAMA,
     Depth,
@@ -37,18 +31,14 @@ from cllm.bench.performance import (
     Results,
     Run,
 )
+from cllm.bench.in_process import Found, Job, measure
+from cllm.bench.llama_bench import batched_bench, llama_bench
+from cllm.bench.load import Answer, Outcome
+from cllm.bench.peers import DEFAULT_FOLDER, needed
 from cllm.bench.report import latencies_of
-from cllm.bench.servers import (
-    MODEL,
-    Server,
-    cllm,
-    example_server,
-    llama_server,
-    load,
-    memory_mb,
-    ollama,
-)
+from cllm.bench.servers import MODEL, Server, load, memory_mb
 from cllm.bench.stages import Size, Work
+from cllm.bench.systems import find_servers
 from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
@@ -59,7 +49,6 @@ from cllm.observe.cpu_time import cpu_seconds
 
 TEMPERATURE = 0.8
 WAVES = 2  # requests per client
-BOUND_TRIES = 20
 FEWEST = 4  # least number of requests in a run
 KEPT_WAVES, KEPT_TOKENS, KEPT_SEQS = 8, 4, 8  # for the run over kept-alive connections
 SHARED = {  # the run whose prompts share a prefix
@@ -75,11 +64,6 @@ CURVE_CONTEXT = (100, 500, 1000, 2000, 4000, 8000)  # tokens
 CURVE_SEQS = 8
 CURVE_TOKENS = 32
 CELLS = 256  # llama.cpp rounds the context of a sequence up to a multiple of this
-
-Opener = Callable[[int, int], AbstractContextManager[Server]]
-"""(number of concurrent sequences, context of each) -> a context manager that yields a running
-server.
-"""
 
 Progress = Callable[[float, str], None]
 Step = tuple[str, float, Callable[[], None]]
@@ -129,7 +113,10 @@ class Comparison:
     def __init__(self, options: Options, machine: dict[str, str]) -> None:
         self.options = options
         self._header = read_header(options.model)
-        self._bound = needed("llama-batched-bench", options.peers)
+        program = needed("llama-batched-bench", options.peers)
+        self._batched_bench = partial(
+            batched_bench, program, options.model, threads=options.threads
+        )
         self._vocabulary = build_vocabulary(EngineParams(path=str(options.model)))
         self._num_works = 0
         sample = self._work(8, options.max_tokens)
@@ -149,7 +136,13 @@ class Comparison:
         }
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.results = Results(date=today, machine=dict(machine), setup=setup)
-        self.servers = self._servers()
+        self.servers = find_servers(
+            options.model,
+            options.threads,
+            options.peers,
+            options.default_peers,
+            self.results.skipped,
+        )
 
     def steps(self) -> Iterator[Step]:
         options, results = self.options, self.results
@@ -212,58 +205,6 @@ class Comparison:
             do(context)
         except StartupError as error:
             self.results.skipped[f"context of {context}"] = str(error)
-
-    # --- systems ---------------------------------------------------------------------------------
-
-    def _servers(self) -> dict[str, dict[str, Opener]]:
-        """Return name -> settings to try -> function that starts the server."""
-        options = self.options
-        model, threads = options.model, options.threads
-        program = needed("llama-server", options.peers)
-        default_program = options.default_peers / "llama-server"
-
-        def ours(num_seqs: int, context: int) -> AbstractContextManager[Server]:
-            flags = ("--max-num-seqs", num_seqs, "--context", context, "--threads", threads)
-            # llama-server runs without them too
-            off = ("--scheduler.speculation", "off", "--kv.ram-cache-mb", 0)
-            return cllm(model, *flags, *off, "--log.level", "error")
-
-        def theirs(program: Path) -> dict[str, Opener]:
-            def start(
-                flags: tuple[object, ...], num_seqs: int, context: int
-            ) -> AbstractContextManager[Server]:
-                sizes = ("-np", num_seqs, "-c", num_seqs * context, "--cache-ram", 0)
-                return llama_server(model, *sizes, *flags, program=program, threads=threads)
-
-            settings: dict[str, tuple[object, ...]] = {
-                "default": (),
-                "-b 512": ("-b", 512),
-                "-kvu": ("-kvu",),
-            }
-            return {name: partial(start, flags) for name, flags in settings.items()}
-
-        servers: dict[str, dict[str, Opener]] = {
-            CLLM: {"default": ours},
-            LLAMA_SERVER: theirs(program),
-        }
-        if default_program.exists():
-            servers[DEFAULT_SERVER] = theirs(default_program.absolute())
-        else:
-            self.results.skipped[DEFAULT_SERVER] = f"not in {options.default_peers}"
-        if found := find("ollama", options.peers):
-            servers[OLLAMA] = {"default": partial(ollama, found, model, threads)}
-        else:
-            self.results.skipped[OLLAMA] = "not installed"
-        try:
-            script = find_example_server(options.peers)
-        except StartupError as error:
-            self.results.skipped[EXAMPLE] = str(error)
-        else:
-            servers[EXAMPLE] = {
-                name: partial(example_server, script, model, threads, unified)
-                for name, unified in (("kv_unified", True), ("not kv_unified", False))
-            }
-        return servers
 
     def _step(
         self,
@@ -398,17 +339,12 @@ class Comparison:
 
     def _bound_run(self, num_seqs: int, i: int, work: Work) -> Run:
         tokens = work.size.num_tokens
-        sizes = (
-            "-c",
-            num_seqs * self.context,
-            "-npp",
-            self._prompt_tokens,
-            "-ntg",
-            tokens,
-            "-npl",
-            num_seqs,
+        (found,) = self._batched_bench(
+            context=num_seqs * self.context,
+            prompt_tokens=self._prompt_tokens,
+            num_tokens=tokens,
+            num_seqs=[num_seqs],
         )
-        (found,) = self._batched_bench(1, *sizes)
         return Run(
             system=BOUND,
             num_seqs=num_seqs,
@@ -441,17 +377,13 @@ class Comparison:
     def _depth_bound(self, context: int) -> None:
         """Measure the bound. The prompt is computed once and copied, as in the engine."""
         room = -(-(context + 2 * CURVE_TOKENS) // CELLS) * CELLS
-        sizes = (
-            "-c",
-            CURVE_SEQS * room,
-            "-npp",
-            context,
-            "-ntg",
-            CURVE_TOKENS,
-            "-npl",
-            f"1,{CURVE_SEQS}",
+        lines = self._batched_bench(
+            context=CURVE_SEQS * room,
+            prompt_tokens=context,
+            num_tokens=CURVE_TOKENS,
+            num_seqs=[1, CURVE_SEQS],
+            shared_prompt=True,
         )
-        lines = self._batched_bench(2, *sizes, "-pps")
         depth = Depth(
             system=BOUND,
             context=context,
@@ -460,53 +392,13 @@ class Comparison:
         )
         self.results.depths.append(depth)
 
-    def _batched_bench(self, num_lines: int, *flags: object) -> list[dict[str, Any]]:
-        """Return the ``num_lines`` lines that llama-batched-bench prints.
-
-        It prints in a separate thread and may exit before this thread has finished, so incomplete
-        output is retried. Raises StartupError after BOUND_TRIES attempts.
-        """
-        threads = self.options.threads
-        common = ("-m", self.options.model, "-b", 2048, "-ub", 512, "-t", threads, "-tb", threads)
-        for _ in range(BOUND_TRIES):
-            output = output_of(self._bound, *common, "--output-format", "jsonl", *flags)
-            lines = [
-                msgspec.json.decode(line) for line in output.splitlines() if line.startswith("{")
-            ]
-            if len(lines) == num_lines:
-                return lines
-        raise StartupError(f"{self._bound} printed no result for {' '.join(map(str, flags))}")
-
     def _llama_bench(self, program: Path, rates: dict[str, list[float]]) -> None:
         """Run each test once and add its tokens/s to ``rates``."""
-        flags = (
-            "-m",
-            self.options.model,
-            "-t",
-            self.options.threads,
-            "-p",
-            512,
-            "-n",
-            self.options.max_tokens,
-        )
-        for test in msgspec.json.decode(output_of(program, *flags, "-r", 1, "-o", "json")):
-            name = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
-            rates.setdefault(name, []).extend(test["samples_ts"])
-
-
-def output_of(program: Path, *flags: object) -> str:
-    """Return what a program prints on stdout. Raises StartupError if it fails."""
-    done = subprocess.run(
-        [str(program), *map(str, flags)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise StartupError(f"{program} failed with {done.returncode}: {lines[-1] if lines else ''}")
-    return done.stdout
+        options = self.options
+        for name, found in llama_bench(
+            program, options.model, threads=options.threads, num_tokens=options.max_tokens
+        ).items():
+            rates.setdefault(name, []).extend(found)
 
 
 def run_of(outcome: Outcome, system: str, settings: str, num_seqs: int, i: int) -> Run:

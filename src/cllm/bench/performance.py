@@ -1,273 +1,17 @@
-"""The results of ``cllm bench compare``, their targets, and the page and pictures that show
-them.
-"""
+"""The page and pictures that show the results of ``cllm bench compare``."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from cllm.bench.comparison import CLLM, Depth, Parts, Results, Run
+from cllm.bench.targets import Figure, figures, sizes
 from cllm.errors import StartupError
 from cllm.models.gguf import size_text
-
-CLLM, ENGINE, BOUND, LLAMA_SERVER = (
-    "cLLM",
-    "engine in process",
-    "llama-batched-bench",
-    "llama-server",
-)
-DEFAULT_SERVER = "llama-server, default build"
-OLLAMA, EXAMPLE = "Ollama", "llama-cpp-python's example server"
-
-
-class Run(msgspec.Struct, kw_only=True):
-    """One system at one concurrency in one round. Rates and latencies are those of successful
-    requests. None: not measured.
-
-    output_tokens_per_s: over the time from the first prompt to the last token. decode_tokens_per_s:
-    of steps in which all sequences decode. load_s: loading the model alone. memory_mb: PSS of all
-    the system's processes after the work. cpu_us_per_token: CPU time of cLLM's API process.
-    """
-
-    system: str
-    settings: str = ""
-    num_seqs: int
-    round: int
-    num_requests: int
-    num_succeeded: int
-    failures: dict[str, int] = {}
-    output_tokens_per_s: float
-    decode_tokens_per_s: float | None = None
-    ttft_ms: float | None = None
-    itl_p50_ms: float | None = None
-    itl_p99_ms: float | None = None
-    start_s: float | None = None
-    load_s: float | None = None
-    memory_mb: float | None = None
-    cpu_us_per_token: float | None = None
-
-
-class Parts(msgspec.Struct):
-    """Microseconds of a decoding step of the engine, by part."""
-
-    num_seqs: int
-    step_us: dict[str, float]
-
-
-class Depth(msgspec.Struct, kw_only=True):
-    """Speeds in tokens/s after ``context`` tokens. Decoding speed is by number of sequences."""
-
-    system: str
-    context: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: dict[int, float]
-
-
-class Results(msgspec.Struct, kw_only=True):
-    """All measurements, as ``--json`` writes and ``--from`` reads them."""
-
-    date: str
-    machine: dict[str, str]
-    setup: dict[str, Any]
-    skipped: dict[str, str] = {}
-    """System -> why it was not measured."""
-    llama_bench: dict[str, list[float]] = {}
-    """Test -> tokens/s of each round, for the build with cLLM's compiler switches."""
-    default_bench: dict[str, list[float]] = {}
-    """The same for llama.cpp's default build."""
-    trials: list[Run] = []
-    runs: list[Run] = []
-    kept: list[Run] = []
-    """Runs over kept-alive connections."""
-    shared: list[Run] = []
-    """Runs whose prompts share a prefix."""
-    curve: list[Run] = []
-    parts: list[Parts] = []
-    depths: list[Depth] = []
-
-
-def read_results(path: Path) -> Results:
-    """Return the results in a file. Raises StartupError with a message of one line."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Results)
-    except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} holds no results of cllm bench compare: {error}") from None
-
-
-# --- figures ------------------------------------------------------------------------------------
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """A number with a target. ``values``: one for each round. Their median, or with ``every`` each
-    of them, must be at least ``target``; without ``at_least``, at most ``target``.
-    """
-
-    name: str
-    values: list[float]
-    target: float | None = None
-    at_least: bool = True
-    every: bool = False
-    unit: str = ""
-
-    @property
-    def judged(self) -> float:
-        if not self.every:
-            return statistics.median(self.values)
-        return min(self.values) if self.at_least else max(self.values)
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is met; None without a target."""
-        if self.target is None:
-            return None
-        return self.judged >= self.target if self.at_least else self.judged <= self.target
-
-    def verdict(self) -> str:
-        if self.target is None:
-            return ""
-        by = abs(self.judged - self.target)
-        distance = f"{by:.1f}{self.unit}" if self.unit else f"{by / self.target:.1%}"
-        return f"{'met' if self.met else '**missed**'} by {distance}" if by else "met"
-
-
-TO_BOUND, TO_ENGINE = 0.99, 0.97
-TO_LLAMA_SERVER = {1: 1.00, 8: 1.05, 32: 1.08}
-TO_DEFAULT_BUILD = 1.2  # for prefill, if AVX2 is the CPU's widest vector extension
-TTFT = {LLAMA_SERVER: {8: 1.0, 32: 1.0}, DEFAULT_SERVER: {8: 0.8}}
-MEMORY_MB, START_S = 150.0, 1.5
-
-
-def figures(results: Results) -> list[Figure]:
-    """Return the figures that were measured, with their targets."""
-    found: list[Figure] = []
-
-    def add(name: str, values: list[float], target: float | None, **how: Any) -> None:
-        if values:
-            found.append(Figure(name, values, target, **how))
-
-    for test, rates in results.llama_bench.items():
-        ratios = [
-            ratio(a, b) for a, b in zip(rates, results.default_bench.get(test, []), strict=False)
-        ]
-        target = TO_DEFAULT_BUILD if test.startswith("pp") and is_avx2(results) else None
-        add(f"llama-bench {test}, cLLM's compiler switches / default build", ratios, target)
-    sizes = sorted({run.num_seqs for run in results.runs})
-    for num_seqs in sizes:
-        pair = paired(results.runs, num_seqs, lambda run: run.decode_tokens_per_s)
-        add(
-            f"decoding, engine in process / llama-batched-bench, {num_seqs}",
-            pair(ENGINE, BOUND, ratio),
-            TO_BOUND,
-        )
-    speed = {
-        size: paired(results.runs, size, lambda run: run.output_tokens_per_s) for size in sizes
-    }
-    for num_seqs in sizes:
-        name = f"output tokens/s, HTTP streaming / engine in process, {num_seqs}"
-        add(name, speed[num_seqs](CLLM, ENGINE, ratio), TO_ENGINE)
-    for num_seqs in sizes:
-        name, target = (
-            f"output tokens/s, cLLM / llama-server, {num_seqs}",
-            TO_LLAMA_SERVER.get(num_seqs),
-        )
-        add(name, speed[num_seqs](CLLM, LLAMA_SERVER, ratio), target)
-        name = f"the bound of it, llama-batched-bench / llama-server, {num_seqs}"
-        add(name, speed[num_seqs](BOUND, LLAMA_SERVER, ratio), None)
-        name = f"output tokens/s, cLLM / {DEFAULT_SERVER}, {num_seqs}"
-        add(name, speed[num_seqs](CLLM, DEFAULT_SERVER, ratio), None)
-    for system, targets in TTFT.items():
-        for num_seqs in sizes:
-            values = paired(results.runs, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
-            add(
-                f"mean TTFT, cLLM / {system}, {num_seqs}",
-                values,
-                targets.get(num_seqs),
-                at_least=False,
-            )
-    for system in TTFT:
-        for num_seqs in sorted({run.num_seqs for run in results.shared}):
-            speeds = paired(results.shared, num_seqs, lambda run: run.output_tokens_per_s)(
-                CLLM, system, ratio
-            )
-            add(f"shared prefix, output tokens/s, cLLM / {system}, {num_seqs}", speeds, None)
-            values = paired(results.shared, num_seqs, lambda run: run.ttft_ms)(CLLM, system, ratio)
-            add(f"shared prefix, mean TTFT, cLLM / {system}, {num_seqs}", values, None)
-    every = (*results.runs, *results.kept, *results.curve, *results.shared)
-    ours = [run for run in every if run.system == CLLM]
-    add("share of cLLM's requests that succeed", [success(run) for run in ours], 1.0, every=True)
-    for num_seqs in sizes:
-        pair = paired(results.runs, num_seqs, lambda run: run.memory_mb)
-        add(
-            f"memory, cLLM - llama-server, {num_seqs}",
-            pair(CLLM, LLAMA_SERVER, difference),
-            MEMORY_MB,
-            at_least=False,
-            unit=" MB",
-        )
-    starts = [
-        value
-        for size in sizes
-        for value in paired(
-            results.runs, size, lambda run: run.load_s if run.system == ENGINE else run.start_s
-        )(CLLM, ENGINE, difference)
-    ]
-    add(
-        "start of cLLM until ready - loading of the model",
-        starts,
-        START_S,
-        at_least=False,
-        unit=" s",
-    )
-    costs = [
-        run.cpu_us_per_token
-        for run in results.runs
-        if run.system == CLLM and run.cpu_us_per_token is not None
-    ]
-    add("CPU of the API process for a streamed token", costs, None, unit=" µs")
-    return found
-
-
-def is_avx2(results: Results) -> bool:
-    """Return whether AVX2 is the widest vector extension that llama.cpp uses on this machine."""
-    used = results.machine.get("llama.cpp uses", "").split(", ")
-    return "AVX2" in used and "AVX512" not in used
-
-
-def paired(
-    runs: Iterable[Run], num_seqs: int, value: Callable[[Run], float | None]
-) -> Callable[[str, str, Callable[[float, float], float]], list[float]]:
-    """Return a function that combines the values of two systems round by round, where both were
-    measured.
-    """
-    values = {(run.system, run.round): value(run) for run in runs if run.num_seqs == num_seqs}
-
-    def join(one: str, other: str, how: Callable[[float, float], float]) -> list[float]:
-        pairs = [(values[one, i], values.get((other, i))) for system, i in values if system == one]
-        return [how(a, b) for a, b in pairs if a is not None and b]
-
-    return join
-
-
-def ratio(one: float, other: float) -> float:
-    return one / other
-
-
-def difference(one: float, other: float) -> float:
-    return one - other
-
-
-def success(run: Run) -> float:
-    return run.num_succeeded / run.num_requests
-
-
-# --- the page -----------------------------------------------------------------------------------
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
@@ -326,58 +70,79 @@ def write_page(results: Results, path: Path) -> list[Path]:
 
 def page(results: Results, stem: str, notes: dict[str, str]) -> str:
     """Return the page in Markdown. Its pictures are named ``stem``-name.svg."""
-    setup = results.setup
-    parts = [
-        "# Performance",
-        (
-            f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the "
-            f"curves are written by hand."
-        ),
-        "## Figures and targets",
-        "The number at the end of a name is the number of concurrent requests.",
-        figure_table(figures(results)),
-        "## How this was measured",
-        HOW.format(**setup),
-        table(("", ""), [(name, value) for name, value in machine_of(results).items()], "ll"),
-    ]
+    sections = (
+        figures_section(results),
+        measurement_section(results),
+        systems_section(results),
+        requests_section(results, stem, notes),
+        context_section(results, stem, notes),
+    )
+    return "\n\n".join(part for section in sections for part in section) + "\n"
+
+
+def figures_section(results: Results) -> Iterator[str]:
+    yield "# Performance"
+    yield (
+        f"`cllm bench compare` wrote this page on {results.date}. Only the notes below the "
+        f"curves are written by hand."
+    )
+    yield "## Figures and targets"
+    yield "The number at the end of a name is the number of concurrent requests."
+    yield figure_table(figures(results))
+
+
+def measurement_section(results: Results) -> Iterator[str]:
+    yield "## How this was measured"
+    yield HOW.format(**results.setup)
+    yield table(("", ""), [(name, value) for name, value in machine_of(results).items()], "ll")
     if results.llama_bench:
         builds = {"cLLM's switches": results.llama_bench, "default build": results.default_bench}
         rows = [(name, *map(spread, tests.values())) for name, tests in builds.items() if tests]
-        parts += ["llama-bench, tokens/s, with both builds in turn:"]
-        parts += [table(("", *results.llama_bench), rows, "l" + "r" * len(results.llama_bench))]
+        yield "llama-bench, tokens/s, with both builds in turn:"
+        yield table(("", *results.llama_bench), rows, "l" + "r" * len(results.llama_bench))
     if results.skipped:
-        lines = (f"* {name}: {reason}" for name, reason in results.skipped.items())
-        parts += ["Not measured:", "\n".join(lines)]
-    parts.append("## All systems")
-    for size in sorted({run.num_seqs for run in results.runs}):
-        title = "1 request at a time" if size == 1 else f"{size} concurrent requests"
-        parts += [f"### {title}", systems([run for run in results.runs if run.num_seqs == size])]
+        yield "Not measured:"
+        yield "\n".join(f"* {name}: {reason}" for name, reason in results.skipped.items())
+
+
+def systems_section(results: Results) -> Iterator[str]:
+    yield "## All systems"
+    for size in sizes(results.runs):
+        yield "### 1 request at a time" if size == 1 else f"### {size} concurrent requests"
+        yield systems([run for run in results.runs if run.num_seqs == size])
     if results.shared:
-        parts += ["## Shared prefix", SHARED.format(**setup), systems(results.shared)]
+        yield "## Shared prefix"
+        yield SHARED.format(**results.setup)
+        yield systems(results.shared)
     if results.kept:
-        rows = [
-            (run.system, f"{run.num_succeeded} of {run.num_requests}", why(run))
-            for run in results.kept
-        ]
-        parts += [
-            "## Kept-alive connections",
-            (
-                f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for "
-                f"all its requests."
-            ),
-            table(("", "succeeded", "failures"), rows, "lrl"),
-        ]
+        yield "## Kept-alive connections"
+        yield (
+            f"Short answers, {results.kept[0].num_seqs} clients, each with one connection for "
+            f"all its requests."
+        )
+        yield kept_table(results.kept)
+
+
+def requests_section(results: Results, stem: str, notes: dict[str, str]) -> Iterator[str]:
     if results.curve:
-        parts += ["## Growth over requests at a time", curve_table(results)]
-        parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONCURRENCY_PICTURES.items()]
+        yield "## Growth over requests at a time"
+        yield curve_table(results)
+        yield from links(CONCURRENCY_PICTURES, stem)
     if results.curve or "concurrency" in notes:
-        parts.append(slot("concurrency", notes))
+        yield slot("concurrency", notes)
+
+
+def context_section(results: Results, stem: str, notes: dict[str, str]) -> Iterator[str]:
     if results.depths:
-        parts += ["## Growth over context", depth_table(results.depths)]
-        parts += [f"![{text}]({stem}-{name}.svg)" for name, text in CONTEXT_PICTURES.items()]
+        yield "## Growth over context"
+        yield depth_table(results.depths)
+        yield from links(CONTEXT_PICTURES, stem)
     if results.depths or "context" in notes:
-        parts.append(slot("context", notes))
-    return "\n\n".join(parts) + "\n"
+        yield slot("context", notes)
+
+
+def links(pictures: dict[str, str], stem: str) -> Iterator[str]:
+    yield from (f"![{text}]({stem}-{name}.svg)" for name, text in pictures.items())
 
 
 def slot(name: str, notes: dict[str, str]) -> str:
@@ -424,6 +189,11 @@ def systems(runs: Sequence[Run]) -> str:
             (f"{system} ({chosen})" if chosen not in ("", "default") else system, *cells, succeeded)
         )
     return table(("", *columns, "succeeded"), rows, "l" + "r" * (len(columns) + 1))
+
+
+def kept_table(runs: Sequence[Run]) -> str:
+    rows = [(run.system, f"{run.num_succeeded} of {run.num_requests}", why(run)) for run in runs]
+    return table(("", "succeeded", "failures"), rows, "lrl")
 
 
 def why(run: Run) -> str:
@@ -528,55 +298,62 @@ CONTEXT_PICTURES = {
 AT_A_TIME, CONTEXT = "requests at a time", "tokens of context"
 
 
+Points = dict[float, list[float]]
+"""x -> values measured there."""
+
+
 def drawn(results: Results) -> dict[str, Any]:
     """Return name -> matplotlib figure for the curves that were measured."""
+    pictures = concurrency_pictures(results) if results.curve else {}
+    return pictures | context_pictures(results.depths) if results.depths else pictures
+
+
+def concurrency_pictures(results: Results) -> dict[str, Any]:
     from cllm.bench.plots import curves
 
-    pictures: dict[str, Any] = {}
-    if results.curve:
-        names = list(dict.fromkeys(run.system for run in results.curve))
-
-        def line(system: str, value: Callable[[Run], float | None]) -> dict[float, list[float]]:
-            points: dict[float, list[float]] = {}
-            for run in sorted(results.curve, key=lambda run: run.num_seqs):
-                if run.system == system and (found := value(run)) is not None:
-                    points.setdefault(run.num_seqs, []).append(found)
-            return points
-
-        rates = {name: line(name, lambda run: run.output_tokens_per_s) for name in names}
-        pictures["tokens"] = curves(rates, x=AT_A_TIME, y="output tokens/s")
-        firsts = {name: line(name, lambda run: run.ttft_ms) for name in names}
-        pictures["ttft"] = curves(firsts, x=AT_A_TIME, y="mean TTFT (ms)")
-        gaps = {f"{name}, p50": line(name, lambda run: run.itl_p50_ms) for name in names}
-        gaps |= {f"{name}, p99": line(name, lambda run: run.itl_p99_ms) for name in names}
-        pictures["itl"] = curves(gaps, x=AT_A_TIME, y="ITL (ms)")
-        host: dict[float, list[float]] = {}
-        for parts in results.parts:
-            host.setdefault(parts.num_seqs, []).append(host_us(parts))
-        pictures["host"] = curves(
+    names = list(dict.fromkeys(run.system for run in results.curve))
+    rates = {name: line(results, name, lambda run: run.output_tokens_per_s) for name in names}
+    firsts = {name: line(results, name, lambda run: run.ttft_ms) for name in names}
+    gaps = {f"{name}, p50": line(results, name, lambda run: run.itl_p50_ms) for name in names}
+    gaps |= {f"{name}, p99": line(results, name, lambda run: run.itl_p99_ms) for name in names}
+    host: Points = {}
+    for parts in results.parts:
+        host.setdefault(parts.num_seqs, []).append(host_us(parts))
+    return {
+        "tokens": curves(rates, x=AT_A_TIME, y="output tokens/s"),
+        "ttft": curves(firsts, x=AT_A_TIME, y="mean TTFT (ms)"),
+        "itl": curves(gaps, x=AT_A_TIME, y="ITL (ms)"),
+        "host": curves(
             {"schedule, build, sample, advance, send": host}, x=AT_A_TIME, y="host µs a row"
-        )
-    if results.depths:
-        systems = list(dict.fromkeys(depth.system for depth in results.depths))
-        of = {name: [depth for depth in results.depths if depth.system == name] for name in systems}
-        prefill: dict[str, dict[float, list[float]]]
-        prefill = {
-            name: {depth.context: [depth.prefill_tokens_per_s] for depth in of[name]}
-            for name in systems
-        }
-        pictures["prefill"] = curves(prefill, x=CONTEXT, y="prefill tokens/s")
-        speeds: dict[str, dict[float, list[float]]] = {}
-        gaps = {}
-        for name in systems:
-            for depth in of[name]:
-                for count, speed in depth.decode_tokens_per_s.items():
-                    if not speed:  # there was no step in which all decoded
-                        continue
-                    label = f"{name}, {count} at a time"
-                    speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
-                    gaps.setdefault(label, {}).setdefault(depth.context, []).append(
-                        1e3 * count / speed
-                    )
-        pictures["decode"] = curves(speeds, x=CONTEXT, y="decoding tokens/s")
-        pictures["context-itl"] = curves(gaps, x=CONTEXT, y="ITL (ms)")
-    return pictures
+        ),
+    }
+
+
+def line(results: Results, system: str, value: Callable[[Run], float | None]) -> Points:
+    """Return the values of the system's runs by number of requests at a time."""
+    points: Points = {}
+    for run in sorted(results.curve, key=lambda run: run.num_seqs):
+        if run.system == system and (found := value(run)) is not None:
+            points.setdefault(run.num_seqs, []).append(found)
+    return points
+
+
+def context_pictures(depths: Sequence[Depth]) -> dict[str, Any]:
+    from cllm.bench.plots import curves
+
+    prefill: dict[str, Points] = {depth.system: {} for depth in depths}
+    speeds: dict[str, Points] = {}
+    gaps: dict[str, Points] = {}
+    for depth in (depth for system in prefill for depth in depths if depth.system == system):
+        prefill[depth.system][depth.context] = [depth.prefill_tokens_per_s]
+        for count, speed in depth.decode_tokens_per_s.items():
+            if not speed:  # there was no step in which all decoded
+                continue
+            label = f"{depth.system}, {count} at a time"
+            speeds.setdefault(label, {}).setdefault(depth.context, []).append(speed)
+            gaps.setdefault(label, {}).setdefault(depth.context, []).append(1e3 * count / speed)
+    return {
+        "prefill": curves(prefill, x=CONTEXT, y="prefill tokens/s"),
+        "decode": curves(speeds, x=CONTEXT, y="decoding tokens/s"),
+        "context-itl": curves(gaps, x=CONTEXT, y="ITL (ms)"),
+    }

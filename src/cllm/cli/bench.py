@@ -482,7 +482,9 @@ def compare(
     Peers: llama-server, llama-batched-bench and, if installed, llama-bench, Ollama,
     llama-cpp-python's example server.
     """
-    from cllm.bench.performance import Results, figures, read_results, write_page
+    from cllm.bench.comparison import Results, read_results
+    from cllm.bench.performance import write_page
+    from cllm.bench.targets import figures
 
     out = out / PAGE.name if out.is_dir() else out
     check_files(json, out.with_suffix(".svg"), None)
