@@ -1,11 +1,11 @@
-"""Files that a command writes when it is done: looked at before, so that nothing that took minutes
-is lost.
-"""
+"""What a command writes when it is done. Files are checked before, so that no result is lost."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import msgspec
 
 from cllm.errors import StartupError
 
@@ -27,3 +27,16 @@ def write_file(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Raises StartupError if that cannot be done."""
+    write_file(path, indented(value) + b"\n")
+
+
+def print_json(value: object) -> None:
+    print(indented(value).decode())
+
+
+def indented(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value))

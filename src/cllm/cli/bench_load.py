@@ -1,0 +1,353 @@
+"""``cllm bench load`` and ``cllm bench diff``: load on a server, and reports on it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from cyclopts import Parameter
+
+from cllm.bench.dialects import Api
+from cllm.bench.workload import (
+    SHARED,
+    WORKLOADS,
+    Arrivals,
+    Task,
+    Words,
+    arrival_times,
+    num_requests,
+    question_tasks,
+    word_tasks,
+)
+from cllm.cli.files import print_json, write_file, write_json
+from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive, PromptWords
+from cllm.cli.pictures import PictureOptions, check_files, write_picture
+from cllm.cli.progress import loading_bar
+from cllm.cli.talk import server_url
+from cllm.errors import StartupError
+
+# What the project's seed measured: requests, at a time, tokens of an answer.
+PRESETS = {"seed-40x8x50": (40, 8, 50), "seed-160x5x50": (160, 5, 50)}
+
+if TYPE_CHECKING:
+    from cllm.bench.load import Outcome, Target
+    from cllm.bench.report import Report
+
+    Workload = str
+    Preset = str
+else:
+    Workload = Literal[(*WORKLOADS, "questions")]
+    Preset = Literal[tuple(PRESETS)]
+
+# 100 in the other workloads; many systems give a process 1024 open files
+REQUESTS = {"overload": 500}
+MAX_TOKENS = {"questions": 320}  # of an answer; 64 in the other workloads
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    api: Annotated[
+        Api, Parameter(help="The server's API: OpenAI's chat completions, or Ollama's /api/chat.")
+    ] = "openai"
+    workload: Annotated[
+        Workload,
+        Parameter(
+            help="".join(f"{name}: {text}; " for name, (_, text) in WORKLOADS.items())
+            + "in all of these, each answer must have exactly --max-tokens tokens (Ollama's may "
+            "be shorter). "
+            "questions: questions for the built-in model at temperature 0; each answer must be "
+            "correct."
+        ),
+    ] = "words"
+    preset: Annotated[
+        Preset | None,
+        Parameter(
+            help="Sets --requests, --concurrency and --max-tokens; these flags override it.",
+            show_default=False,
+        ),
+    ] = None
+    requests: Annotated[
+        int | None,
+        Parameter(
+            validator=Positive,
+            help="Requests to measure. [default: 100, 500 overload]",
+            show_default=False,
+        ),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        Parameter(
+            validator=Positive,
+            help="Concurrent requests; when one ends, the next one starts. [default: 8; "
+            "overload: all]",
+            show_default=False,
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        Parameter(
+            validator=AboveZero,
+            help="Mean requests a second, sent independently of the answers, instead of "
+            "--concurrency.",
+            show_default=False,
+        ),
+    ] = None
+    arrivals: Annotated[
+        Arrivals,
+        Parameter(help="Arrivals with --rate: poisson, bursty (gamma distributed gaps) or even."),
+    ] = "poisson"
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            validator=Positive,
+            help="Tokens of an answer. [default: 64, 320 questions]",
+            show_default=False,
+        ),
+    ] = None
+    prompt_words: PromptWords = 64
+    shared_words: Annotated[
+        int | None,
+        Parameter(
+            validator=NotNegative,
+            help="How many words at the beginning are the same in all prompts. [default: 0; "
+            "shared-prefix: three "
+            "quarters]",
+            show_default=False,
+        ),
+    ] = None
+    temperature: Annotated[
+        float,
+        Parameter(validator=NotNegative, help="Temperature of all workloads except questions."),
+    ] = 0.0
+    limits: GoodputLimits = field(default_factory=GoodputLimits)
+    warmup: Annotated[
+        int | None,
+        Parameter(
+            validator=NotNegative,
+            help="Requests before the clock starts. [default: as --concurrency; overload: 8]",
+            show_default=False,
+        ),
+    ] = None
+    timeout: Annotated[float, Parameter(validator=AboveZero, help="Seconds for each request.")] = (
+        600.0
+    )
+    keep_alive: Annotated[
+        bool, Parameter(help="Reuse connections; some servers lose requests then.")
+    ] = True
+    seed: Annotated[
+        int, Parameter(help="The same seed gives the same prompts; it is sent with them.")
+    ] = 0
+    model: Annotated[
+        str | None,
+        Parameter(
+            help="The model to request. [default: the server's first model]", show_default=False
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(env_var="CLLM_API_KEY", help="Sent as a bearer token.", show_default=False),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Parameter(help="A file for the report as JSON, for cllm bench diff.", show_default=False),
+    ] = None
+    pictures: PictureOptions = field(default_factory=PictureOptions)
+    json: Json = False
+
+
+class Size(NamedTuple):
+    """How much load to make."""
+
+    requests: int
+    concurrency: int
+    warmup: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, options: LoadOptions) -> Size:
+        """Return what the options say, or else the preset, or else the workload's defaults."""
+        requests, at_once, max_tokens = (
+            PRESETS[options.preset]
+            if options.preset
+            else (REQUESTS.get(options.workload, 100), 8, MAX_TOKENS.get(options.workload, 64))
+        )
+        requests, at_once = options.requests or requests, options.concurrency or at_once
+        all_at_once = options.workload == "overload" and options.concurrency is None
+        return cls(
+            requests,
+            requests if all_at_once else at_once,
+            at_once if options.warmup is None else options.warmup,
+            options.max_tokens or max_tokens,
+        )
+
+
+def load(
+    url: Annotated[
+        str, Parameter(env_var="CLLM_URL", help="The server, such as http://127.0.0.1:8000.")
+    ],
+    /,
+    *,
+    options: LoadOptions = LoadOptions(),
+) -> None:
+    """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report
+    latencies and rates.
+
+    Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
+    overload do not count.
+    """
+    from cllm.bench.load import Target, find_model
+    from cllm.bench.report import summarize
+
+    check_files(options.out, options.pictures.plot, options.pictures.html)
+    size = Size.of(options)
+    target = Target(
+        server_url(url),
+        checked_key(options.api_key),
+        options.timeout,
+        options.keep_alive,
+        options.api,
+    )
+    words = words_of(options, size, find_model(target, options.model))
+    outcome = send(target, make_tasks(options, size, words), options, size)
+    settings = settings_of(options, size, words)
+    report = summarize(outcome, url=target.url, model=words.model, settings=settings)
+    show(report, options)
+    forgiven = options.rate is not None and options.workload != "overload"
+    if report.num_failed - (report.num_refused if forgiven else 0):
+        sys.exit(1)
+
+
+def checked_key(key: str | None) -> str | None:
+    if key and not (key.isascii() and key.isprintable()):
+        raise StartupError("the API key holds characters that no HTTP header can")
+    return key
+
+
+def words_of(options: LoadOptions, size: Size, model: str) -> Words:
+    shared_words = options.shared_words
+    if shared_words is None:
+        is_shared = options.workload == "shared-prefix"
+        shared_words = int(SHARED * options.prompt_words) if is_shared else 0
+    return Words(
+        api=options.api,
+        model=model,
+        prompt_words=options.prompt_words,
+        shared_words=shared_words,
+        max_tokens=size.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+
+
+def make_tasks(options: LoadOptions, size: Size, words: Words) -> list[Task]:
+    """Return the tasks of the warm-up and those to measure.
+
+    Raises StartupError for inconsistent numbers of words.
+    """
+    if options.workload == "questions":
+        return question_tasks(
+            size.warmup + size.requests,
+            model=words.model,
+            max_tokens=size.max_tokens,
+            seed=options.seed,
+            api=options.api,
+        )
+    # the warm-up shares no prefix with the measured requests
+    strangers = msgspec.structs.replace(words, seed=words.seed + 1, shared_words=0)
+    make, _ = WORKLOADS[options.workload]
+    return word_tasks(size.warmup, strangers) + make(size.requests, words)
+
+
+def send(target: Target, tasks: list[Task], options: LoadOptions, size: Size) -> Outcome:
+    """Send the tasks, with progress on stderr."""
+    from cllm.bench.load import run_load
+
+    total, num_measured = num_requests(tasks), len(tasks) - size.warmup
+    arrivals = None
+    if options.rate is not None:
+        share = num_measured / max(1, total - size.warmup)  # of requests that begin a conversation
+        arrivals = arrival_times(num_measured, options.rate * share, options.arrivals, options.seed)
+    with closing(loading_bar("requests")) as bar:
+        return run_load(
+            target,
+            tasks,
+            concurrency=size.concurrency,
+            warmup=size.warmup,
+            progress=lambda ended: bar.update(ended / total, f"{ended} of {total} requests"),
+            arrivals=arrivals,
+        )
+
+
+def settings_of(options: LoadOptions, size: Size, words: Words) -> dict[str, Any]:
+    """Return the settings of a report: those that have an effect."""
+    settings: dict[str, Any] = {
+        "api": options.api,
+        "workload": options.workload,
+        "requests": size.requests,
+        "max_tokens": size.max_tokens,
+        "seed": options.seed,
+    }
+    if options.rate is None:
+        settings["concurrency"] = size.concurrency
+    else:
+        settings |= {"rate": options.rate, "arrivals": options.arrivals}
+    settings |= {"warmup": size.warmup, "keep_alive": options.keep_alive}
+    settings |= {"ttft": options.limits.ttft, "tpot": options.limits.tpot}
+    if options.workload != "questions":
+        sizes = ("prompt_words", "shared_words", "temperature")
+        settings |= {name: getattr(words, name) for name in sizes}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def show(report: Report, options: LoadOptions) -> None:
+    """Print the report, and write the files that the options name."""
+    from cllm.bench.report import print_report
+
+    if options.json:
+        print_json(report)
+    else:
+        from rich.console import Console
+
+        print_report(report, Console())
+    if options.out is not None:
+        write_json(options.out, report)
+    if options.pictures.plot is not None:
+        write_plot(options.pictures.plot, {report.model: report})
+    if options.pictures.html is not None:
+        from cllm.bench.page import report_page
+
+        write_file(options.pictures.html, report_page(report).encode())
+
+
+def write_plot(path: Path, reports: dict[str, Report]) -> None:
+    from cllm.bench.plots import load_figure
+
+    write_picture(path, load_figure(reports))
+
+
+def diff(
+    before: Annotated[Path, Parameter(help="A report that cllm bench load --out has written.")],
+    after: Annotated[Path, Parameter(help="Another one.")],
+    /,
+    *,
+    pictures: PictureOptions = PictureOptions(),  # noqa: B008  # immutable
+) -> None:
+    """Compare two reports, figure by figure."""
+    from rich.console import Console
+
+    from cllm.bench.report import print_diff, read_report
+
+    check_files(None, pictures.plot, pictures.html)
+    old, new = read_report(before), read_report(after)
+    if pictures.plot is not None:
+        write_plot(pictures.plot, {f"before: {before.name}": old, f"after: {after.name}": new})
+    if pictures.html is not None:
+        from cllm.bench.page import diff_page
+
+        write_file(pictures.html, diff_page(old, new).encode())
+    print_diff(old, new, Console())
