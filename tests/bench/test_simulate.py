@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 
 from cllm.backends.fake import Costs
-from cllm.bench.simulate import (
-    STUCK,
-    TOO_LONG,
-    Limits,
-    Setup,
-    SimulationReport,
-    backlog,
-    overlap,
-    simulate,
-    summarize,
-)
+from cllm.bench.simulate import STUCK, TOO_LONG, Setup, simulate
+from cllm.bench.simulation_report import Limits, SimulationReport, backlog, overlap, summarize
 from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli import main as command_line
 from cllm.cli import progress

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
+from cllm.bench.console import latency_table, number_table, print_lines
 from cllm.bench.distribution import Distribution
 from cllm.bench.load import Answer, Outcome, printable
 from cllm.errors import StartupError
@@ -211,20 +212,12 @@ def time_per_token(answer: Answer) -> float:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the report as text and a table."""
-    from rich.table import Table
-
-    table = Table("milliseconds", *(("mean", "p50", "p95", "p99")), title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, values in report.latencies.items():
-        table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
     settings = ", ".join(f"{name} {value}" for name, value in report.settings.items())
-    for line in (printable(f"{report.model} at {report.url}"), settings, "", *results(report)):
-        console.print(line, markup=False, highlight=False)
-    if table.row_count:
-        console.print(table)
-    for line in remarks(report):
-        console.print(line, markup=False, highlight=False)
+    title = printable(f"{report.model} at {report.url}")
+    print_lines(console, [title, settings, "", *results(report)])
+    if report.latencies:
+        console.print(latency_table(report.latencies))
+    print_lines(console, remarks(report))
 
 
 def read_report(path: Path) -> Report:
@@ -239,13 +232,8 @@ def read_report(path: Path) -> Report:
 
 def print_diff(before: Report, after: Report, console: Console) -> None:
     """Print the settings that differ, and a table of both reports' figures and their ratios."""
-    from rich.table import Table
-
-    for line in differences(before, after):
-        console.print(line, markup=False, highlight=False)
-    table = Table("", "before", "after", "after / before")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    print_lines(console, differences(before, after))
+    table = number_table("", "before", "after", "after / before")
     for row in compared(before, after):
         table.add_row(*row)
     console.print(table)

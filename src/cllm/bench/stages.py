@@ -25,6 +25,7 @@ import msgspec
 
 from cllm.answer import Generation
 from cllm.backends.base import Backend, Vocabulary
+from cllm.bench.console import number_table
 from cllm.bench.dialects import DIALECTS, Api
 from cllm.bench.load import Target, connections, printable
 from cllm.bench.servers import MODEL, cllm, load
@@ -262,10 +263,8 @@ def shares(results: list[SizeResult]) -> dict[str, dict[str, list[float]]]:
 
 def print_stages(results: list[SizeResult], console: Console) -> None:
     """Print a table of the stages and the parts of a step for each size."""
-    from rich.table import Table
-
     for result in results:
-        table = Table(
+        table = number_table(
             "stage",
             "tokens/s",
             "least",
@@ -274,8 +273,6 @@ def print_stages(results: list[SizeResult], console: Console) -> None:
             "loss",
             title=sequences(result.num_seqs),
         )
-        for column in table.columns[1:]:
-            column.justify = "right"
         first = result.stages[0].median
         for stage, loss in zip(result.stages, losses(result), strict=True):
             speeds = stage.tokens_per_s

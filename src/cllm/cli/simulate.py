@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,17 +15,18 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from cllm.backends.fake import Costs
-from cllm.bench.simulate import SMALL_MODEL, Limits, Setup, SimulationReport, simulate, summarize
+from cllm.bench.simulate import SMALL_MODEL, Setup, simulate
+from cllm.bench.simulation_report import Limits, SimulationReport, print_report, summarize
 from cllm.bench.synthetic import WORKLOADS, synthesize
+from cllm.cli.files import print_json
+from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive
 from cllm.cli.progress import loading_bar
 from cllm.config import Settings
 from cllm.errors import StartupError
-from cllm.observe.trace_file import read_trace, write_trace
+from cllm.observe.trace_file import Entry, read_trace, write_trace
 from cllm.scheduler.step_cost import ROW_OFFSET
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     Workload = str
 else:
     Workload = Literal[tuple(WORKLOADS)]
@@ -32,26 +34,15 @@ else:
 app = App(name="simulate", help="Replay a trace through the scheduler in simulated time.")
 
 DEFAULTS = Settings()
-MOST_KEYS = 20  # in the table for a person
-
-Positive = Number(gte=1)
-AboveZero = Number(gt=0)
-NotNegative = Number(gte=0)
 
 
-@app.default
-def replay(
-    trace: Annotated[
-        Path, Parameter(help="Requests in Mooncake's format, one JSON object a line.")
-    ],
-    /,
-    *,
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
     policy: Annotated[
         str, Parameter(help="Order of service: fair, priority, fcfs or package.module:Class.")
-    ] = DEFAULTS.scheduler.policy,
-    replicas: Annotated[
-        int, Parameter(validator=Positive, help="Engines that share the load.")
-    ] = 1,
+    ] = DEFAULTS.scheduler.policy
+    replicas: Annotated[int, Parameter(validator=Positive, help="Engines that share the load.")] = 1
     routing: Annotated[
         Literal["least-loaded", "prefix", "round-robin"],
         Parameter(
@@ -60,23 +51,23 @@ def replay(
             "prefix, unless it has more than twice as many requests as the least loaded; or each "
             "in turn."
         ),
-    ] = "least-loaded",
+    ] = "least-loaded"
     max_num_seqs: Annotated[
         int,
         Parameter(
             validator=Positive, help="Largest number of sequences in a batch, in each replica."
         ),
-    ] = DEFAULTS.scheduler.max_num_seqs,
+    ] = DEFAULTS.scheduler.max_num_seqs
     max_num_batched_tokens: Annotated[
         int, Parameter(validator=Positive, help="Largest number of tokens in one step.")
-    ] = DEFAULTS.scheduler.max_num_batched_tokens,
+    ] = DEFAULTS.scheduler.max_num_batched_tokens
     target_itl_ms: Annotated[
         float,
         Parameter(
             validator=NotNegative,
             help="Longest ms between two tokens that prefill may cause; 0 means no limit.",
         ),
-    ] = DEFAULTS.scheduler.target_itl_ms or 0,
+    ] = DEFAULTS.scheduler.target_itl_ms or 0
     context: Annotated[
         int | None,
         Parameter(
@@ -85,11 +76,11 @@ def replay(
             "needs]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     layout: Annotated[
         Literal["partitioned", "unified"],
         Parameter(help="KV cache layout: cells for each sequence, or one pool."),
-    ] = "partitioned",
+    ] = "partitioned"
     num_cells: Annotated[
         int | None,
         Parameter(
@@ -97,21 +88,21 @@ def replay(
             help="Tokens in a unified KV cache. [default: --max-num-seqs times --context]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     ram_cache_tokens: Annotated[
         int,
         Parameter(
             validator=NotNegative,
             help="Size of the RAM tier of the prefix cache, in tokens; copies cost no time.",
         ),
-    ] = 0,
+    ] = 0
     speculation: Annotated[
         Literal["off", "prompt_lookup"],
         Parameter(
             help="Speculation; the simulated text repeats itself, so drafts are accepted far too "
             "often."
         ),
-    ] = "off",
+    ] = "off"
     costs: Annotated[
         str | None,
         Parameter(
@@ -122,17 +113,8 @@ def replay(
             f"model on two cores]",
             show_default=False,
         ),
-    ] = None,
-    ttft: Annotated[
-        float | None,
-        Parameter(validator=AboveZero, help="Goodput limit: milliseconds to the first token."),
-    ] = None,
-    tpot: Annotated[
-        float | None,
-        Parameter(
-            validator=AboveZero, help="Goodput limit: milliseconds for each token after the first."
-        ),
-    ] = None,
+    ] = None
+    limits: GoodputLimits = field(default_factory=GoodputLimits)
     key: Annotated[
         tuple[str, ...],
         Parameter(
@@ -140,13 +122,23 @@ def replay(
             show_default=False,
             help="An account to compare; may be repeated. [default: all]",
         ),
-    ] = (),
-    seed: Annotated[int, Parameter(help="Seed of the choice between equally loaded replicas.")] = 0,
+    ] = ()
+    seed: Annotated[int, Parameter(help="Seed of the choice between equally loaded replicas.")] = 0
     check: Annotated[
         bool,
         Parameter(negative="", help="Verify the bookkeeping and every cell after each step; slow."),
-    ] = False,
-    json: Annotated[bool, Parameter(negative="", help="Print one JSON object.")] = False,
+    ] = False
+    json: Json = False
+
+
+@app.default
+def replay(
+    trace: Annotated[
+        Path, Parameter(help="Requests in Mooncake's format, one JSON object a line.")
+    ],
+    /,
+    *,
+    options: ReplayOptions = ReplayOptions(),
 ) -> None:
     """Replay TRACE through the real scheduler in simulated time, and report latencies, throughput
     and fairness.
@@ -155,42 +147,13 @@ def replay(
     than its deadline.
     """
     entries = read_trace(trace)
-    setup = Setup(
-        policy=policy,
-        replicas=replicas,
-        routing=routing,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        target_itl_ms=target_itl_ms or None,
-        context=context or max(entry.input_length + entry.output_length for entry in entries),
-        layout=layout,
-        num_cells=num_cells,
-        ram_cache_tokens=ram_cache_tokens,
-        speculation=speculation,
-        costs=SMALL_MODEL if costs is None else read_costs(costs),
-        seed=seed,
-        check=check,
-    )
-    if unknown := set(key) - {entry.key for entry in entries}:
+    setup = setup_of(options, entries)
+    if unknown := set(options.key) - {entry.key for entry in entries}:
         raise StartupError(f'no request of {trace} has the key "{min(unknown)}"')
-    limits = Limits(ttft, tpot)
     begun = time.monotonic()
-    with closing(loading_bar("simulating")) as bar:
-        courses, engines = simulate(
-            entries,
-            setup,
-            lambda ended: bar.update(ended / len(entries), f"{ended} of {len(entries)} requests"),
-        )
-    report = summarize(
-        courses,
-        engines,
-        trace=str(trace),
-        settings=msgspec.to_builtins(setup) | msgspec.to_builtins(limits),
-        limits=limits,
-        keys=key,
-    )
-    if json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    report = run(trace, entries, setup, options)
+    if options.json:
+        print_json(report)
     else:
         from rich.console import Console
 
@@ -200,6 +163,47 @@ def replay(
         )
     if report.failures.keys() - {"timeout"}:
         sys.exit(1)
+
+
+def run(
+    trace: Path, entries: list[Entry], setup: Setup, options: ReplayOptions
+) -> SimulationReport:
+    """Simulate, with progress on stderr."""
+    limits = Limits(options.limits.ttft, options.limits.tpot)
+    with closing(loading_bar("simulating")) as bar:
+        courses, engines = simulate(
+            entries,
+            setup,
+            lambda ended: bar.update(ended / len(entries), f"{ended} of {len(entries)} requests"),
+        )
+    return summarize(
+        courses,
+        engines,
+        trace=str(trace),
+        settings=msgspec.to_builtins(setup) | msgspec.to_builtins(limits),
+        limits=limits,
+        keys=options.key,
+    )
+
+
+def setup_of(options: ReplayOptions, entries: list[Entry]) -> Setup:
+    needed = max(entry.input_length + entry.output_length for entry in entries)
+    return Setup(
+        policy=options.policy,
+        replicas=options.replicas,
+        routing=options.routing,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        target_itl_ms=options.target_itl_ms or None,
+        context=options.context or needed,
+        layout=options.layout,
+        num_cells=options.num_cells,
+        ram_cache_tokens=options.ram_cache_tokens,
+        speculation=options.speculation,
+        costs=SMALL_MODEL if options.costs is None else read_costs(options.costs),
+        seed=options.seed,
+        check=options.check,
+    )
 
 
 @app.command
@@ -264,10 +268,10 @@ def read_measured(path: Path) -> Measured:
         raise StartupError(f"--costs {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"--costs {path}: {str(error).replace('$.', '')}") from None
-    for field in ("row_seconds", "token_seconds"):
-        if not getattr(measured, field):
+    for name in ("row_seconds", "token_seconds"):
+        if not getattr(measured, name):
             raise StartupError(
-                f"--costs {path}: {field} is empty, because the server has not measured it yet"
+                f"--costs {path}: {name} is empty, because the server has not measured it yet"
             )
     return measured
 
@@ -286,93 +290,3 @@ def fit(measured: Measured) -> Costs:
         elif row < 0:
             step, row = float(seconds.mean()), 0.0
     return Costs(step=step, row=row, token=measured.token_seconds or 0.0)
-
-
-# --- for a person -------------------------------------------------------------------------------
-
-
-def print_report(report: SimulationReport, console: Console) -> None:
-    from rich.table import Table
-
-    settings = report.settings | {
-        "costs": ",".join(f"{part:.4g}" for part in report.settings["costs"].values())
-    }
-    shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
-    for line in (report.trace, shown, "", *results(report)):
-        console.print(line, markup=False, highlight=False)
-    table = Table("milliseconds", "mean", "p50", "p95", "p99")
-    rows = {
-        "TTFT": report.ttft_ms,
-        "ITL": report.itl_ms,
-        "TPOT": report.tpot_ms,
-        "E2E": report.e2e_ms,
-    }
-    for name, values in rows.items():
-        if values:
-            table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
-    tables = [table]
-    if len(report.keys) > 1:
-        tables.append(
-            Table("key", "requests", "succeeded", "served", "mean TTFT ms", "mean E2E ms")
-        )
-        for key, of_key in list(report.keys.items())[:MOST_KEYS]:
-            cells = msgspec.structs.astuple(of_key)
-            tables[-1].add_row(key, *("" if cell is None else f"{cell:,}" for cell in cells))
-    for table in tables:
-        for column in table.columns[1:]:
-            column.justify = "right"
-        if table.row_count:
-            console.print(table)
-    for line in remarks(report):
-        console.print(line, markup=False, highlight=False)
-
-
-def results(report: SimulationReport) -> list[str]:
-    lines = [
-        (
-            f"{report.num_succeeded} of {report.num_requests} requests succeeded in "
-            f"{report.wall_s:,.2f} s"
-        )
-    ]
-    lines += [f"  {count} failed: {reason}" for reason, count in report.failures.items()]
-    if report.num_cut:
-        lines.append(f"  {report.num_cut} answers were cut short by the context")
-    rates = (
-        f"{report.output_tokens_per_s:,.1f} output tokens/s, {report.requests_per_s:,.2f} "
-        f"requests/s"
-    )
-    if report.settings["ttft"] or report.settings["tpot"]:
-        rates += (
-            f", {report.good_requests_per_s:,.2f} of them good ({report.good_share:.1%} of "
-            f"all requests)"
-        )
-    tokens = f"{report.output_tokens:,} output tokens, {report.prompt_tokens:,} prompt tokens"
-    cached = f" of which {report.cached_tokens:,} were cached" if report.cached_tokens else ""
-    parked = f"; sequences were parked {report.num_parked} times" if report.num_parked else ""
-    least, most = min(report.requests_per_replica), max(report.requests_per_replica)
-    replicas = (
-        f", {least:,} to {most:,} requests on each replica"
-        if len(report.requests_per_replica) > 1
-        else ""
-    )
-    work = (
-        f"{report.num_steps:,} steps computed {report.prefill_tokens:,} tokens of "
-        f"prompts{parked}{replicas}"
-    )
-    return [*lines, rates, tokens + cached, work]
-
-
-def remarks(report: SimulationReport) -> list[str]:
-    lines = []
-    if len(report.keys) > MOST_KEYS:
-        lines.append(f"{len(report.keys) - MOST_KEYS} more keys: see --json")
-    fairness = report.fairness
-    if fairness is not None and fairness.jain_index is not None:
-        lines.append(
-            f"Jain index {fairness.jain_index:.3f} of what {len(fairness.served)} keys were "
-            f"served in the "
-            f"{fairness.seconds:,.1f} s in which all of them waited"
-        )
-    elif fairness is not None:
-        lines.append("no Jain index: the compared keys never waited all at the same time")
-    return lines
