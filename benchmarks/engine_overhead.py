@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from cllm.bench.in_process import closed_loop
+from cllm.bench.bare_engine import closed_loop
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_backend, build_engine

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.bench.stages import PARTS, STAGES, Size, SizeResult, StageResult, losses, run_stages
+from cllm.bench.bare_engine import PARTS
+from cllm.bench.stages import STAGES, SizeResult, StageResult, losses, run_stages
+from cllm.bench.work import Size
 
 
 def result(*medians: float) -> SizeResult:

@@ -37,8 +37,8 @@ from cllm.bench.load import Answer, Outcome
 from cllm.bench.peers import DEFAULT_FOLDER, needed
 from cllm.bench.report import latencies_of
 from cllm.bench.servers import MODEL, Server, load, memory_mb
-from cllm.bench.stages import Size, Work
 from cllm.bench.systems import find_servers
+from cllm.bench.work import Size, Work
 from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams

@@ -10,13 +10,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from cllm.bench.stages import Size, Work, forget, step_parts
+from cllm.bench.bare_engine import closed_loop, forget, step_parts
+from cllm.bench.work import Size, Work
 from cllm.config import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -128,45 +127,6 @@ def run(job: Job) -> Found:
         found.ttft_ms = 1e3 * statistics.fmean(ttfts)
     backend.close()
     return found
-
-
-def closed_loop(
-    engine: Engine, requests: list[Request], num_seqs: int
-) -> tuple[float, list[float]]:
-    """Run ``requests``, ``num_seqs`` at a time.
-
-    Return tokens/s of the steps in which ``num_seqs`` sequences decode (0 if there is none), and
-    the TTFTs in seconds.
-    """
-    waiting = iter(requests)
-    sent: dict[str, float] = {}
-    ttfts: list[float] = []
-    tokens, seconds = 0, 0.0
-
-    def add(fresh: Iterator[Request]) -> None:
-        for request in fresh:
-            sent[request.request_id] = time.perf_counter()
-            engine.handle(Add(request))
-
-    add(islice(waiting, num_seqs))
-    while engine.scheduler.has_work():
-        decoding = all_decode(engine, num_seqs)
-        begun = time.perf_counter()
-        outputs = engine.step()
-        now = time.perf_counter()
-        if decoding:
-            tokens += len(outputs)
-            seconds += now - begun
-        ttfts += [
-            now - sent.pop(output.request_id) for output in outputs if output.request_id in sent
-        ]
-        add(islice(waiting, sum(bool(output.finish) for output in outputs)))
-    return tokens / seconds if seconds else 0.0, ttfts
-
-
-def all_decode(engine: Engine, num_seqs: int) -> bool:
-    running = engine.scheduler.running
-    return len(running) == num_seqs and all(seq.num_lacking_tokens == 1 for seq in running)
 
 
 def go_deep(engine: Engine, job: Job, found: Found) -> None:

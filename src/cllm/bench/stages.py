@@ -11,27 +11,25 @@ Speed is N * D tokens divided by the time from the first request to the last tok
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cllm.answer import Generation
 from cllm.backends.base import Backend, Vocabulary
+from cllm.bench.bare_engine import forget, step_parts
 from cllm.bench.console import number_table
-from cllm.bench.dialects import DIALECTS, Api
 from cllm.bench.load import Target, connections, printable
 from cllm.bench.servers import MODEL, cllm, load
-from cllm.bench.workload import SYLLABLES, Task
+from cllm.bench.work import Size, Work
+from cllm.bench.workload import Task
 from cllm.core.batch import Batch, Row, Trim
-from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import build_backend, build_engine, build_vocabulary
@@ -41,10 +39,8 @@ from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.metrics import Metrics
 from cllm.process.client import EngineClient
-from cllm.process.messages import Stepped, frame
 from cllm.sampling.pipeline import Sampler
 from cllm.service import Service
-from cllm.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,25 +55,9 @@ STAGES = (
     "+ HTTP, streamed",
 )
 BY_HAND = STAGES[:2]
-PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
-# servers' own defaults differ
-SENT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos")
 PAUSE = 0.3  # seconds between two runs, until spinning threads go to sleep
 
 Progress = Callable[[float, str], None]
-
-
-class Size(msgspec.Struct, frozen=True):
-    """The work of each stage.
-
-    ``temperature`` 0 is greedy; other temperatures use top-k 40 and top-p 0.95.
-    """
-
-    num_seqs: int
-    prompt_words: int
-    num_tokens: int
-    temperature: float
-    seed: int
 
 
 class StageResult(msgspec.Struct, frozen=True):
@@ -100,61 +80,6 @@ class SizeResult(msgspec.Struct, frozen=True):
     num_seqs: int
     stages: list[StageResult]
     step_us: dict[str, float]
-
-
-class Work:
-    """The prompts of one size: as messages, as request bodies and as token ids."""
-
-    def __init__(self, size: Size, vocabulary: Vocabulary, number: int = 0) -> None:
-        """Works with different numbers share no prompt."""
-        self.size = size
-        self.number = number
-        self._vocabulary = vocabulary
-        self.params = SamplingParams(
-            temperature=size.temperature,
-            top_k=40,
-            top_p=0.95,
-            max_tokens=size.num_tokens,
-            ignore_eos=True,
-        )
-        words = random.Random(f"{size.seed} {number}")
-        texts = [
-            "".join(words.choices(SYLLABLES, k=3)) for _ in range(size.num_seqs * size.prompt_words)
-        ]
-        starts = range(0, len(texts), size.prompt_words)
-        prompts = [" ".join(texts[start : start + size.prompt_words]) for start in starts]
-        self.talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        template = ChatTemplate(vocabulary)
-        self.prompts = [template.encode(talk, []) for talk in self.talks]
-        self.tasks = self.tasks_in("openai")
-
-    def tasks_in(self, api: Api) -> list[Task]:
-        body, options = DIALECTS[api].body, {name: getattr(self.params, name) for name in SENT}
-        return [Task(body(MODEL, talk, options), self.size.num_tokens) for talk in self.talks]
-
-    def before(self) -> Work:
-        """Return the same prompts with one output token each.
-
-        Running it computes the prompts into the cells.
-        """
-        return Work(msgspec.structs.replace(self.size, num_tokens=1), self._vocabulary, self.number)
-
-    @property
-    def context(self) -> int:
-        """A context length that suffices for this work and for works of the same size with other
-        words.
-        """
-        return int(1.2 * max(map(len, self.prompts))) + self.size.num_tokens + 32
-
-    @property
-    def num_tokens(self) -> int:
-        return self.size.num_seqs * self.size.num_tokens
-
-    def requests(self) -> list[Request]:
-        return [
-            Request(f"{time.monotonic_ns()}-{i}", prompt, self.params)
-            for i, prompt in enumerate(self.prompts)
-        ]
 
 
 def run_stages(path: Path, sizes: list[Size], rounds: int, progress: Progress) -> list[SizeResult]:
@@ -318,11 +243,6 @@ def prefill_by_hand(engine: Engine, work: Work) -> None:
             )
 
 
-def forget(engine: Engine) -> None:
-    """Empty all cells."""
-    engine.backend.forward(Batch([], engine.scheduler.empty_cells()))
-
-
 def step_by_hand(backend: Backend, work: Work, sampler: Sampler | None) -> None:
     """Run the batches that the engine would make, without the engine.
 
@@ -387,70 +307,3 @@ async def post_all(target: Target, work: Work) -> None:
 
         async with asyncio.timeout(target.timeout):
             await asyncio.gather(*map(post, work.tasks))
-
-
-# --- the parts of a step ------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Seconds spent in the timed functions, by part."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def timing(self, owner: Any, name: str, part: str) -> Iterator[None]:
-        """Add the time of all calls of ``owner.name`` to ``part`` until the context ends."""
-        function = getattr(owner, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.seconds[part] += time.perf_counter() - begun
-
-        setattr(owner, name, timed)
-        try:
-            yield
-        finally:
-            setattr(owner, name, function)
-
-
-def step_parts(engine: Engine, work: Work) -> dict[str, float]:
-    """Return the microseconds of a decoding step by part: the mean over the steps of one run in
-    which all decode.
-
-    "decode" is the backend's forward without the filling of its arrays. "send" is what the engine
-    process does in addition: it encodes the message about the step and writes it, here to the null
-    device.
-    """
-    watch = Stopwatch()
-    for request in work.requests():
-        engine.handle(Add(request))
-    while (
-        any(seq.num_lacking_tokens > 1 for seq in engine.scheduler.running)
-        or engine.scheduler.waiting
-    ):
-        engine.step()
-    num_steps = 0
-    with ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0))  # noqa: PTH123
-        stack.enter_context(watch.timing(engine.scheduler, "schedule", "schedule"))
-        stack.enter_context(watch.timing(engine.backend, "forward", "decode"))
-        if hasattr(engine.backend, "_fill"):
-            stack.enter_context(watch.timing(engine.backend, "_fill", "build"))
-        stack.enter_context(watch.timing(engine.sampler, "sample", "sample"))
-        stack.enter_context(watch.timing(engine.scheduler, "update", "advance"))
-        while len(engine.scheduler.running) == work.size.num_seqs:
-            outputs = engine.step()
-            begun = time.perf_counter()
-            nowhere.write(frame(Stepped(outputs, engine.scheduler.stats())))
-            watch.seconds["send"] += time.perf_counter() - begun
-            num_steps += 1
-    while engine.scheduler.has_work():
-        engine.step()
-    watch.seconds["decode"] -= watch.seconds["build"]
-    return {
-        part: round(seconds / max(1, num_steps) * 1e6, 1) for part, seconds in watch.seconds.items()
-    }

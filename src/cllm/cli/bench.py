@@ -80,7 +80,8 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
     costs.
     """
     begin_like_an_engine()
-    from cllm.bench.stages import Size, losses, print_stages, run_stages, shares
+    from cllm.bench.stages import losses, print_stages, run_stages, shares
+    from cllm.bench.work import Size
 
     check_files(None, options.plot, None)
     sizes = [
