@@ -16,6 +16,7 @@ import cllm
 from cllm import LLM, SamplingParams
 from cllm import llm as llm_module
 from cllm.engine.build import build_backend
+from cllm.engine.layout import LayoutChange
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
 
@@ -193,7 +194,8 @@ def test_a_change_of_layout_changes_no_answer(known_questions):
             layouts.append(unified)
             return True
 
-        llm._engine._chooser.wants_change = always
+        (layout,) = (job for job in llm._engine.side_jobs if isinstance(job, LayoutChange))
+        layout._chooser.wants_change = always
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]

@@ -161,8 +161,8 @@ def test_the_disk_has_a_budget(tmp_path):
     engine = start(tmp_path, disk_cache_bytes=400)
     for i in range(5):
         ask(engine, [i, *LONG[1:]])
-        while engine._save_one_idle():
-            engine._disk.flush(5)
+        while engine.idle():
+            engine._disk._files.flush(5)
             engine.step()
     close(engine)
     assert 1 <= len(list(tmp_path.glob("*.kv"))) <= 2
@@ -175,8 +175,8 @@ def test_prefixes_leave_ram_and_come_back_from_disk(tmp_path):
     answers = []
     for i in range(4):
         answers.append(ask(engine, [i, *LONG[1:]])[0])
-        while engine._save_one_idle():
-            engine._disk.flush(5)
+        while engine.idle():
+            engine._disk._files.flush(5)
             engine.step()
     assert len(engine.scheduler.ledger.tiers.files) == 4
     for i in range(4):
@@ -250,8 +250,8 @@ def test_an_error_while_an_idle_prefix_is_saved_costs_only_the_prefix(
     monkeypatch.setattr(
         type(engine.scheduler.ledger), method, lambda *args: failed.append(1) or 1 / 0
     )
-    engine._save_one_idle()
-    engine._disk.flush(5)
+    engine.idle()
+    engine._disk._files.flush(5)
     engine.step()
     assert failed
     monkeypatch.undo()

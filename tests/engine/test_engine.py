@@ -9,6 +9,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add, Close
+from cllm.engine.layout import LayoutChange
 from cllm.engine.params import EngineParams
 from cllm.kv_cache.layouts import LayoutChooser
 from cllm.scheduler.sequences import MAX_FAILURES
@@ -334,12 +335,13 @@ def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
 def test_a_layout_that_cannot_be_changed_stays(monkeypatch):
     """The running sequences go on in the old one, and nobody tries again."""
     engine = survivor(length=9, num_cells=2048)
-    engine._chooser = LayoutChooser(0.0, 1, None)
-    monkeypatch.setattr(engine._chooser, "wants_change", lambda *args, **kwargs: True)
-    monkeypatch.setattr(engine.backend, "change_layout", lambda layout: 1 / 0)
-    monkeypatch.setattr("cllm.engine.engine.CHOOSE_EVERY", 3)
+    chooser, tries = LayoutChooser(0.0, 1, None), []
+    monkeypatch.setattr(chooser, "wants_change", lambda *args, **kwargs: True)
+    monkeypatch.setattr(engine.backend, "change_layout", lambda layout: tries.append(1) or 1 / 0)
+    monkeypatch.setattr("cllm.engine.layout.CHOOSE_EVERY", 3)
+    engine.side_jobs.append(LayoutChange(chooser, engine.backend, engine.scheduler, engine.clock))
     engine.handle(add("A", [1]))
     outputs = finish(engine)
     assert tokens([(outputs, None)], "A") == [*range(2, 11), END]
-    assert engine._chooser is None
+    assert tries == [1]
     assert engine.backend.info.layout == "unified"

@@ -18,8 +18,9 @@ from cllm.engine import grammars
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Abort, Add
 from cllm.engine.engine import Engine
-from cllm.engine.grammars import MAX_GRAMMARS, Grammars
+from cllm.engine.grammars import MAX_GRAMMARS
 from cllm.engine.params import EngineParams
+from cllm.engine.side_jobs import carry_out
 from cllm.sampling.grammar import Grammar
 
 DIGITS = "start: /[0-9]{3}/"
@@ -147,7 +148,7 @@ class Gate:
             self.opened.wait()
             return vocabulary.grammar_tokenizer(engine.backend.info.end_tokens)
 
-        engine._grammars = Grammars(make)
+        engine._grammars._make_tokenizer = make
 
 
 def test_who_waits_for_a_grammar_holds_nobody_up():
@@ -185,9 +186,10 @@ def test_sequences_that_are_parked_go_on_where_they_were():
         answers.ask(name, grammar="start: /[0-9]{60}/", temperature=5.0)
     while answers.engine.scheduler.num_steps < 20:
         answers.take(answers.engine.step())
-    assert answers.engine._carry_out(answers.engine.scheduler.empty_cells())
+    scheduler = answers.engine.scheduler
+    assert carry_out(answers.engine.backend, scheduler, scheduler.empty_cells())
     answers.run()
-    assert answers.engine.scheduler.num_parked == 4
+    assert scheduler.num_parked == 4
     assert all(len(text) == 60 and text.isdigit() for text in answers.texts.values())
     assert set(answers.ends.values()) == {"stop"}
 

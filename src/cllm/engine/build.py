@@ -12,10 +12,12 @@ import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
 from cllm.core.model_info import ModelInfo
-from cllm.engine.disk import DiskCache
+from cllm.engine.disk import DiskCache, DiskTier
 from cllm.engine.draft_model import DraftModel
-from cllm.engine.engine import Engine, layout_of
+from cllm.engine.embeddings import Embeddings
+from cllm.engine.engine import Engine
 from cllm.engine.grammars import Grammars
+from cllm.engine.layout import LayoutChange, layout_of
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.kv_cache.layouts import LayoutChooser
@@ -146,23 +148,26 @@ def build_engine(
         make_policy(params.policy, params.weights),
         build_speculation(params, info),
     )
-    disk = (
-        DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
-        if params.disk_cache
-        else None
+    embeddings = Embeddings(backend, scheduler, clock)
+    grammars = Grammars(
+        lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens), scheduler, embeddings
     )
-    chooser = None
+    layout = disk = None
     if info.can_change_layout:
         chooser = LayoutChooser(info.layout_seconds, info.kv_bytes_per_token, params.target_itl)
-    grammars = Grammars(lambda: backend.vocabulary.grammar_tokenizer(info.end_tokens))
+        layout = LayoutChange(chooser, backend, scheduler, clock)
+    if params.disk_cache:
+        files = DiskCache(Path(params.disk_cache).expanduser(), info.fingerprint)
+        disk = DiskTier(files, backend, scheduler, clock)
     return Engine(
         backend,
         scheduler,
         Sampler(info.end_tokens),
         clock,
         grammars,
+        embeddings,
+        layout,
         disk,
-        chooser,
         check=params.check,
     )
 

@@ -24,8 +24,13 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
+from cllm.backends.base import Backend, StateBuffer
+from cllm.core.output import TokenOutput
+from cllm.engine.side_jobs import WAIT, SideJob, carry_out
 from cllm.errors import StartupError
 from cllm.kv_cache.radix_tree import Tokens
+from cllm.kv_cache.tiers import Snapshot
+from cllm.scheduler.scheduler import Scheduler
 
 MAGIC = b"cLLM KV 2\n"
 LENGTH = struct.Struct("<I")
@@ -35,6 +40,8 @@ READERS = 4
 LEFT_OVER = 3600.0  # seconds after which a temporary file counts as abandoned
 MAX_PENDING = 1 << 30  # bytes that wait to be written; further snapshots are not written
 SUFFIX = ".kv"
+# seconds that a closing engine spends on saving prefixes, and again on writing them
+LAST_SAVES = 1.5
 
 log = logging.getLogger("cllm.disk")
 
@@ -235,6 +242,86 @@ class DiskCache:
         done = threading.Event()
         self._jobs.put(done.set)
         done.wait(timeout)
+
+
+class DiskTier(SideJob):
+    """Writes saved prefixes to files, and reads them when a sequence needs them.
+
+    While there is nothing to compute, it saves idle prefixes.
+    """
+
+    def __init__(
+        self,
+        files: DiskCache,
+        backend: Backend,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+    ) -> None:
+        self._files = files
+        self._backend = backend
+        self._scheduler = scheduler
+        self._clock = clock
+        self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
+        self._unread: list[Read] = []  # failed before the thread was asked
+        self._num_steps = 0  # when ``after`` was last called
+        for file, tokens, salt in files.find():
+            files.name(scheduler.ledger.found_on_disk(tokens, salt).key, file)
+        scheduler.use_disk(self)
+
+    def start_read(self, snapshot: Snapshot) -> None:
+        try:
+            buffer = self._backend.new_state_buffer(self._files.size(snapshot.key))
+            self._files.read(snapshot.key, buffer.data)
+            self._buffers[snapshot.key] = buffer
+        except Exception:
+            log.exception("a prefix cannot be read from disk")
+            self._unread.append(Read(snapshot.key, succeeded=False))
+
+    def after(self, now: float) -> list[TokenOutput]:
+        num_steps, self._num_steps = self._num_steps, self._scheduler.num_steps
+        is_waiting = num_steps == self._num_steps and self._scheduler.has_work()
+        unread, self._unread = self._unread, []
+        for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
+            if isinstance(result, Written):
+                for old in self._scheduler.ledger.written(result.key):
+                    self._files.delete(old)
+            else:
+                self._finish_read(result)
+        return []
+
+    def _finish_read(self, result: Read) -> None:
+        """Install a snapshot, after the batch's operations: one may drop its old copy."""
+        filled, succeeded = self._buffers.pop(result.key, None), result.succeeded
+        try:
+            if filled is not None and succeeded:
+                self._backend.install_snapshot(result.key, filled)
+        except Exception:
+            log.exception("a prefix that was read from disk cannot be used")
+            succeeded = False
+        self._scheduler.was_read(result.key, succeeded=succeeded)
+
+    def write(self, snapshot: Snapshot) -> None:
+        try:
+            data = self._backend.snapshot(snapshot.key)
+            self._files.write(snapshot.key, snapshot.tokens, data, snapshot.salt)
+        except Exception:
+            log.exception("a prefix cannot be written to disk")
+
+    def idle(self) -> bool:
+        """Save an idle prefix that is in no file; return whether there was one."""
+        operations = self._scheduler.ledger.save_one_idle()
+        if operations:
+            operations = [*self._scheduler.drain_pending_operations(), *operations]
+        return bool(operations) and carry_out(self._backend, self._scheduler, operations)
+
+    def close(self) -> None:
+        """Save the idle prefixes and write them to files; takes up to 2 * LAST_SAVES seconds."""
+        until = self._clock() + LAST_SAVES
+        try:
+            while self._clock() < until and self.idle():
+                pass
+        finally:
+            self._files.flush(LAST_SAVES)
 
 
 def read_head(file: BinaryIO) -> Head:

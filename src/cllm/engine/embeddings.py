@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from cllm.backends.base import Backend
 from cllm.core.batch import MAX_CHUNKS, Chunk
-from cllm.core.output import Embedded
+from cllm.core.output import Embedded, TokenOutput
 from cllm.core.request import EmbeddingRequest, Priority
+from cllm.engine.side_jobs import SideJob
 from cllm.errors import EngineError
+from cllm.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("cllm.engine")
 
@@ -51,21 +53,24 @@ class Text:
         return len(self.tokens) - self.start
 
 
-class Embeddings:
-    """The queue of texts to embed, and their computation.
+class Embeddings(SideJob):
+    """The queue of texts to embed, and their computation. ``take`` returns the results.
 
     Higher classes come first. Within a class the accounts take turns, text by text, and so do the
     requests of an account. At most one text is partly computed; the next batch continues it. A
     failed batch is retried text by text, so that only the text that causes the failure fails.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._backend = backend
+        self._scheduler = scheduler
+        self._clock = clock
         # by account
         self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}
         self._going: Text | None = None
         self._again: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
+        self._has_work = False
         self._done: list[Embedded] = []
         self._seconds_per_token = 0.0
         self.num_tokens = 0  # computed so far
@@ -73,6 +78,7 @@ class Embeddings:
     def add(self, request: EmbeddingRequest) -> None:
         if request.texts:
             self._jobs[request.priority].setdefault(request.key, deque()).append(Job(request))
+            self._has_work = True
 
     def abort(self, request_id: str) -> None:
         """Forget a request. Ignores an unknown one."""
@@ -86,9 +92,36 @@ class Embeddings:
         self._again = deque(
             text for text in self._again if text.job.request.request_id != request_id
         )
+        self._has_work = self._has_texts()
+
+    def _has_texts(self) -> bool:
+        return self._going is not None or bool(self._again) or any(self._jobs.values())
 
     def has_work(self) -> bool:
-        return self._going is not None or bool(self._again) or any(self._jobs.values())
+        return self._has_work
+
+    def before(self, now: float) -> list[TokenOutput]:
+        if self._has_work:
+            self._scheduler.reserve((self._scheduler.params.target_itl or 0.0) / 2)
+        return []
+
+    def after(self, now: float) -> list[TokenOutput]:
+        """Embed as many tokens as fit into the rest of the step's target time, at least one
+        tile.
+        """
+        if not self._has_work:
+            return []
+        target, left = self._scheduler.params.target_itl, None
+        if target is not None and self._scheduler.running:
+            left = target - (now - self._scheduler.begun)
+        try:
+            num_tokens = self.bite(self.num_tokens_for(left))
+            self.observe(num_tokens, self._clock() - now)
+        except Exception as error:
+            log.exception("embeddings failed")
+            self.fail_all(str(error))
+        self._has_work = self._has_texts()
+        return []
 
     def take(self) -> list[Embedded]:
         """Return the results since the last call."""

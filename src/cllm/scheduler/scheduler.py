@@ -63,12 +63,10 @@ class Scheduler(Sequences):
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile)
         self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
-        # to be read from disk; the engine starts the reads and clears the list
-        self.reads: list[Snapshot] = []
         self.expected = Expectations()
         self.begun = 0.0  # when the present step began
         self.budget = 0  # the tokens that it may prefill
-        self.reserved = 0.0  # seconds of a step that prompts must leave for embeddings
+        self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
         self.blocked = ""  # why the head of the queue was not admitted in the last step
         self.num_steps = 0
         self.num_prefill_tokens = 0
@@ -78,8 +76,9 @@ class Scheduler(Sequences):
     # --- one step --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next batch, or None if there is nothing to do (except perhaps snapshots to
-        read, in ``reads``).
+        """Return the next batch, or None if there is nothing to compute.
+
+        ``update`` or ``fail`` must follow.
         """
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
@@ -92,6 +91,7 @@ class Scheduler(Sequences):
         #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
         #    either with a row or without its cells.
         self.begun, self.blocked, self._suspects = now, "", ()
+        reserved, self._reserved = self._reserved, 0.0
         self._expire(now)
         self._suspects = self.running
         self._yield_to_a_higher_class(now)
@@ -99,9 +99,7 @@ class Scheduler(Sequences):
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
         space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
-        target_itl = (
-            None if self.params.target_itl is None else self.params.target_itl - self.reserved
-        )
+        target_itl = None if self.params.target_itl is None else self.params.target_itl - reserved
         self.budget = self.cost.prefill_budget(
             space, len(rows), num_tokens, target_itl, shares=shares
         )
@@ -113,6 +111,10 @@ class Scheduler(Sequences):
             return None
         rows.sort(key=lambda row: row.seq.seq_id)
         return Batch(rows, operations)
+
+    def reserve(self, seconds: float) -> None:
+        """Leave ``seconds`` of the next step's target time for a side job."""
+        self._reserved += seconds
 
     def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self._suspects = (seq,)
@@ -336,21 +338,11 @@ class Scheduler(Sequences):
                         self.ledger.drop(snapshot.key)
                     return None
                 operations += leaving
-                self.reads.append(snapshot)
+                assert self._disk is not None, "there are no files without a disk tier"
+                self._disk.start_read(snapshot)
             self.deferred.read(snapshot, seq)
         self.waiting.remove(seq)
         return operations
-
-    def was_read(self, key: int, *, succeeded: bool) -> None:
-        """Note that a snapshot from ``reads`` is in RAM now or could not be read; requeue the
-        sequences behind it.
-        """
-        snapshot = self.ledger.tiers.find(key)
-        if snapshot is not None and succeeded:
-            snapshot.place = Place.RAM
-        elif snapshot is not None:
-            self.ledger.drop(key)
-        self._call_back(self.deferred.was_read(key))
 
     def _yield_to_a_higher_class(self, now: float) -> None:
         """Park one running sequence if a waiting one of a higher class needs its seq_id or its
@@ -383,6 +375,8 @@ class Scheduler(Sequences):
         """
         self._num_recoveries = 0
         self._operations = []  # they have run
+        if batch.operations:
+            self.write_saved(batch.operations)
         if not batch.rows:
             return self.take_outputs()
         outputs = self._outputs

@@ -12,11 +12,14 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterable
+from typing import Protocol
 
-from cllm.core.batch import Batch, Operation
+from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
+from cllm.kv_cache.layouts import Layout
 from cllm.kv_cache.ledger import Ledger
+from cllm.kv_cache.tiers import Place, Snapshot
 from cllm.scheduler.deferred import Deferred
 from cllm.scheduler.policy import Policy
 from cllm.scheduler.speculation import Speculation
@@ -25,6 +28,18 @@ from cllm.scheduler.waiting import Waiting
 log = logging.getLogger("cllm.engine")
 
 MAX_FAILURES = 3  # failed batches in a row after which a sequence is assumed to be the cause
+
+
+class Disk(Protocol):
+    """Copies snapshots between RAM and files, in a thread. Its methods raise no exceptions."""
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Start writing a snapshot that is in RAM."""
+        ...
+
+    def start_read(self, snapshot: Snapshot) -> None:
+        """Start reading a snapshot; ``was_read`` must follow, after this call."""
+        ...
 
 
 def rank(seq: Sequence) -> tuple[int, int]:
@@ -53,17 +68,26 @@ class Sequences:
         self._outputs: list[TokenOutput] = []  # not returned by any call yet
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
+        self._disk: Disk | None = None
         # the sequences that would have caused an exception raised now
         self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
 
     # --- arrival ---------------------------------------------------------------------------------
 
-    def add(self, seq: Sequence, now: float) -> None:
-        """Queue a sequence.
+    def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
+        """Queue a sequence that arrived at ``now``. If it cannot be queued, return its last output.
 
-        Raises ValueError if its prompt leaves no cell for the first sampled token.
+        Its prompt must leave a cell for the first sampled token.
         """
+        try:
+            self._add(seq, now)
+        except Exception:
+            log.exception("%s was refused", seq.name)  # the sender should have checked it
+            return self.recover() if self.knows(seq) else [seq.end_output(FinishReason.ERROR)]
+        return []
+
+    def _add(self, seq: Sequence, now: float) -> None:
         self._suspects = (seq,)
         if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
             raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
@@ -113,6 +137,10 @@ class Sequences:
             *(self.ledger.make_room(self.ledger.cells.size) or ()),
         ]
 
+    def change_layout(self, num_cells: int, layout: Layout) -> None:
+        """Use new cells. The old ones must be empty; see ``empty_cells``."""
+        self.ledger = self.ledger.with_layout(num_cells, layout)
+
     def drain_pending_operations(self) -> list[Operation]:
         """Return and clear the operations that must run before all others."""
         owed, self._pending_operations = self._pending_operations, []
@@ -122,6 +150,31 @@ class Sequences:
         """Put deferred sequences back into the queue, at their old positions."""
         for seq in seqs:
             self.waiting.push(seq)
+
+    # --- snapshots in files ----------------------------------------------------------------------
+
+    def use_disk(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def was_read(self, key: int, *, succeeded: bool) -> None:
+        """Note that a snapshot is in RAM now or could not be read; requeue the sequences behind
+        it.
+        """
+        snapshot = self.ledger.tiers.find(key)
+        if snapshot is not None and succeeded:
+            snapshot.place = Place.RAM
+        elif snapshot is not None:
+            self.ledger.drop(key)
+        self._call_back(self.deferred.was_read(key))
+
+    def write_saved(self, operations: Iterable[Operation]) -> None:
+        """Start writing to files what operations that have run have saved to RAM."""
+        if self._disk is None:
+            return
+        dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
+        for operation in operations:
+            if isinstance(operation, Save) and operation.snapshot not in dropped:
+                self._disk.write(self.ledger.tiers.ram[operation.snapshot])
 
     # --- ending ----------------------------------------------------------------------------------
 

@@ -1,0 +1,182 @@
+"""The protocol of side jobs: what the engine asks of them, and what their exceptions cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backends.fake import END, FakeBackend
+from cllm.core.output import FinishReason, TokenOutput
+from cllm.core.params import SamplingParams
+from cllm.core.request import EmbeddingRequest, Request
+from cllm.engine.build import build_engine
+from cllm.engine.commands import Add, Close, Embed
+from cllm.engine.engine import Engine
+from cllm.engine.params import EngineParams
+from cllm.engine.side_jobs import SideJob
+from cllm.errors import StartupError
+
+
+class Job(SideJob):
+    """Notes its calls, returns an output in each, and raises an exception where it should."""
+
+    def __init__(self, name: str = "job", *faulty: str) -> None:
+        self.name = name
+        self.faulty = faulty
+        self.calls: list[str] = []
+
+    def _called(self, method: str) -> list[TokenOutput]:
+        self.calls.append(method)
+        if method in self.faulty:
+            raise ZeroDivisionError(method)
+        return [TokenOutput(f"{self.name} {method}", 0, 7, FinishReason.STOP)]
+
+    def before(self, now: float) -> list[TokenOutput]:
+        return self._called("before")
+
+    def after(self, now: float) -> list[TokenOutput]:
+        return self._called("after")
+
+    def idle(self) -> bool:
+        self._called("idle")
+        return False
+
+
+def start(*jobs: SideJob, **options) -> Engine:
+    engine = build_engine(FakeBackend(length=3, **options), EngineParams(speculation="off"))
+    engine.side_jobs += jobs
+    return engine
+
+
+def add(name: str, prompt: list[int], **params) -> Add:
+    return Add(Request(name, prompt, SamplingParams(temperature=0, **params)))
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    """Step until there is no work; return the tokens of each request."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(50):
+        if not engine.has_work():
+            return tokens
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).append(output.token)
+        engine.scheduler.check()
+    raise AssertionError(f"no end in sight: {engine.scheduler}")
+
+
+def test_outputs_of_side_jobs_are_sent_with_the_step():
+    """First those of ``before``, then the batch's, then those of ``after``."""
+    engine = start(Job("1"), Job("2"))
+    engine.handle(add("A", [1]))
+    names = [output.request_id for output in engine.step()]
+    assert names == ["1 before", "2 before", "A", "1 after", "2 after"]
+
+
+def test_side_jobs_are_called_without_a_batch():
+    job = Job()
+    assert [output.request_id for output in start(job).step()] == ["job before", "job after"]
+    assert job.calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("faulty", [("before",), ("after",), ("before", "after")])
+def test_an_exception_in_a_side_job_costs_no_sequence_and_no_other_job(faulty):
+    broken, other = Job("broken", *faulty), Job("other")
+    engine = start(broken, other)
+    engine.handle(add("A", [1]))
+    engine.handle(add("B", [20]))
+    tokens = finish(engine)
+    assert tokens["A"] == [2, 3, 4, END]
+    assert tokens["B"] == [21, 22, 23, END]
+    assert other.calls == broken.calls == ["before", "after"] * 4
+
+
+@pytest.mark.parametrize("part", ["schedule", "update"])
+def test_side_jobs_are_called_after_an_exception_in_the_step(part, monkeypatch):
+    job = Job()
+    engine = start(job)
+    engine.handle(add("A", [1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, part, lambda *args: 1 / 0)
+        engine.step()
+    assert job.calls == ["before", "after"]
+    assert finish(engine)["A"] == [2, 3, 4, END]
+
+
+def test_ctrl_c_in_a_batch_costs_no_sequence(monkeypatch):
+    """The batch is undone; a later exception does not undo it a second time."""
+    engine = start(Job("broken", "before"))
+    engine.handle(add("A", [1]))
+
+    def interrupt(batch):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert finish(engine)["A"] == [2, 3, 4, END]
+
+
+def test_a_backend_that_is_no_longer_usable_stops_the_engine(monkeypatch):
+    job = Job()
+    monkeypatch.setattr(job, "after", lambda now: (_ for _ in ()).throw(StartupError("gone")))
+    with pytest.raises(StartupError):
+        start(job).step()
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.blocks: list[bool] = []
+
+    def drain(self, block: bool) -> list:
+        self.blocks.append(block)
+        return [Close()] if len(self.blocks) == 4 else []
+
+
+class Outbox:
+    def send(self, outputs, stats) -> None:
+        pass
+
+
+def test_idle_side_jobs_are_called_until_none_has_more_to_do():
+    """One that raises an exception has nothing more to do."""
+
+    class Patient(Job):
+        def idle(self) -> bool:
+            super().idle()
+            return self.calls.count("idle") < 3
+
+    broken, patient, inbox = Job("broken", "idle"), Patient(), Inbox()
+    start(broken, patient).run(inbox, Outbox())
+    assert inbox.blocks == [False, False, True, True]
+    assert broken.calls.count("idle") == patient.calls.count("idle") == 4
+
+
+def test_an_engine_with_a_busy_side_job_does_not_wait():
+    class Busy(Job):
+        def has_work(self) -> bool:
+            return True
+
+    job, inbox = Busy(), Inbox()
+    start(job).run(inbox, Outbox())
+    assert inbox.blocks == [False] * 4
+    assert "idle" not in job.calls
+
+
+def test_steps_call_only_the_side_jobs_that_were_needed():
+    """Grammars and embeddings join with the first request that needs them, once."""
+    engine = start()
+    engine.handle(add("A", [1]))
+    assert engine.side_jobs == []
+    for i in range(2):
+        engine.handle(Embed(EmbeddingRequest(f"e{i}", [[1, 2]])))
+    assert engine.side_jobs == [engine.embeddings]
+    for name in "BC":
+        engine.handle(add(name, [1], grammar='start: "ab"'))
+    assert len(engine.side_jobs) == 2
+
+
+def test_a_step_reads_attributes_fast():
+    """CPython 3.11 reads attributes of objects with 30 or more slowly: 3 % of the step's time."""
+    engine = start()
+    for owner in (engine, engine.scheduler, engine.scheduler.ledger):
+        assert len(vars(owner)) < 30, owner
