@@ -366,6 +366,13 @@ def test_close_waits_for_the_step_of_another_thread():
     assert freed == [True]
 
 
+def test_without_a_seed_no_two_texts_are_the_same(fake):
+    """At this temperature no token is more probable than 1 in 96."""
+    params = SamplingParams(temperature=20, max_tokens=10, ignore_eos=True)
+    first, second = fake.generate(["a", "a"], params)
+    assert first.outputs[0].tokens != second.outputs[0].tokens
+
+
 def test_stop_is_one_string_or_several(fake):
     """One string is not a sequence of its characters."""
     for stop in ("ef", ["ef"], ("x", "ef")):

@@ -378,7 +378,7 @@ class LLM:
             check_prompt(
                 prompt, self.info.vocabulary_size, self.info.context_length, f"prompts[{i}]"
             )
-            request = Request(f"r{next(self._ids)}", prompt, one)
+            request = Request(f"r{next(self._ids)}", prompt, one).with_seed()
             requests.append(Add(request))
             readers[request.request_id] = i, OutputReader([request], pieces, plan)
         inbox = self._shared.submit(requests)

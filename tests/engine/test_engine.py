@@ -202,19 +202,6 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
     assert len(set(lonely.tokens("A"))) > 5, "it does ramble"
 
 
-def test_without_a_seed_no_two_texts_are_the_same(fake_engine):
-    """Two requests without a seed get different ones.
-
-    At this temperature no token is more probable than 1 in 96, so that two equal texts of ten
-    tokens have a chance below 96**-10, which is 2e-20.
-    """
-    engine = fake_engine(length=99)
-    for name in "AB":
-        engine.add(name, [1], temperature=20.0, max_tokens=10, ignore_eos=True)
-    engine.finish()
-    assert engine.tokens("A") != engine.tokens("B")
-
-
 # --- exceptions that nobody has foreseen --------------------------------------------------------
 
 

@@ -234,6 +234,20 @@ def test_one_with_limits_of_its_own_fills_the_cache():
     assert air.computed == ["a", "b"]
 
 
+def test_seed_is_drawn_before_the_request_is_sent_to_the_engine():
+    """So that another engine can compute the same text; greedy requests need none."""
+    air = Air()
+    prompt = [1, 2, 3]
+    random, chosen = SamplingParams(temperature=1), SamplingParams(temperature=1, seed=5)
+    sent = []
+    for i, params in enumerate([random, random, chosen, SamplingParams(temperature=0)]):
+        sent += air.in_flight.submit([Request(str(i), prompt, params)])[1]
+    first, second, third, greedy = [request.params.seed for request in sent]
+    assert first is not None
+    assert None is not second != first
+    assert (third, greedy) == (5, None)
+
+
 def test_the_end_of_the_engine_is_told_to_all_readers():
     """After what had come; and nothing of it is left."""
     air = Air()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 
 import msgspec
 
@@ -35,6 +36,16 @@ class Request(msgspec.Struct, frozen=True):
     deadline: float | None = None
     queue_timeout: float | None = None
     cache_salt: str = ""
+
+    def with_seed(self) -> Request:
+        """Return the request with a seed, drawn if it has none and needs one.
+
+        So it can be computed again with the same text, also by another engine.
+        """
+        if self.params.greedy or self.params.seed is not None:
+            return self
+        params = msgspec.structs.replace(self.params, seed=secrets.randbits(63))
+        return msgspec.structs.replace(self, params=params)
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):

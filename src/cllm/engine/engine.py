@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -154,7 +153,7 @@ class Engine:
                 self._abort(command, outputs)
             case Add(request):
                 params, length = request.params, self.backend.info.context_length
-                seed = params.seed if params.seed is not None else secrets.randbits(64)
+                seed = params.seed or 0  # who sends it draws one, unless the request is greedy
                 add = self.scheduler.add
                 if params.grammar:
                     self._use(self._grammars)

@@ -161,6 +161,10 @@ class InFlightRequests:
         own neither shares nor is shared.
         """
         keys = [digest(request) for request in requests]
+        requests = [
+            request.with_seed() if key is None else request
+            for request, key in zip(requests, keys, strict=True)
+        ]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
             if key not in self._results and self._like(request, key) is None:
