@@ -17,7 +17,6 @@ import numpy.typing as npt
 from cllm.answer import RequestTimeout, SchedulingOptions
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import BadRequest
-from cllm.process.backlog import QueueFull
 from cllm.process.embeddings import Waiter
 from cllm.service import LONG_TEXT, Service
 
@@ -184,17 +183,13 @@ async def compute(
     Raises what ``embed`` raises.
     """
     check(service, texts, list(params))
-    service.check_ready()
     if not texts:
         return np.zeros((0, service.info.embedding_size), np.float32), 0
     request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.key, terms.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"
-    try:
+    with service.admission():
         waiter = service.engine.embed(request)
-    except QueueFull as error:
-        service.metrics.refused(error.bound)
-        raise
     service.metrics.embedding_begun(len(texts), num_tokens)
     try:
         vectors = await wait(waiter, terms, service.request_timeout)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -150,7 +151,7 @@ class Service:
         )
         if len(text) < LONG_TEXT:
             return tokenize()
-        self._check_room(terms, len(text))
+        self._check_room(len(text), terms)
         return await asyncio.to_thread(tokenize)
 
     async def prepare(
@@ -195,7 +196,7 @@ class Service:
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
-            self._check_room(terms, length)
+            self._check_room(length, terms)
         text = await self.render_chat(chat)
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(max(len(text) - 2 * num_fenced, num_fenced * self.longest_piece), param)
@@ -260,23 +261,38 @@ class Service:
     def _least_tokens(self, num_characters: int) -> int:
         return num_characters // self.longest_piece
 
-    def _check_room(self, terms: SchedulingOptions | None, num_characters: int) -> None:
+    def _check_room(self, num_characters: int, terms: SchedulingOptions | None) -> None:
         """Raise QueueFull before a long text is tokenized, because that takes longer than a
         rejection may take.
         """
         if terms is None:
             return
-        self.check_ready()
+        num_tokens = max(1, self._least_tokens(num_characters))
+        with self.admission():
+            self.engine.check_room(num_tokens, terms.key, terms.priority, terms.claim)
+
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """Reject requests while the server shuts down, and count the rejections by the engine
+        client, which is to be called within this context.
+
+        Raises EngineError, and what the call raises.
+        """
+        if self.draining:
+            self.metrics.refused("draining")
+            raise EngineError("The server is shutting down.")
         try:
-            prompt = [0] * max(1, self._least_tokens(num_characters))
-            self.engine.check_room(request_of("", prompt, SamplingParams(), terms), terms.claim)
+            yield
         except QueueFull as error:
             self.metrics.refused(error.bound)
             raise
+        except EngineError:
+            self.metrics.refused("not_ready")
+            raise
 
-    def check(self, generation: Generation) -> None:
-        """Raise BadRequest if the generation can never be computed, and EngineError while no
-        requests are accepted.
+    def _check(self, generation: Generation) -> None:
+        """Raise BadRequest if the generation can never be computed, and EngineError until the model
+        has been loaded for the first time.
         """
         self._check_generates()
         info = self.info
@@ -293,7 +309,6 @@ class Service:
         if len(generation.prompts) * generation.params.n > MAX_CHOICES:
             message = f"At most {MAX_CHOICES} choices can be asked for at once."
             raise BadRequest(message, param="n", code="invalid_value")
-        self.check_ready()
 
     def _check_generates(self) -> None:
         if not self.info.generates:
@@ -303,32 +318,21 @@ class Service:
             )
             raise BadRequest(message, param="model", code="unsupported_model")
 
-    def check_ready(self) -> None:
-        """Raise EngineError while no requests are accepted."""
-        if self.draining:
-            self.metrics.refused("draining")
-            raise EngineError("The server is shutting down.")
-        if not self.engine.ready:
-            self.metrics.refused("not_ready")
-            raise EngineError(
-                "The engine is not ready; please retry.", self.engine.seconds_until_ready()
-            )
-
     def submit(self, generation: Generation) -> Answer:
         """Send a generation to the engine. The caller must close the answer.
 
-        Raises what ``check`` raises, and QueueFull, so a dialect can reject the request before the
-        first byte.
+        Raises BadRequest if it can never be computed, EngineError while no requests are accepted,
+        and QueueFull, so a dialect can reject the request before the first byte.
         """
-        self.check(generation)
+        self._check(generation)
         requests = [
             request_of(f"{generation.request_id}-{i}", prompt, generation.params, generation.terms)
             for i, prompt in enumerate(generation.prompts)
         ]
         try:
-            stream = self.engine.submit(requests, generation.terms.claim)
-        except QueueFull as error:
-            self.metrics.refused(error.bound)
+            with self.admission():
+                stream = self.engine.submit(requests, generation.terms.claim)
+        except QueueFull:
             if self._recorder is not None:
                 for request in requests:
                     self._recorder.record(request, 0.0, [0] * request.params.n)

@@ -15,8 +15,9 @@ from cllm.core.request import Priority, Request
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
 from cllm.observe.metrics import Metrics
-from cllm.process.backlog import QueueFull, QueueLimits
+from cllm.process.backlog import NO_CLAIM, QueueFull, QueueLimits
 from cllm.process.client import EngineClient
+from cllm.process.reservations import Claim
 from cllm.process.results import ResultCache
 
 FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
@@ -128,6 +129,35 @@ def test_a_burst_meets_the_bound_exactly():
         assert await tokens(ask(client, "next", [1], max_tokens=1)) == [2]
 
     run(test, limits=QueueLimits(requests=7))
+
+
+def test_room_is_checked_for_a_number_of_tokens():
+    """A prompt that can begin immediately always has room. A second rejection with the ticket of
+    the first one makes no second reservation.
+    """
+
+    async def test(client):
+        def check(num_tokens, priority=Priority.NORMAL, claim=NO_CLAIM):
+            client.check_room(num_tokens, "account", priority, claim)
+
+        check(10**9)  # which begins immediately
+        for i in range(2):
+            ask(client, f"r{i}", [i], ignore_eos=True)
+        check(100)
+        with pytest.raises(QueueFull, match="101 prompt tokens would wait, 100 may") as caught:
+            check(101)
+        assert caught.value.bound == "tokens"
+        with pytest.raises(QueueFull) as again:
+            check(101, claim=Claim(caught.value.ticket))
+        assert again.value.ticket == caught.value.ticket
+        assert client.reservations["issued"] == 1
+        check(10**9, Priority.INTERACTIVE)
+        client.ready = False
+        with pytest.raises(EngineError, match="not ready"):
+            check(1)
+        client.ready = True
+
+    run(test, limits=QueueLimits(tokens=100))
 
 
 def test_limits_of_its_own_end_a_request():

@@ -4,11 +4,10 @@ long.
 
 import pytest
 
-from cllm.core.params import SamplingParams
-from cllm.core.request import Priority, Request
+from cllm.core.request import Priority
 from cllm.process import reservations as module
 from cllm.process.backlog import NO_CLAIM
-from cllm.process.reservations import Claim, QueueLoad, Reservations
+from cllm.process.reservations import Claim, Newcomer, QueueLoad, Reservations
 
 NORMAL, BATCH = Priority.NORMAL, Priority.BATCH
 
@@ -22,7 +21,7 @@ class Desk:
 
     def reject(self, account="a", body=0, priority=NORMAL, seconds=10.5):
         """The ticket."""
-        return self.reservations.add([ask(account, priority)], Claim(body=body), seconds)[0]
+        return self.reservations.add(ask(account, priority), Claim(body=body), seconds)[0]
 
     def find(self, account="a", ticket="", body=0, priority=NORMAL):
         """The ticket of the reservation that is found."""
@@ -34,12 +33,12 @@ class Desk:
 
 
 def ask(account="a", priority=NORMAL):
-    return Request("r", [1, 2], SamplingParams(), account, priority)
+    return Newcomer(account, priority, QueueLoad(1, 1, 2), 2)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (1.4, 1), (10.5, 10), (600.0, 571)])
 def test_clients_that_wait_up_to_a_tenth_longer_come_in_time_on_average(seconds, told):
-    ticket, said = Desk().reservations.add([ask()], NO_CLAIM, seconds)
+    ticket, said = Desk().reservations.add(ask(), NO_CLAIM, seconds)
     assert (bool(ticket), said) == (True, told)
 
 
@@ -197,7 +196,7 @@ def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
 
 def test_retry_after_is_bounded_and_longer_waits_have_no_reservation():
     desk = Desk()
-    assert desk.reservations.add([ask()], NO_CLAIM, 1e9) == ("", module.LONGEST_WAIT)
+    assert desk.reservations.add(ask(), NO_CLAIM, 1e9) == ("", module.LONGEST_WAIT)
     ticket = desk.reject()
     reservation = desk.reservations.find(ask(), Claim(ticket))
     assert desk.reservations.postpone(reservation, 1e9) == (ticket, module.LONGEST_WAIT)
@@ -221,7 +220,7 @@ def test_number_of_reservations_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MAX_RESERVATIONS", 2)
     desk = Desk()
     assert [bool(desk.reject(body=i)) for i in range(3)] == [True, True, False]
-    assert desk.reservations.add([ask()], NO_CLAIM, 21.0) == ("", 20)
+    assert desk.reservations.add(ask(), NO_CLAIM, 21.0) == ("", 20)
     desk.now += 13.0
     assert desk.find() is None
     assert desk.reject()

@@ -21,7 +21,7 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueFull, QueueLimits
 from cllm.process.in_flight import InFlightRequests
-from cllm.process.reservations import Claim, QueueLoad, Reservations
+from cllm.process.reservations import Claim, QueueLoad, Reservations, newcomer_of
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
 
@@ -234,7 +234,8 @@ def test_no_capacity_is_lost_to_clients_that_never_return(returns):
     assert served >= 0.8 or not returns
     assert goodput >= 0.9
     world.now += 10_000.0
-    assert world.backlog.reservations.find(Request("", [0], SamplingParams()), NO_CLAIM) is None
+    request = Request("", [0], SamplingParams())
+    assert world.backlog.reservations.find(newcomer_of(request), NO_CLAIM) is None
     assert len(world.backlog.reservations) == 0
 
 

@@ -16,7 +16,15 @@ from typing import NamedTuple
 from cllm.core.output import Stats
 from cllm.core.request import Priority, Request
 from cllm.errors import CLLMError
-from cllm.process.reservations import LONGEST_WAIT, Claim, QueueLoad, Reservations, load_of
+from cllm.process.reservations import (
+    LONGEST_WAIT,
+    Claim,
+    Newcomer,
+    QueueLoad,
+    Reservations,
+    load_of,
+    newcomer_of,
+)
 from cllm.scheduler.policy import Policy
 
 SHARE = 0.2  # weight of a new observation in a running mean
@@ -214,46 +222,51 @@ class Backlog:
 
     def place(self, request: Request) -> Place:
         """Return the queue position that ``request``, not submitted yet, would get."""
-        excess = self._num_not_yielding(request) - self._capacity
+        newcomer = newcomer_of(request)
+        excess = self._num_not_yielding(newcomer) - self._capacity
         if excess < 0:
-            return Place(0, self._seconds_to_compute(request))
-        return self._place_behind(self._ahead(request, excess), request)
+            return Place(0, self._seconds_to_compute(newcomer))
+        return self._place_behind(self._ahead(newcomer, excess), newcomer)
 
     def admit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
-        """Do the same as ``check``, and use up the client's reservation, if it has one."""
-        place = self.check(requests, claim)
-        if reservation := self.reservations.find(requests[0], claim):
+        """Return the queue position of the first of ``requests``, which come from one client, and
+        use up the client's reservation, if it has one.
+
+        Raises what ``check`` raises.
+        """
+        newcomer = newcomer_of(*requests)
+        place = self.check(newcomer, claim)
+        if reservation := self.reservations.find(newcomer, claim):
             self.reservations.redeem(reservation)
         return place
 
-    def check(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
-        """Return the queue position of the first of ``requests``, which come from one client.
+    def check(self, newcomer: Newcomer, claim: Claim = NO_CLAIM) -> Place:
+        """Return the queue position that the first request of ``newcomer`` would get now.
 
-        Raises QueueFull if a limit would be exceeded, and reserves a place for them. Requests that
-        can begin immediately are never rejected, whatever their size.
+        Raises QueueFull if a limit would be exceeded, and reserves a place. Requests that can begin
+        immediately are never rejected, whatever their size.
         """
-        request = requests[0]
-        excess = self._num_not_yielding(request) - self._capacity
+        excess = self._num_not_yielding(newcomer) - self._capacity
         if excess < 0:
-            return self.place(request)
-        ahead = self._ahead(request, excess)
-        reservation = self.reservations.find(request, claim)
+            return Place(0, self._seconds_to_compute(newcomer))
+        ahead = self._ahead(newcomer, excess)
+        reservation = self.reservations.find(newcomer, claim)
         is_expected = reservation is not None and self.reservations.is_due(reservation)
         find_excess = self._excess_of_expected if is_expected else self._excess_of_newcomer
-        exceeded = find_excess(requests, ahead)
+        exceeded = find_excess(newcomer, ahead)
         if exceeded is None:
-            return self._place_behind(ahead, request)
+            return self._place_behind(ahead, newcomer)
         if reservation is None:
-            last = self._excess(requests, self._with_returning(request, ahead))
-            ticket, seconds = self.reservations.add(requests, claim, (last or exceeded).seconds)
+            last = self._excess(newcomer, self._with_returning(newcomer, ahead))
+            ticket, seconds = self.reservations.add(newcomer, claim, (last or exceeded).seconds)
         else:
             ticket, seconds = self.reservations.postpone(
                 reservation, exceeded.seconds if is_expected else 0.0
             )
         raise QueueFull(exceeded.what, exceeded.bound, seconds, ticket)
 
-    def _excess_of_expected(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
-        """Return the limit that ``requests`` of a client that returns on time exceed, if any.
+    def _excess_of_expected(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
+        """Return the limit that a client that returns on time exceeds, if any.
 
         Such clients may use the whole queue. They may exceed it by what is served in one second (at
         least one sequence), because Retry-After has whole seconds, so several clients return
@@ -261,102 +274,100 @@ class Backlog:
         """
         num_served = 1 / min(1.0, self._seconds_each or FIRST_GUESS)
         return self._excess(
-            requests, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
+            newcomer, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
         )
 
-    def _excess_of_newcomer(self, requests: list[Request], ahead: QueueLoad) -> Excess | None:
-        """Return the limit that ``requests`` of a newcomer exceed, if any.
+    def _excess_of_newcomer(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
+        """Return the limit that ``newcomer`` exceeds, if any.
 
         Clients that will return before the newcomer's turn keep their part of the queue. Newcomers
         may use the rest, but at least OPEN_SHARE, so that no capacity is lost if those clients do
         not return.
         """
-        exceeded = self._excess(requests, ahead)
-        if exceeded is None and self._excess(requests, ahead, OPEN_SHARE):
+        exceeded = self._excess(newcomer, ahead)
+        if exceeded is None and self._excess(newcomer, ahead, OPEN_SHARE):
             seconds = (ahead.num_seqs + 1) * self._seconds_each
-            exceeded = self._excess(requests, self._with_returning(requests[0], ahead, seconds))
+            exceeded = self._excess(newcomer, self._with_returning(newcomer, ahead, seconds))
         return exceeded
 
     def _with_returning(
-        self, request: Request, ahead: QueueLoad, seconds: float = math.inf
+        self, newcomer: Newcomer, ahead: QueueLoad, seconds: float = math.inf
     ) -> QueueLoad:
         """Return ``ahead`` plus the load of clients due within ``seconds`` that will be served
-        before ``request``.
+        before ``newcomer``.
         """
         total = ahead.times(1.0)
-        for priority in self._classes(request):
+        for priority in self._classes(newcomer):
             share = 1.0
-            if self._takes_turns and priority == request.priority:
-                own = self._pending[priority].get(request.key, NOTHING).num_requests
-                own += self.reservations.count(priority, request.key) + 1
-                num_turns = own / self._weights.get(request.key, 1.0)
+            if self._takes_turns and priority == newcomer.priority:
+                own = self._pending[priority].get(newcomer.account, NOTHING).num_requests
+                own += self.reservations.count(priority, newcomer.account) + 1
+                num_turns = own / self._weights.get(newcomer.account, 1.0)
                 share = self.reservations.share_in_turns(priority, num_turns, self._weights)
             total.add(self.reservations.load_within(priority, seconds), share)
         return total
 
-    def _excess(
-        self, requests: list[Request], ahead: QueueLoad, share: float = 1.0
-    ) -> Excess | None:
-        """Return the first limit that ``requests`` behind ``ahead`` exceed if they may use
-        ``share`` of the queue.
+    def _excess(self, newcomer: Newcomer, ahead: QueueLoad, share: float = 1.0) -> Excess | None:
+        """Return the first limit that ``newcomer`` behind ``ahead`` exceeds if it may use ``share``
+        of the queue.
 
-        None if they exceed no limit.
+        None if it exceeds no limit.
         """
         limits, seconds = (
             self._limits,
             (ahead.num_seqs + 1) * (self._seconds_each or FIRST_GUESS / self._capacity),
         )
-        num_requests = ahead.num_requests + len(requests)
+        num_requests = ahead.num_requests + newcomer.load.num_requests
         if limits.requests is not None and num_requests > share * limits.requests:
             wait = seconds * min(1.0, (num_requests - limits.requests) / (ahead.num_requests + 1))
             return Excess(
                 f"{num_requests:.0f} requests would wait, {limits.requests} may", "requests", wait
             )
-        num_tokens = ahead.num_tokens + sum(len(request.prompt) for request in requests)
+        num_tokens = ahead.num_tokens + newcomer.load.num_tokens
         if limits.tokens is not None and num_tokens > share * limits.tokens:
             wait = seconds * min(1.0, (num_tokens - limits.tokens) / max(1.0, ahead.num_tokens))
             return Excess(
                 f"{num_tokens:.0f} prompt tokens would wait, {limits.tokens} may", "tokens", wait
             )
-        first = self._place_behind(ahead, requests[0]).seconds
+        first = self._place_behind(ahead, newcomer).seconds
         if limits.seconds is not None and first > share * limits.seconds:
             what = f"the first token would take {first:.1f} seconds, {limits.seconds:g} it may"
             return Excess(what, "seconds", first - limits.seconds)
         return None
 
-    def _classes(self, request: Request) -> list[Priority]:
-        """Return the classes that do not yield to ``request``."""
+    def _classes(self, newcomer: Newcomer) -> list[Priority]:
+        """Return the classes that do not yield to ``newcomer``."""
         return [
             priority
             for priority in Priority
-            if priority <= request.priority or not self._has_classes
+            if priority <= newcomer.priority or not self._has_classes
         ]
 
-    def _num_not_yielding(self, request: Request) -> int:
-        return sum(self._num_seqs[priority] for priority in self._classes(request))
+    def _num_not_yielding(self, newcomer: Newcomer) -> int:
+        return sum(self._num_seqs[priority] for priority in self._classes(newcomer))
 
-    def _ahead(self, request: Request, excess: int) -> QueueLoad:
-        """Return the waiting load that will probably be served before ``request``.
+    def _ahead(self, newcomer: Newcomer, excess: int) -> QueueLoad:
+        """Return the waiting load that will probably be served before ``newcomer``.
 
         ``excess``: the number of sequences for which there is no slot now.
         """
-        classes = [(priority, self._pending[priority]) for priority in self._classes(request)]
+        classes = [(priority, self._pending[priority]) for priority in self._classes(newcomer)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
         # the others have a slot, and their prompts are being computed
         num_waiting = min(num_seqs, excess)
         own = (
-            self._pending[request.priority].get(request.key, NOTHING).num_requests
+            self._pending[newcomer.priority].get(newcomer.account, NOTHING).num_requests
             * num_waiting
             / max(1, num_seqs)
         )
-        turn = (own + 1) / self._weights.get(request.key, 1.0)
+        turn = (own + 1) / self._weights.get(newcomer.account, 1.0)
         num_requests = num_tokens = 0.0
         ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have begun
         for priority, loads in classes:
-            takes_turns = self._takes_turns and priority == request.priority
+            takes_turns = self._takes_turns and priority == newcomer.priority
             for key, load in loads.items():
                 count = load.num_requests * num_waiting / num_seqs
-                if takes_turns and key != request.key:
+                if takes_turns and key != newcomer.account:
                     count = min(count, turn * self._weights.get(key, 1.0))
                 num_requests += count
                 ahead_seqs += load.num_seqs * count / load.num_requests
@@ -364,8 +375,8 @@ class Backlog:
         # sums of shares have rounding errors, but limits must be met exactly
         return QueueLoad(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
 
-    def _place_behind(self, ahead: QueueLoad, request: Request) -> Place:
-        seconds = (ahead.num_seqs + 1) * self._seconds_each + self._seconds_to_compute(request)
+    def _place_behind(self, ahead: QueueLoad, newcomer: Newcomer) -> Place:
+        seconds = (ahead.num_seqs + 1) * self._seconds_each + self._seconds_to_compute(newcomer)
         return Place(math.ceil(ahead.num_requests) + 1, seconds)
 
     @property
@@ -380,11 +391,12 @@ class Backlog:
         """
         return self._rate.seconds_each or self._stats.place_seconds
 
-    def _seconds_to_compute(self, request: Request) -> float:
-        """Return the seconds from starting ``request`` to its first token: a step, and tokens that
-        are not cached.
+    def _seconds_to_compute(self, newcomer: Newcomer) -> float:
+        """Return the seconds from starting the first request of ``newcomer`` to its first token: a
+        step, and tokens that are not cached.
         """
-        return self._stats.step_seconds + len(request.prompt) * self._stats.prompt_token_seconds
+        stats = self._stats
+        return stats.step_seconds + newcomer.num_prompt_tokens * stats.prompt_token_seconds
 
 
 def mean(before: float, value: float) -> float:

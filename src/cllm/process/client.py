@@ -16,7 +16,7 @@ import msgspec
 
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import Embedded, Stats
-from cllm.core.request import EmbeddingRequest, Request
+from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.engine.commands import Abort, Add, Close, Embed, Explain
 from cllm.engine.params import EngineParams
 from cllm.errors import EngineError, StartupError
@@ -25,7 +25,7 @@ from cllm.process.embeddings import Embeddings, Waiter
 from cllm.process.in_flight import InFlightRequests, Stream
 from cllm.process.launch import Popen
 from cllm.process.messages import Explained, Failed, FromChild, Loading, Ready, Stepped, frame
-from cllm.process.reservations import Claim
+from cllm.process.reservations import Claim, Newcomer, QueueLoad
 from cllm.process.results import ResultCache
 from cllm.process.spawn import EngineProcess, spawn
 from cllm.scheduler.policy import make_policy
@@ -215,12 +215,17 @@ class EngineClient:
         self._in_flight.fail(error)
         self._embeddings.fail(error)
 
-    def check_room(self, request: Request, claim: Claim = NO_CLAIM) -> None:
-        """Raise QueueFull if ``request`` would be rejected now.
+    def check_room(
+        self, num_tokens: int, account: str, priority: Priority, claim: Claim = NO_CLAIM
+    ) -> None:
+        """Raise QueueFull if a prompt of ``num_tokens`` would be rejected now, and EngineError if
+        there is no engine.
 
-        Equal requests that it could share are ignored.
+        Equal requests whose computation it could share are ignored.
         """
-        self._in_flight.backlog.check([request], claim)
+        self.check_ready()
+        load = QueueLoad(num_requests=1, num_seqs=1, num_tokens=num_tokens)
+        self._in_flight.backlog.check(Newcomer(account, priority, load, num_tokens), claim)
 
     def submit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Stream:
         """Send requests to the engine, or find their results.
@@ -229,7 +234,7 @@ class EngineClient:
 
         Raises QueueFull if the queue is full, and EngineError if there is no engine.
         """
-        self._check_ready()
+        self.check_ready()
         stream, new = self._in_flight.submit(requests, claim)
         if new:
             self._write(b"".join(frame(Add(request)) for request in new))
@@ -257,7 +262,7 @@ class EngineClient:
 
         Raises QueueFull, and EngineError if there is no engine.
         """
-        self._check_ready()
+        self.check_ready()
         waiter = self._embeddings.begin(request)
         self._write(frame(Embed(request)))
         return waiter
@@ -272,13 +277,14 @@ class EngineClient:
 
         Raises EngineError without an engine.
         """
-        self._check_ready()
+        self.check_ready()
         future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._asked.append(future)
         self._write(frame(Explain(num_steps)))
         return await future
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise EngineError if there is no engine."""
         if not self.ready:
             raise EngineError("The engine is not ready; please retry.", self.seconds_until_ready())
 

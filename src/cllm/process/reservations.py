@@ -55,6 +55,23 @@ def load_of(*requests: Request) -> QueueLoad:
     return QueueLoad(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
 
 
+class Newcomer(NamedTuple):
+    """Requests of one client that are not in the queue yet.
+
+    load: of all of them. num_prompt_tokens: of the first one.
+    """
+
+    account: str
+    priority: Priority
+    load: QueueLoad
+    num_prompt_tokens: int
+
+
+def newcomer_of(*requests: Request) -> Newcomer:
+    first = requests[0]
+    return Newcomer(first.key, first.priority, load_of(*requests), len(first.prompt))
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """The place of one client in the queue.
@@ -101,8 +118,8 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def find(self, request: Request, claim: Claim) -> Reservation | None:
-        """Return the reservation of the client that sends ``request``, if it has one.
+    def find(self, newcomer: Newcomer, claim: Claim) -> Reservation | None:
+        """Return the reservation of the client that sends ``newcomer``, if it has one.
 
         A client that sends no ticket gets a reservation that is due: one of its account for the
         same body, or the only one of its account, if the account has a name. If none is due, a
@@ -111,17 +128,16 @@ class Reservations:
         request without a ticket is a new one and gets none.
         """
         self._expire()
+        account, priority = newcomer.account, newcomer.priority
         found = self._by_ticket.get(claim.ticket)
-        if found is not None and (found.priority, found.account) == (request.priority, request.key):
+        if found is not None and (found.priority, found.account) == (priority, account):
             self._groups_with_tickets.update(groups_of(found))
             return found
         same, own = (
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
-            for group in ((request.priority, request.key, body) for body in (claim.body, None))
+            for group in ((priority, account, body) for body in (claim.body, None))
         )
-        due = next(
-            filter(self.is_due, chain(same, own if request.key and len(own) == 1 else {})), None
-        )
+        due = next(filter(self.is_due, chain(same, own if account and len(own) == 1 else {})), None)
         early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
         # the least recently rejected one
         return due or min(early, key=rejected_at_of, default=None)
@@ -158,18 +174,18 @@ class Reservations:
             count += min(own, num_turns * weight) - min(own, num_turns)
         return count / max(1, total)
 
-    def add(self, requests: list[Request], claim: Claim, seconds: float) -> tuple[str, float]:
-        """Reserve a place that will be free in ``seconds`` for ``requests``, which one client sent.
+    def add(self, newcomer: Newcomer, claim: Claim, seconds: float) -> tuple[str, float]:
+        """Reserve a place that will be free in ``seconds`` for ``newcomer``.
 
         Returns the ticket and Retry-After in whole seconds. The ticket is "" if there are too many
         reservations or the wait is too long.
         """
         retry_after = max(1.0, round(min(seconds / MEAN_DELAY, LONGEST_WAIT)))
-        priority, account = requests[0].priority, requests[0].key
+        account, priority, load, _ = newcomer
         is_full = len(self) >= MAX_RESERVATIONS or self.count(priority, account) >= MAX_PER_ACCOUNT
         if is_full or retry_after >= LONGEST_WAIT:
             return "", retry_after
-        reservation = Reservation(priority, account, claim.body, load_of(*requests))
+        reservation = Reservation(priority, account, claim.body, load)
         self._loads[reservation.priority].add(reservation.load)
         self._by_ticket[reservation.ticket] = reservation
         for group in groups_of(reservation):

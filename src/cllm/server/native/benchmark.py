@@ -66,7 +66,8 @@ async def benchmark(request: Request) -> Response:
         )
         raise BadRequest(message, code="benchmark_disabled", status=403)
     body = await read_body(request, BenchmarkBody)
-    service.check_ready()
+    with service.admission():
+        service.engine.check_ready()
     if body.prompt_tokens + body.max_tokens > service.info.context_length:
         message = (
             f"Invalid 'prompt_tokens': with max_tokens it makes "
