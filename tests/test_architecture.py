@@ -16,7 +16,7 @@ FLOORS = [
     {"cllm"},  # the package itself, what `import cllm` gives
     {"cli", "bench"},
     {"server"},
-    {"embedding"},
+    {"registry", "embedding"},
     {"service"},
     {"answer"},
     {"text", "process", "llm"},

@@ -34,6 +34,22 @@ class BadRequest(CLLMError):
         self.status = status
 
 
+class UnknownModel(BadRequest):
+    """No model is served under the name that a request asks for.
+
+    asked: at most 100 characters of that name. served: the name of the default model.
+    """
+
+    def __init__(self, asked: str, served: str) -> None:
+        self.asked, self.served = asked[:100], served
+        super().__init__(
+            f"The model {self.asked!r} does not exist; this server has {served!r}.",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
 class EngineError(CLLMError):
     """The engine is not ready, failed or died; the client may retry in ``retry_after`` seconds."""
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,6 @@ MANY_MESSAGES = 100
 MANY_TURNS = 1000
 # of all prompts of one request together; a longer context raises this limit
 MAX_PROMPT_TOKENS = 1_000_000
-MAX_NAME = 300  # characters of a model's name
 MAX_CHOICES = 1024  # prompts times n of one request
 
 log = logging.getLogger("cllm.service")
@@ -58,17 +56,14 @@ class Service:
         model_name: str,
         request_timeout: float | None = None,
         recorder: Recorder | None = None,
-        aliases: Sequence[str] = (),
     ) -> None:
         """``request_timeout``: seconds that a request may take from submission to its last token.
-        ``recorder`` gets every request when it has ended. ``aliases``: other names of the model, or
-        patterns of names.
+        ``recorder`` gets every request when it has ended.
         """
         self.engine = engine
         self.vocabulary = vocabulary
         self.metrics = metrics
         self.model_name = model_name
-        self._aliases = tuple(aliases)
         self.created = int(time.time())
         self.draining = False
         self.dry_breakers = DryBreakers(vocabulary.pieces)
@@ -88,26 +83,6 @@ class Service:
         await self._grammars.close()
         if self._recorder is not None:
             self._recorder.close()
-
-    @property
-    def names(self) -> list[str]:
-        """The model's name, and its aliases that are not patterns."""
-        return list(
-            dict.fromkeys(
-                [
-                    self.model_name,
-                    *(alias for alias in self._aliases if not set("*?[") & set(alias)),
-                ]
-            )
-        )
-
-    def serves(self, name: str) -> bool:
-        """Return whether ``name`` means the served model: its name with or without :latest, an
-        alias, or "".
-        """
-        if not name or name.removesuffix(":latest") == self.model_name.removesuffix(":latest"):
-            return True
-        return len(name) <= MAX_NAME and any(fnmatchcase(name, alias) for alias in self._aliases)
 
     @property
     def ready(self) -> bool:

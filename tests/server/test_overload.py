@@ -25,6 +25,7 @@ from cllm.engine.params import EngineParams
 from cllm.observe.metrics import Metrics
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.client import EngineClient
+from cllm.registry import Registry
 from cllm.server import off_loop
 from cllm.server.app import create_app
 from cllm.service import Service
@@ -346,7 +347,7 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
         engine = EngineClient(params, limits=QueueLimits(**limits), clock=clock)
         service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
-        app = create_app(service, Settings())
+        app = create_app(Registry(service), Settings())
         async with httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app), base_url="http://test"
         ) as client:

@@ -1,4 +1,4 @@
-"""The HTTP application: dialects and error handlers on top of one service."""
+"""The HTTP application: dialects and error handlers on top of the registry of models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fastapi.routing import APIRoute
 
 from cllm import __version__
 from cllm.config import Settings
+from cllm.registry import Registry
 from cllm.server import errors, openapi, paths
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
@@ -26,7 +27,6 @@ from cllm.server.openai import (
 )
 from cllm.server.openai import routes as openai
 from cllm.server.openai.response_store import ResponseStore
-from cllm.service import Service
 
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # all other paths use OpenAI's form
 ROUTERS = (
@@ -47,7 +47,7 @@ ROUTERS = (
 )
 
 
-def create_app(service: Service, settings: Settings) -> FastAPI:
+def create_app(registry: Registry, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -58,7 +58,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.service = service
+    app.state.registry = registry
     app.state.settings = settings
     app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
     app.state.responses = ResponseStore(

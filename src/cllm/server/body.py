@@ -21,6 +21,7 @@ from starlette.requests import Request
 from cllm.errors import BadRequest
 from cllm.server.body_limits import check_parts, check_structure
 from cllm.server.off_loop import admit, off_loop
+from cllm.server.resolve import service_for
 
 Model = TypeVar("Model", bound="Body")
 
@@ -168,7 +169,7 @@ def check_parameters(
     if unknown and request.app.state.settings.server.strict:
         param = path + unknown[0][:100]
         raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    request.app.state.service.metrics.unknown_parameters(len(unknown))
+    service_for(request).metrics.unknown_parameters(len(unknown))
     for name, kinds in inner_models(model).items():
         if isinstance(inner := value.get(name), dict):
             meant = max(kinds, key=lambda kind: len(inner.keys() & known_names(kind)))

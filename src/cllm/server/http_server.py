@@ -20,6 +20,7 @@ from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
 from cllm.process.client import EngineClient
+from cllm.registry import Registry
 from cllm.server.app import create_app
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.http_protocol import Protocol
@@ -117,11 +118,9 @@ def open_server(
 ) -> HttpServer:
     """Return a server that does not listen yet. Raises StartupError."""
     recorder = make_recorder(settings)
-    timeout, aliases = settings.scheduler.request_timeout, settings.model.aliases
-    service = Service(
-        engine, vocabulary, Metrics(model_name), model_name, timeout, recorder, aliases
-    )
-    app = create_app(service, settings)
+    timeout = settings.scheduler.request_timeout
+    service = Service(engine, vocabulary, Metrics(model_name), model_name, timeout, recorder)
+    app = create_app(Registry(service, settings.model.aliases), settings)
     config = uvicorn.Config(
         streaming(with_answer_headers(heads_as_gets(app))),
         http=Protocol,

@@ -16,6 +16,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from cllm.errors import EngineError
+from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ def admit(request: Request, num_bytes: int) -> None:
     """
     size = request.scope[NUM_BYTES] = request.scope.get(NUM_BYTES, 0) + num_bytes
     if size > LARGE and waiting and sum(waiting.values()) + size > MAX_WAITING_BYTES:
-        request.app.state.service.metrics.refused("large")
+        service_for(request).metrics.refused("large")
         raise EngineError("Too many large requests wait to be read; please retry.")
 
 

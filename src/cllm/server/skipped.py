@@ -69,11 +69,10 @@ KINDS = frozenset(
 log = logging.getLogger("cllm.server")
 
 
-def note_skipped(request: Request, kinds: Iterable[str]) -> dict[str, str]:
+def note_skipped(request: Request, service: Service, kinds: Iterable[str]) -> dict[str, str]:
     """Count the parts of ``request`` that are left out and log each type once; return a header that
-    names the types.
+    names the types. ``service`` answers the request.
     """
-    service: Service = request.app.state.service
     names = [
         name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other"
         for kind in kinds

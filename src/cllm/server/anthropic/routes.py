@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from cllm.errors import BadRequest
+from cllm.errors import BadRequest, UnknownModel
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
@@ -24,6 +24,7 @@ from cllm.server.body import documented, read_body
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
+from cllm.server.resolve import registry_of
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -50,10 +51,9 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 )
 async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
-    service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, MessagesBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     params, terms = body.params(request.app.state.sampling), body.terms(request)
     chat, bound = await off_loop(request, body.chat), FREE
     if schema := body.output_schema():
@@ -62,7 +62,7 @@ async def messages(request: Request) -> Response:
         f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound
     )
     answer = service.submit(generation)
-    headers = {**answer_headers(answer), **note_skipped(request, body.skipped_blocks())}
+    headers = {**answer_headers(answer), **note_skipped(request, service, body.skipped_blocks())}
     if body.stream:
         events = MessageEvents(
             generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking
@@ -80,10 +80,9 @@ async def count_tokens(request: Request) -> dict[str, int]:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
     would use.
     """
-    service: Service = request.app.state.service
     check_version(request)
     body = await read_body(request, CountBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     return {"input_tokens": len(await service.encode_chat(await off_loop(request, body.chat)))}
 
 
@@ -96,9 +95,14 @@ async def models(
 ) -> dict[str, Any]:
     """List the served model. There is only one page."""
     check_version(request)
-    data = [] if after_id or before_id else [model_object(request.app.state.service)]
-    name = data[0]["id"] if data else None
-    return {"data": data, "has_more": False, "first_id": name, "last_id": name}
+    services = [] if after_id or before_id else registry_of(request).services
+    names = [service.model_name for service in services]
+    return {
+        "data": [model_object(service) for service in services],
+        "has_more": False,
+        "first_id": names[0] if names else None,
+        "last_id": names[-1] if names else None,
+    }
 
 
 @router.get("/models/{name:path}", include_in_schema=False)
@@ -106,8 +110,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     if not name:  # the list's path with a trailing slash
         return await models(request)
     check_version(request)
-    check_model(name, request.app.state.service)
-    return model_object(request.app.state.service)
+    return model_object(service_for(request, name))
 
 
 def model_object(service: Service) -> dict[str, Any]:
@@ -133,8 +136,10 @@ def check_version(request: Request) -> None:
         raise BadRequest(message, param="anthropic-version", code="invalid_value")
 
 
-def check_model(name: str, service: Service) -> None:
-    """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if not service.serves(name):
-        message = f"model: {name[:100]!r} does not exist; this server has {service.model_name!r}."
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
+def service_for(request: Request, name: str) -> Service:
+    """Return the service of the model that a request names. Raises BadRequest (404)."""
+    try:
+        return registry_of(request).get(name)
+    except UnknownModel as error:
+        message = f"model: {error.asked!r} does not exist; this server has {error.served!r}."
+        raise BadRequest(message, param="model", code="model_not_found", status=404) from None

@@ -21,6 +21,7 @@ from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.native.answers import Benchmark
+from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 from cllm.service import Service
 
@@ -58,7 +59,7 @@ async def benchmark(request: Request) -> Response:
     Rejected unless ``server.benchmark`` is set (403), and while another one runs (409). Its
     requests wait in the queue like all others.
     """
-    service: Service = request.app.state.service
+    service = service_for(request)
     if not request.app.state.settings.server.benchmark:
         message = (
             "POST /benchmark is off on this server; its operator can set server.benchmark "

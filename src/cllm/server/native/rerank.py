@@ -18,8 +18,8 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.native.answers import Reranked
 from cllm.server.queueing import TermsBody
+from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
-from cllm.service import Service
 
 router = APIRouter(tags=["cLLM"])
 
@@ -94,14 +94,8 @@ async def rerank(request: Request) -> Response:
     of the query's and the document's embedding. ``method`` in the answer says which: ``reranker``
     or ``cosine_similarity``.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, RerankBody)
-    if body.model is not None and not service.serves(body.model):
-        message = (
-            f"The model {body.model[:100]!r} does not exist; this server has "
-            f"{service.model_name!r}."
-        )
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
+    service = service_for(request, body.model)
     param, documents = body.given()
     ranking = await until_disconnect(
         request, rank(service, body.query, documents, body.terms(request), param)

@@ -36,8 +36,8 @@ from cllm.server.native.answers import (
 )
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
+from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.service import Service
 from cllm.text.output_reader import Delta
 
 router = APIRouter(tags=["cLLM"])
@@ -108,7 +108,7 @@ class DecodeBody(Body):
 @router.get("/", openapi_extra=documented(answer=Root))
 async def root(request: Request) -> dict[str, Any]:
     """Return the server's name, version, model and paths."""
-    service: Service = request.app.state.service
+    service = service_for(request)
     document = await asyncio.to_thread(request.app.openapi)
     paths = sorted(path for path in document["paths"] if path != "/")
     return {
@@ -124,7 +124,7 @@ async def root(request: Request) -> dict[str, Any]:
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
-    service: Service = request.app.state.service
+    service = service_for(request)
     ready = service.engine.ready
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
 
@@ -140,7 +140,7 @@ async def ready(request: Request) -> Response:
     """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or
     the server shuts down.
     """
-    service: Service = request.app.state.service
+    service = service_for(request)
     if service.ready:
         return JSONResponse({"status": "ready"})
     seconds = max(1, math.ceil(service.engine.seconds_until_ready()))
@@ -154,7 +154,7 @@ async def ready(request: Request) -> Response:
 @router.get("/model/info", openapi_extra=documented(answer=ModelInformation))
 async def model_info(request: Request) -> dict[str, Any]:
     """Return the model, the sizes in use, and the engine's statistics."""
-    service: Service = request.app.state.service
+    service = service_for(request)
     return {
         "model_name": service.model_name,
         **msgspec.structs.asdict(service.info),
@@ -165,7 +165,7 @@ async def model_info(request: Request) -> dict[str, Any]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return metrics for Prometheus."""
-    service: Service = request.app.state.service
+    service = service_for(request)
     engine = service.engine
     page = service.metrics.render(
         engine.stats_since_start,
@@ -183,7 +183,7 @@ async def scheduler(
     """Explain the scheduling: the engine's last steps, which requests run, what others wait for,
     what steps cost.
     """
-    service: Service = request.app.state.service
+    service = service_for(request)
     explanation = await until_disconnect(request, service.engine.explain(steps))
     return Response(msgspec.json.encode(explanation), media_type="application/json")
 
@@ -191,7 +191,7 @@ async def scheduler(
 @router.post("/encode", openapi_extra=documented(EncodeBody, Encoded))
 async def encode(request: Request) -> Response:
     """Return the token ids of a text, as the model would read it in a prompt."""
-    service: Service = request.app.state.service
+    service = service_for(request)
     body = await read_body(request, EncodeBody)
     tokens = await service.encode(body.text, "text")
     return Response(
@@ -204,7 +204,7 @@ async def decode(request: Request) -> Response:
     """Return the text of token ids, as an answer of the model would show it: control tokens have no
     text.
     """
-    service: Service = request.app.state.service
+    service = service_for(request)
     body = await read_body(request, DecodeBody)
     size = service.vocabulary.size
     if min(body.tokens) < 0 or max(body.tokens) >= size:
@@ -250,7 +250,7 @@ async def generate_stream(request: Request) -> Response:
 
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
-    service: Service = request.app.state.service
+    service = service_for(request)
     values = body.model_dump(
         exclude={"prompt", "prompts", "stream", "stop", *TermsBody.model_fields}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -16,7 +17,7 @@ from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.engine.build import uses_gpu
-from cllm.errors import BadRequest
+from cllm.errors import BadRequest, UnknownModel
 from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
@@ -46,6 +47,7 @@ from cllm.server.ollama.schema import (
 )
 from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prompt
 from cllm.server.queueing import answer_headers
+from cllm.server.resolve import registry_of
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.vectors import written
 from cllm.service import Service
@@ -76,16 +78,15 @@ async def generate(request: Request) -> Response:
 
     With ``raw``, continue it as it is; with ``suffix``, fill in.
     """
-    service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, GenerateBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     if body.raw and body.system:
         raise BadRequest(
             "With 'raw' there is no 'system': write it into the prompt.", param="system"
         )
     asked, terms = body.chat(), body.terms(request)
-    params, bound = await params_of(request, body)
+    params, bound = await params_of(request, service, body)
     if not body.prompt:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
     name = secrets.token_hex(12)
@@ -101,7 +102,7 @@ async def generate(request: Request) -> Response:
         generation.bind(bound)
     else:
         generation = await service.prepare(name, asked, params, terms, "prompt", bound)
-    return await respond(request, body, generation, clock, chat=False)
+    return await respond(request, service, body, generation, clock, chat=False)
 
 
 @router.post(
@@ -109,24 +110,24 @@ async def generate(request: Request) -> Response:
 )
 async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
-    service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, ChatBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     asked, terms = await off_loop(request, body.chat), body.terms(request)
-    params, bound = await params_of(request, body)
+    params, bound = await params_of(request, service, body)
     if not body.messages:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
     generation = await service.prepare(secrets.token_hex(12), asked, params, terms, answer=bound)
-    return await respond(request, body, generation, clock, chat=True)
+    return await respond(request, service, body, generation, clock, chat=True)
 
 
-async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingParams, Checked]:
+async def params_of(
+    request: Request, service: Service, body: GenerationBody
+) -> tuple[SamplingParams, Checked]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
 
     Raises BadRequest.
     """
-    service: Service = request.app.state.service
     if body.think and "thinking" not in service.capabilities:
         raise BadRequest(
             f"{body.model[:100]!r} does not support thinking.",
@@ -138,13 +139,18 @@ async def params_of(request: Request, body: GenerationBody) -> tuple[SamplingPar
 
 
 async def respond(
-    request: Request, body: GenerationBody, generation: Generation, clock: Clock, *, chat: bool
+    request: Request,
+    service: Service,
+    body: GenerationBody,
+    generation: Generation,
+    clock: Clock,
+    *,
+    chat: bool,
 ) -> Response:
     """Stream the generation, which is the default, or collect it.
 
     A request is only rejected before the first byte.
     """
-    service: Service = request.app.state.service
     clock.submit()
     answer = service.submit(generation)
     headers = answer_headers(answer)
@@ -161,10 +167,9 @@ async def respond(
 @router.post("/api/embed", openapi_extra=documented(EmbedBody, Embedded, error=Error))
 async def embed_texts(request: Request) -> Response:
     """Return the embeddings of one or more texts."""
-    service: Service = request.app.state.service
     clock = Clock()
     body = await read(request, EmbedBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     if not body.input:  # which asks Ollama to load the model
         return json_answer(
             {"model": body.model, "embeddings": [], **clock.durations(), "prompt_eval_count": 0}
@@ -194,9 +199,8 @@ async def embed_texts(request: Request) -> Response:
 @router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))
 async def embeddings(request: Request) -> Response:
     """Return the embedding of one text."""
-    service: Service = request.app.state.service
     body = await read(request, EmbeddingsBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     if not body.prompt:
         return json_answer({"embedding": []})
     texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
@@ -207,39 +211,43 @@ async def embeddings(request: Request) -> Response:
 @router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
 async def tags(request: Request) -> Response:
     """List the available models: the served one."""
-    card = await card_of(request)
-    return json_answer({"models": [{**entry(request, card), "modified_at": card.modified}]})
+    models = []
+    for service in registry_of(request).services:
+        card = await card_of(service)
+        models.append({**entry(service, card), "modified_at": card.modified})
+    return json_answer({"models": models})
 
 
 @router.get("/api/ps", openapi_extra=documented(answer=Running, error=Error))
 async def running(request: Request) -> Response:
     """List the loaded models."""
-    service: Service = request.app.state.service
-    info = service.engine.info
-    if info is None:
-        return json_answer({"models": []})
-    card = await card_of(request)
-    cells = info.num_cells * info.kv_bytes_per_token
-    params = service.engine.params
-    on_gpu = params.backend == "llama_cpp" and uses_gpu(params)
-    size = (info.model_bytes or card.size) + cells
-    loaded_model = {
-        **entry(request, card),
-        "size": size,
-        "size_vram": size if on_gpu else 0,
-        "expires_at": NEVER,
-        "context_length": info.context_length,
-    }
-    return json_answer({"models": [loaded_model]})
+    models = []
+    for service in registry_of(request).services:
+        info = service.engine.info
+        if info is None:
+            continue
+        card = await card_of(service)
+        cells = info.num_cells * info.kv_bytes_per_token
+        params = service.engine.params
+        on_gpu = params.backend == "llama_cpp" and uses_gpu(params)
+        size = (info.model_bytes or card.size) + cells
+        loaded_model = {
+            **entry(service, card),
+            "size": size,
+            "size_vram": size if on_gpu else 0,
+            "expires_at": NEVER,
+            "context_length": info.context_length,
+        }
+        models.append(loaded_model)
+    return json_answer({"models": models})
 
 
 @router.post("/api/show", openapi_extra=documented(ShowBody, Shown, error=Error))
 async def show(request: Request) -> Response:
     """Return the metadata in the model's file, and the model's capabilities."""
-    service: Service = request.app.state.service
     body = await read(request, ShowBody)
-    check_model(body.wanted(), service)
-    card, info = await card_of(request), service.info
+    service = service_for(request, body.wanted())
+    card, info = await card_of(service), service.info
     defaults = {
         **msgspec.structs.asdict(request.app.state.sampling),
         "num_ctx": info.context_length,
@@ -272,8 +280,8 @@ async def pull_model(request: Request) -> Response:
     The served model needs no download.
     """
     body = await read(request, PullBody)
-    service: Service = request.app.state.service
-    if service.serves(body.wanted()):
+    with contextlib.suppress(UnknownModel):
+        registry_of(request).get(body.wanted())
         return pull.present(body)
     return await pull.pull(request, body)
 
@@ -289,12 +297,11 @@ def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) 
     )
 
 
-async def card_of(request: Request) -> Card:
-    return await asyncio.to_thread(read_card, request.app.state.service.engine.params.path)
+async def card_of(service: Service) -> Card:
+    return await asyncio.to_thread(read_card, service.engine.params.path)
 
 
-def entry(request: Request, card: Card) -> dict[str, Any]:
-    service: Service = request.app.state.service
+def entry(service: Service, card: Card) -> dict[str, Any]:
     name = service.model_name if ":" in service.model_name else f"{service.model_name}:latest"
     return {
         "name": name,
@@ -305,8 +312,10 @@ def entry(request: Request, card: Card) -> dict[str, Any]:
     }
 
 
-def check_model(name: str, service: Service) -> None:
-    """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if not service.serves(name):
-        message = f"model {name[:100]!r} not found; this server has {service.model_name!r}"
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
+def service_for(request: Request, name: str) -> Service:
+    """Return the service of the model that a request names. Raises BadRequest (404)."""
+    try:
+        return registry_of(request).get(name)
+    except UnknownModel as error:
+        message = f"model {error.asked!r} not found; this server has {error.served!r}"
+        raise BadRequest(message, param="model", code="model_not_found", status=404) from None

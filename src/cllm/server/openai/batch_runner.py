@@ -29,6 +29,7 @@ from starlette.types import Message
 from cllm.answer import RequestTimeout
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
+from cllm.registry import Registry
 from cllm.server.errors import describe, openai_form
 from cllm.server.openai.batch_record import (
     FINAL,
@@ -244,6 +245,12 @@ class Batches:
         elif record.status == "validating":  # and not cancelled meanwhile
             await self._turn(record, "in_progress")
 
+    @property
+    def _service(self) -> Service:
+        """The service of the default model."""
+        registry: Registry = self._app.state.registry
+        return registry.get()
+
     def _max_line(self) -> int:
         return int(self._app.state.settings.server.max_body_mb) * 1_000_000
 
@@ -281,8 +288,7 @@ class Batches:
 
     async def _answer_all(self, record: BatchRecord) -> None:
         """Answer every line that has no answer yet."""
-        service: Service = self._app.state.service
-        if record.model != service.model_name:
+        if record.model != self._service.model_name:
             log.warning(
                 "the batch %s waits for a server with the model %s", record.id, record.model
             )
@@ -338,10 +344,9 @@ class Batches:
 
     async def _compute(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, bytes, str]:
         """Return the status, the content and the request id of the answer to one line."""
-        service: Service = self._app.state.service
         tries = 0
         while True:
-            while not service.ready:  # noqa: ASYNC110  # too rare to be worth an event
+            while not self._service.ready:  # noqa: ASYNC110  # too rare to be worth an event
                 await asyncio.sleep(PAUSE)
             request = request_of(self._app, record, to_json(body))
             try:

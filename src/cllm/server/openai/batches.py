@@ -22,7 +22,7 @@ from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
 from cllm.server.queueing import account
-from cllm.service import Service
+from cllm.server.resolve import service_for
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI"])
 
@@ -70,7 +70,6 @@ async def create(request: Request) -> dict[str, Any]:
     """
     batches = opened(request)
     body = await read_body(request, BatchBody)
-    service: Service = request.app.state.service
     owner, now = account(request, None), int(time.time())
     batches.files.get(body.input_file_id, owner, "input_file_id")
     window = re.fullmatch(WINDOW, body.completion_window)
@@ -78,7 +77,7 @@ async def create(request: Request) -> dict[str, Any]:
     record = BatchRecord(
         id=f"batch_{secrets.token_hex(12)}",
         owner=owner,
-        model=service.model_name,
+        model=service_for(request).model_name,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,

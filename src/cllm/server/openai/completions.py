@@ -19,9 +19,10 @@ from cllm.server.body import documented, read_body
 from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
-from cllm.server.openai.routes import check_model, choices_answer, head_of, headers_of
+from cllm.server.openai.routes import choices_answer, head_of, headers_of
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, Counted
+from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
 from cllm.text.alignment import TokenLogprob
@@ -38,9 +39,8 @@ MAX_STREAMED = 50_000  # the same for a streamed request
 )
 async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
-    service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     bound = await body.grammar(service)

@@ -17,11 +17,10 @@ from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
 from cllm.server.body import documented, example, read_body
 from cllm.server.openai.answers import EmbeddingList
-from cllm.server.openai.routes import check_model
 from cllm.server.queueing import TermsBody
+from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 from cllm.server.vectors import written
-from cllm.service import Service
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -67,9 +66,8 @@ async def embeddings(request: Request) -> Response:
 
     Their length is 1, so the dot product of two is the similarity of their texts.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, EmbeddingsBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     size = service.info.embedding_size
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."

@@ -18,8 +18,9 @@ from cllm.server.body import Body, documented, example, read_body
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Infilled, Props
-from cllm.server.openai.routes import check_model, headers_of, json_answer
+from cllm.server.openai.routes import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody
+from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -80,9 +81,8 @@ async def infill(request: Request) -> Response:
     A prompt that is too long is shortened, and ``truncated`` is true, because editors may send more
     than fits.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, InfillBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
@@ -204,8 +204,7 @@ def settings_of(params: Any) -> dict[str, Any]:
 @router.get("/props", openapi_extra=documented(answer=Props))
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """Return the model's context length, chat template and input modalities."""
-    service: Service = request.app.state.service
-    check_model(model, service)
+    service = service_for(request, model)
     info, vocabulary = service.info, service.vocabulary
     return {
         "default_generation_settings": {

@@ -26,10 +26,11 @@ from cllm.server.openai.response_schema import ResponseBody, renamed
 from cllm.server.openai.response_store import ResponseStore, Stored, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
-from cllm.server.openai.routes import chat_generation, check_model
+from cllm.server.openai.routes import chat_generation
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
 from cllm.server.queueing import BATCH_OWNER, account, answer_headers
+from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -45,12 +46,12 @@ async def create(request: Request) -> Response:
     storage.max_responses_mb). The least recently used ones are removed first, and a restart removes
     all. A response is visible only with the API key that created it.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, ResponseBody)
-    chat, items, skipped = await translate(request, body)
+    service = service_for(request, body.model)
+    chat, items, skipped = await translate(request, service, body)
     with renaming_fields():
-        generation = await chat_generation(request, chat, new_id("resp"), param="input")
-    head = response_head(request, body, generation)
+        generation = await chat_generation(request, service, chat, new_id("resp"), param="input")
+    head = response_head(request, service, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
     events = ResponseEvents(
         generation, head, keeper(request, items), body.toolset().called, logprobs
@@ -69,10 +70,11 @@ async def create(request: Request) -> Response:
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response, without generating it."""
-    service: Service = request.app.state.service
-    body, _, skipped = await translate(request, await read_body(request, ResponseBody))
+    body = await read_body(request, ResponseBody)
+    service = service_for(request, body.model)
+    chat, _, skipped = await translate(request, service, body)
     with renaming_fields():
-        prompt = await service.encode_chat(await off_loop(request, body.chat), param="input")
+        prompt = await service.encode_chat(await off_loop(request, chat.chat), param="input")
     content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
 
@@ -146,14 +148,13 @@ def renaming_fields() -> Iterator[None]:
 
 
 async def translate(
-    request: Request, body: ResponseBody
+    request: Request, service: Service, body: ResponseBody
 ) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
     """Return ``body`` as a chat, the input items, and a header that names the parts of the body
     that were left out.
 
     Raises BadRequest with the field names of this dialect.
     """
-    check_model(body.model, request.app.state.service)
     body.check()
     store, owner = kept(request), account(request, None)
     sent = await off_loop(request, body.items)
@@ -186,7 +187,7 @@ async def translate(
 
     with renaming_fields():
         chat, items, skipped = await off_loop(request, build)
-    return chat, items, note_skipped(request, skipped)
+    return chat, items, note_skipped(request, service, skipped)
 
 
 def check_turns(request: Request, turns: list[Stored]) -> None:
@@ -219,7 +220,9 @@ async def collect(answer: Answer, events: ResponseEvents) -> None:
     events.end()
 
 
-def response_head(request: Request, body: ResponseBody, generation: Generation) -> dict[str, Any]:
+def response_head(
+    request: Request, service: Service, body: ResponseBody, generation: Generation
+) -> dict[str, Any]:
     """Return the response before generation: the request's parameters, with defaults filled in."""
     text_format = body.text.format.resource() if body.text else {"type": "text"}
     choice = body.tool_choice or "auto"
@@ -235,7 +238,7 @@ def response_head(request: Request, body: ResponseBody, generation: Generation) 
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "model": request.app.state.service.model_name,
+        "model": service.model_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

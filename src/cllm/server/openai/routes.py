@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
-from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
@@ -24,6 +23,7 @@ from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
 from cllm.server.queueing import answer_headers
+from cllm.server.resolve import registry_of, service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.server.timings import build_timings
 from cllm.service import Service
@@ -43,19 +43,19 @@ async def chat_completions(request: Request) -> Response:
     With ``stream``, the answer is server-sent events.
     """
     body = await read_body(request, ChatBody)
-    check_model(body.model, request.app.state.service)
-    generation = await chat_generation(request, body, f"chatcmpl-{secrets.token_hex(12)}")
-    return await respond(request, body, generation)
+    service = service_for(request, body.model)
+    request_id = f"chatcmpl-{secrets.token_hex(12)}"
+    generation = await chat_generation(request, service, body, request_id)
+    return await respond(request, service, body, generation)
 
 
 async def chat_generation(
-    request: Request, body: ChatBody, request_id: str, param: str = "messages"
+    request: Request, service: Service, body: ChatBody, request_id: str, param: str = "messages"
 ) -> Generation:
     """Return the generation for a chat, ready to be submitted.
 
     ``param`` names its messages in errors.
     """
-    service: Service = request.app.state.service
     body.check()
     params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
     bound = await body.grammar(service)
@@ -69,8 +69,9 @@ async def models(request: Request) -> dict[str, Any]:
 
     ``root`` is its name.
     """
-    service: Service = request.app.state.service
-    return {"object": "list", "data": [model_object(service, name) for name in service.names]}
+    registry = registry_of(request)
+    data = [model_object(registry.get(name), name) for name in registry.names]
+    return {"object": "list", "data": data}
 
 
 @router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
@@ -78,8 +79,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     """Return the served model, by its name or an alias."""
     if not name:  # the list's path with a trailing slash
         return await models(request)
-    service: Service = request.app.state.service
-    check_model(name, service)
+    service = service_for(request, name)
     is_own = name.removesuffix(":latest") == service.model_name.removesuffix(":latest")
     return model_object(service, service.model_name if is_own else name)
 
@@ -96,15 +96,6 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         # the same under vLLM's name, which clients look for
         "max_model_len": info.context_length if info else None,
     }
-
-
-def check_model(name: str | None, service: Service) -> None:
-    """Raise BadRequest (404) if a request names another model than the one that is served."""
-    if name is not None and not service.serves(name):
-        message = (
-            f"The model {name[:100]!r} does not exist; this server has {service.model_name!r}."
-        )
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
 
 
 def head_of(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
@@ -130,9 +121,10 @@ def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-async def respond(request: Request, body: ChatBody, generation: Generation) -> Response:
+async def respond(
+    request: Request, service: Service, body: ChatBody, generation: Generation
+) -> Response:
     """Stream the generation, or collect it. A request is only rejected before the first byte."""
-    service: Service = request.app.state.service
     head = head_of(
         service, generation, "chat.completion.chunk" if body.stream else "chat.completion"
     )

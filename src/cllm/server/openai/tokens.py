@@ -20,7 +20,6 @@ from cllm.server.body import Body, documented, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
-from cllm.server.openai.routes import check_model
 from cllm.server.openai.schema import (
     MAX_TOOLS,
     Message,
@@ -29,6 +28,7 @@ from cllm.server.openai.schema import (
     continuing,
     drop_nulls,
 )
+from cllm.server.resolve import service_for
 from cllm.service import LONG_TEXT, Service
 from cllm.text.chat import Chat
 from cllm.text.chat_template import without_fences
@@ -95,9 +95,8 @@ async def tokenize(request: Request) -> Response:
 
     With ``with_pieces`` or ``return_token_strs``, also return the text of each token.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         message = (
@@ -105,7 +104,7 @@ async def tokenize(request: Request) -> Response:
         )
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
-        text = await render(request, body.messages, body)
+        text = await render(request, service, body.messages, body)
         tokenize = partial(service.chat_template.tokenize, text)
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
@@ -154,9 +153,8 @@ async def detokenize(request: Request) -> Response:
 
     ``content`` and ``prompt`` are the same text.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody)
-    check_model(body.model, service)
+    service = service_for(request, body.model)
     text = await off_loop(request, lambda: text_of(service, body.tokens))
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
@@ -167,19 +165,19 @@ async def apply_template(request: Request) -> Response:
 
     Nothing is generated.
     """
-    service: Service = request.app.state.service
     body = await read_body(request, TemplateBody)
-    check_model(body.model, service)
-    text = await render(request, body.messages, body)
+    service = service_for(request, body.model)
+    text = await render(request, service, body.messages, body)
     return Response(to_json({"prompt": without_fences(text)}), media_type="application/json")
 
 
-async def render(request: Request, messages: list[Message], body: ConversationBody) -> str:
+async def render(
+    request: Request, service: Service, messages: list[Message], body: ConversationBody
+) -> str:
     """Return the rendered conversation, with fences around what must be tokenized as plain text.
 
     Raises BadRequest.
     """
-    service: Service = request.app.state.service
 
     def translate() -> Chat:
         chat = Chat(
