@@ -24,7 +24,8 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from cllm.backends.base import Backend, Logits
-from cllm.backends.fake import FakeBackend, FakeVocabulary
+from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.bench.make_model import vocabulary
 from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams

@@ -413,7 +413,7 @@ def mean_latency(outcome: Outcome) -> float:
 
 def queue(options: argparse.Namespace, report: Report) -> None:
     """Microseconds to schedule a step with 10 and with 10,000 waiting requests."""
-    from cllm.backends.fake import FakeBackend
+    from cllm.backends.fake.backend import FakeBackend
     from cllm.engine.build import build_engine
     from cllm.engine.commands import Add
 

@@ -17,7 +17,8 @@ from tiny_models import write_tiny_model
 
 from cllm import LLM
 from cllm.backends.base import Logits
-from cllm.backends.fake import END, FakeBackend
+from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.fake.vocabulary import END
 from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams

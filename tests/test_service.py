@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, request_of
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cllm.backends.base import Backend
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request

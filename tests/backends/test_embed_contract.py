@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cllm.backends.base import Backend
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request

@@ -6,15 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake import (
-    CONTROL,
-    END,
-    VOCABULARY_SIZE,
-    Costs,
-    FakeBackend,
-    FakeVocabulary,
-    Faults,
-)
+from cllm.backends.fake.backend import Costs, FakeBackend, Faults
+from cllm.backends.fake.vocabulary import CONTROL, END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backends.fake import Costs
+from cllm.backends.fake.backend import Costs
 from cllm.bench.simulate import STUCK, TOO_LONG, Setup, simulate
 from cllm.bench.simulation_report import Limits, SimulationReport, backlog, overlap, summarize
 from cllm.bench.synthetic import WORKLOADS, synthesize

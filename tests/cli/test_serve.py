@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.cli import progress
 from cllm.cli.remarks import remarks
 from cllm.config_sources import load_settings

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from conftest import PATIENCE
 
-from cllm.backends.fake import Costs, FakeBackend
+from cllm.backends.fake.backend import Costs, FakeBackend
 from cllm.cli.chat import HELP
 
 FAKE = ("--backend.name", "fake")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine

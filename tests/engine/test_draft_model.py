@@ -6,7 +6,7 @@ import pytest
 from conftest import is_right
 
 from cllm import LLM, SamplingParams
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import build_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cllm.backends.fake import TOKEN_VECTORS, Costs, Faults
+from cllm.backends.fake.backend import TOKEN_VECTORS, Costs, Faults
 from cllm.core.request import EmbeddingRequest, Priority
 from cllm.engine.commands import Abort, Embed
 
@@ -179,7 +179,7 @@ def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None
     fake = fake_engine()
     vectors = TOKEN_VECTORS.copy()
     vectors[7] = number
-    monkeypatch.setattr("cllm.backends.fake.TOKEN_VECTORS", vectors)
+    monkeypatch.setattr("cllm.backends.fake.backend.TOKEN_VECTORS", vectors)
     embed(fake, "bad", [[7, 7]])
     embed(fake, "good", [[1, 2]])
     told = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake import END, FakeBackend, Faults
+from cllm.backends.fake.backend import FakeBackend, Faults
+from cllm.backends.fake.vocabulary import END
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine

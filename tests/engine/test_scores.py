@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backends.fake import VOCABULARY_SIZE
+from cllm.backends.fake.vocabulary import VOCABULARY_SIZE
 
 SURE = 20 - math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of what the fake backend wants to say
 ODD = -math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of anything else
@@ -138,7 +138,7 @@ def test_scores_are_complete_whatever_happens(fake_engine, requests, limits, max
 
 def test_scores_of_what_failed_are_told_once(fake_engine):
     """A batch that fails is computed again, from where its scores were told last."""
-    from cllm.backends.fake import Faults
+    from cllm.backends.fake.backend import Faults
 
     engine = fake_engine(max_num_batched_tokens=8, faults=Faults(raise_at_step=2))
     engine.add("A", [*LONG, 3], prompt_logprobs=0, max_tokens=2)

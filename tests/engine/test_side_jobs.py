@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backends.fake import END, FakeBackend
+from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.fake.vocabulary import END
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request

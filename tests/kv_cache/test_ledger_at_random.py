@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake.backend import FakeBackend
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request

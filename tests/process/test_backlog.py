@@ -2,7 +2,7 @@
 
 import pytest
 
-from cllm.backends.fake import Costs
+from cllm.backends.fake.backend import Costs
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cllm.backends.fake import Costs
+from cllm.backends.fake.backend import Costs
 from cllm.bench.simulate import NEVER, Timekeeper
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request

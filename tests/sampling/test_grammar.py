@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backends.fake import END, VOCABULARY_SIZE, FakeVocabulary
+from cllm.backends.fake.vocabulary import END, VOCABULARY_SIZE, FakeVocabulary
 from cllm.core.batch import Batch, Row
 from cllm.core.output import NO_TOKEN
 from cllm.core.params import SamplingParams

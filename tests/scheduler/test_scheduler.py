@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backends.fake import Costs
+from cllm.backends.fake.backend import Costs
 from cllm.core.batch import Copy, Load, Save
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 import cllm.scheduler
-from cllm.backends.fake import Faults
+from cllm.backends.fake.backend import Faults
 from cllm.core.request import Priority, Request
 from cllm.kv_cache import ledger
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import PATIENCE
 from pydantic_core import to_json
 
-from cllm.backends.fake import TOKEN_VECTORS
+from cllm.backends.fake.backend import TOKEN_VECTORS
 from cllm.server.vectors import written
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.errors import BadRequest
 from cllm.server.infill import Snippet, build_infill_prompt
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.answer import Generation
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.ollama.stream import Clock, Lines, collect

@@ -17,7 +17,7 @@ import pytest
 from conftest import PATIENCE
 
 from cllm.answer import Generation, SchedulingOptions
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Settings
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams

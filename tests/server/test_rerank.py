@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cllm.backends.fake import TOKEN_VECTORS
+from cllm.backends.fake.backend import TOKEN_VECTORS
 
 DOCUMENTS = ["zzzz", "hello there", "hello", "9999"]
 

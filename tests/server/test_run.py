@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.config import Settings
 from cllm.config_sources import load_settings
 from cllm.engine.params import EngineParams

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import message_grammar

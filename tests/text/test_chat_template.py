@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backends.fake import CONTROL, FakeVocabulary
+from cllm.backends.fake.vocabulary import CONTROL, FakeVocabulary
 from cllm.errors import BadRequest, StartupError
 from cllm.text.chat_template import CLOSE, OPEN, ChatTemplate
 

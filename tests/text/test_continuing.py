@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics

@@ -14,7 +14,7 @@ import time
 import pytest
 from conftest import PATIENCE
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.errors import BadRequest, EngineError
 from cllm.text import rendering, workers
 from cllm.text.chat_template import MAX_LENGTH, ChatTemplate

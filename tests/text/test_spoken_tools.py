@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cllm.backends.fake import FakeVocabulary
+from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm
 from cllm.text.chat_template import ChatTemplate

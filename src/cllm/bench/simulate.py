@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from cllm.backends.base import Logits
-from cllm.backends.fake import VOCABULARY_SIZE, Costs, FakeBackend
+from cllm.backends.fake.backend import Costs, FakeBackend
+from cllm.backends.fake.vocabulary import VOCABULARY_SIZE
 from cllm.core.batch import Batch
 from cllm.core.output import TokenOutput
 from cllm.core.params import SamplingParams

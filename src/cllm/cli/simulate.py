@@ -14,7 +14,7 @@ import numpy as np
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from cllm.backends.fake import Costs
+from cllm.backends.fake.backend import Costs
 from cllm.bench.simulate import SMALL_MODEL, Setup, simulate
 from cllm.bench.simulation_report import Limits, SimulationReport, print_report, summarize
 from cllm.bench.synthetic import WORKLOADS, synthesize

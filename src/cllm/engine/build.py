@@ -68,7 +68,7 @@ def build_backend(
     before the load aborts the process.
     """
     if params.backend == "fake":
-        from cllm.backends.fake import Costs, FakeBackend
+        from cllm.backends.fake.backend import Costs, FakeBackend
 
         return FakeBackend(
             context_length=params.context_length or 1024,
@@ -229,7 +229,7 @@ def build_vocabulary(
     process.
     """
     if params.backend == "fake":
-        from cllm.backends.fake import FakeVocabulary
+        from cllm.backends.fake.vocabulary import FakeVocabulary
 
         return FakeVocabulary()
     with loadable():
