@@ -233,6 +233,7 @@ def measured(libraries: Path, options: argparse.Namespace) -> dict:
 
 def measure(model: Path, threads: int) -> dict:
     """Return tokens/s of prefill and decoding, and a digest of all logits."""
+    from cllm.backends.llama_cpp.options import Options
     from cllm.core.batch import Batch, Row, Trim
     from cllm.core.params import SamplingParams
     from cllm.core.request import Request
@@ -246,7 +247,7 @@ def measure(model: Path, threads: int) -> dict:
         max_num_seqs=max(DECODING),
         layout="partitioned",
         kv_memory=1 << 40,
-        n_threads=threads,
+        options=Options(n_threads=threads).model_dump(),
     )
     backend = build_backend(params)
     digest, found = hashlib.sha256(), {}

@@ -21,6 +21,7 @@ import sys
 import time
 from pathlib import Path
 
+from cllm.backends.llama_cpp.options import Options
 from cllm.bench.bare_engine import closed_loop
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -37,7 +38,7 @@ def make_engine(model: Path, num_seqs: int, length: int, threads: int, layout: s
         max_num_batched_tokens=2048,
         layout=layout,
         kv_memory=1 << 40,
-        n_threads=threads,
+        options=Options(n_threads=threads).model_dump(),
         speculation="off",
     )
     return build_engine(build_backend(params), params)

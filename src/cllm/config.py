@@ -1,4 +1,5 @@
-"""Every setting of cLLM, written once: type, default, bounds and help.
+"""Every setting of cLLM, written once: type, default, bounds and help. Each backend declares its
+own in ``backends/<name>/options.py``.
 
 The YAML file, the environment, the flags, ``--help`` and ``docs/configuration.md`` are derived from
 the tree below; ``config_sources.py`` reads them.
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
+from cllm.backends.registry import BACKENDS, import_options
 from cllm.config_file import ALIASES, NOT_NEEDED, split_names
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
@@ -23,6 +25,10 @@ Names = Annotated[list[Name], BeforeValidator(split_names)]
 NAMES = "names with commas between them, or a JSON list of names"
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 PriorityName = Literal["interactive", "normal", "batch"]
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[BACKENDS]
 
 
 class Section(BaseModel):
@@ -260,48 +266,28 @@ class Storage(Section):
     )
 
 
-class LlamaCpp(Section):
-    """Options of llama.cpp."""
-
-    n_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."
-    )
-    n_threads_batch: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Threads for steps with more than one token (prompts, several sequences); "
-        "null uses n_threads.",
-    )
-    n_ubatch: int = Field(
-        default=512,
-        ge=1,
-        le=8192,
-        description="Largest number of tokens in one pass over the weights.",
-    )
-    n_gpu_layers: int = Field(
-        default=99,
-        ge=-1,
-        le=10_000,
-        description="Layers on the GPU, if there is one; 0 is none, -1 is all.",
-    )
-    use_mmap: bool = Field(
-        default=True, description="Map the model file into memory instead of reading it."
-    )
-    use_mlock: bool = Field(
-        default=False, description="Lock the model in RAM, so that it is never swapped out."
-    )
+BACKEND_OPTIONS = {name: import_options(name) for name in BACKENDS}
+SUMMARIES = (f"{name} {module.SUMMARY}" for name, module in BACKEND_OPTIONS.items())
 
 
-class Backend(Section):
+class ChosenBackend(Section):
     """The backend, which computes."""
 
-    name: Literal["llama_cpp", "fake"] = Field(
-        default="llama_cpp",
-        description="llama_cpp runs models; fake only takes time like a model, for tests and "
-        "load studies.",
+    name: BackendName = Field(default=BACKENDS[0], description=f"{'; '.join(SUMMARIES)}.")
+
+
+if TYPE_CHECKING:
+    Backend = ChosenBackend
+else:  # a section for each backend that has options
+    Backend = create_model(
+        "Backend",
+        __base__=ChosenBackend,
+        **{
+            name: (module.Options, module.Options())
+            for name, module in BACKEND_OPTIONS.items()
+            if module.Options.model_fields
+        },
     )
-    llama_cpp: LlamaCpp = LlamaCpp()
 
 
 class Sampling(Section):

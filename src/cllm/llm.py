@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from cllm.backends.base import Vectors
+from cllm.backends.registry import import_loader
 from cllm.config import OPTIONS, Settings
 from cllm.config_sources import load_settings
 from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Logprobs, TokenOutput
@@ -31,7 +32,6 @@ from cllm.engine.commands import Add, Embed
 from cllm.engine.settings import engine_params
 from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
-from cllm.models import catalog
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm, OutputPlan
@@ -184,9 +184,8 @@ class LLM:
         return llm
 
     def _load(self, settings: Settings, progress: Progress | None = None) -> None:
-        path = None
-        if settings.backend.name != "fake":
-            path = catalog.resolve(settings.model.path, settings.model.quantization)
+        model = settings.model
+        path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
         params = fitted(engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._chat_template = ChatTemplate(self._backend.vocabulary)

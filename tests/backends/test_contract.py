@@ -14,6 +14,7 @@ import pytest
 
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -61,15 +62,17 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
                 num_cells=NUM_CELLS if unified else None, num_spare_ids=6 if unified else 0, **sizes
             )
         path = request.getfixturevalue("builtin_path")
-        from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
+        from cllm.backends.llama_cpp.backend import LlamaCppBackend
+        from cllm.backends.llama_cpp.options import Options
 
         if layout in TINY:
             # which they cannot have
             path, layout = request.getfixturevalue("tiny_model")(layout), "unified"
         if layout == "q8_0":
             layout, sizes["kv_type"] = "partitioned", "q8_0"
+        options = Options(n_threads=1, n_gpu_layers=0).model_dump()
         return LlamaCppBackend(
-            path, LlamaCppParams(layout=layout, n_threads=1, n_gpu_layers=0, **sizes)
+            BackendParams(path=str(path), layout=layout, options=options, **sizes)
         )
 
     return make

@@ -9,6 +9,7 @@ import pytest
 
 from cllm.backends.base import Backend
 from cllm.backends.fake.backend import FakeBackend
+from cllm.backends.params import BackendParams
 from cllm.core.batch import MAX_CHUNKS, Batch, Chunk, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -38,11 +39,13 @@ def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
         if kind == "fake":
             return FakeBackend(**sizes)
         path = request.getfixturevalue("builtin_path")
-        from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
+        from cllm.backends.llama_cpp.backend import LlamaCppBackend
+        from cllm.backends.llama_cpp.options import Options
 
         if kind != "builtin":
             path = request.getfixturevalue("tiny_model")(kind)
-        return LlamaCppBackend(path, LlamaCppParams(n_threads=1, n_gpu_layers=0, **sizes))
+        options = Options(n_threads=1, n_gpu_layers=0).model_dump()
+        return LlamaCppBackend(BackendParams(path=str(path), options=options, **sizes))
 
     return make
 

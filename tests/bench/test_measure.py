@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cllm.backends.llama_cpp.options import Options
 from cllm.bench.measure import Bench, CandidateError, Work
 from cllm.engine.params import EngineParams
 
@@ -19,7 +20,7 @@ WORK = Work(2, 16, 2)
 
 @pytest.fixture
 def params(builtin_path: Path) -> EngineParams:
-    return EngineParams(path=str(builtin_path), n_threads=1)
+    return EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
 
 
 def test_one_child_measures_many(params: EngineParams, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_one_child_measures_many(params: EngineParams, tmp_path: Path) -> None:
             {},
             {"layout": "unified"},
             {"kv_type": "q8_0"},
-            {"n_ubatch": 64, "n_threads_batch": 2},
+            {"options": Options(n_threads=1, n_threads_batch=2, n_ubatch=64).model_dump()},
         ):
             speeds = bench.measure(msgspec.structs.replace(params, **change), WORK)
             assert min(speeds.prompt, speeds.decode) > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cllm.backends.llama_cpp.options import Options
 from cllm.backends.llama_cpp.quantize import quantize
 from cllm.bench.make_model import make_model
 from cllm.bench.measure import Bench, Work
@@ -163,7 +164,7 @@ def test_no_room() -> None:
 @pytest.mark.slow
 def test_forms_are_tried(builtin_path: Path, tmp_path: Path) -> None:
     """Better types cost less quality, and no candidate is left behind."""
-    params = EngineParams(path=str(builtin_path), n_threads=1)
+    params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
     forms = [Form("Q8_0", "Q6_K"), Form("Q4_0", "Q4_0")]
     tokens = [40 + i % 97 for i in range(600)]
     told = []
@@ -189,7 +190,7 @@ def test_an_interrupt_leaves_no_candidate(builtin_path: Path, tmp_path: Path) ->
     def interrupt(text: str, share: float) -> None:
         raise KeyboardInterrupt
 
-    params = EngineParams(path=str(builtin_path), n_threads=1)
+    params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
     with pytest.raises(KeyboardInterrupt), Bench() as bench:
         try_forms(bench, params, FIGURES, [1, 2, 3], [Form("Q4_0", "Q4_0")], tmp_path, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]

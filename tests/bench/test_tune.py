@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.backends.llama_cpp.options import Options
 from cllm.bench.measure import CandidateError, Speeds, Work
 from cllm.bench.tune import (
     BATCH_THREADS,
@@ -35,6 +36,7 @@ from cllm.bench.tune import (
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 
+PARAMS = EngineParams(options=Options().model_dump())
 ONE, MANY = Work(1, 16, 8), Work(8, 64, 8)
 FIGURES = [Figure("prompt", MANY), Figure("decode", MANY)]
 FINAL = [*FIGURES, Figure("decode", ONE)]
@@ -210,21 +212,22 @@ def test_threads_are_written_both_or_none() -> None:
 
 def test_settings_reach_the_parameters() -> None:
     """Null is as many threads as there are cores, and the batch as many as one sequence."""
-    start = starting_choice(EngineParams(), 6)
+    start = starting_choice(PARAMS, 6)
     assert start == {BATCH_THREADS: 6, THREADS: 6, UBATCH: 512, LAYOUT: "auto", KV_TYPE: "f16"}
-    assert starting_choice(EngineParams(n_threads=2, max_num_batched_tokens=100), 6) == {
+    params = EngineParams(max_num_batched_tokens=100, options=Options(n_threads=2).model_dump())
+    assert starting_choice(params, 6) == {
         **start,
         BATCH_THREADS: 2,
         THREADS: 2,
         UBATCH: 100,
     }
-    assert starting_choice(applied(EngineParams(), start | {THREADS: 3}), 1) == start | {THREADS: 3}
+    assert starting_choice(applied(PARAMS, start | {THREADS: 3}), 1) == start | {THREADS: 3}
 
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 64])
 def test_candidates(cores: int) -> None:
     """None twice, none that is there already, none that the work cannot tell from another."""
-    start = starting_choice(EngineParams(), cores)
+    start = starting_choice(PARAMS, cores)
     tries = knobs(start, Works(ONE, MANY, MANY, MANY), cores, 512)
     assert [knob.key for knob in tries] == [BATCH_THREADS, THREADS, UBATCH, LAYOUT, KV_TYPE]
     for knob in tries:

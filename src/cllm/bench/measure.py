@@ -28,7 +28,7 @@ from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.engine.build import build_backend, llama_cpp_params
+from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, StartupError
 from cllm.process.launch import engine_environment
@@ -193,7 +193,7 @@ def main() -> None:
         if backend is None:
             backend = build_backend(params)  # type: ignore[assignment]
         else:
-            backend.reopen(llama_cpp_params(params))
+            backend.reopen(params)
         assert backend is not None
         if params.layout not in ("auto", backend.info.layout):
             raise StartupError(f"this model has no {params.layout} KV cache")

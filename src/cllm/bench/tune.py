@@ -30,14 +30,7 @@ Clock = Callable[[], float]
 
 THREADS, BATCH_THREADS = "backend.llama_cpp.n_threads", "backend.llama_cpp.n_threads_batch"
 UBATCH, LAYOUT, KV_TYPE = "backend.llama_cpp.n_ubatch", "kv.layout", "kv.type"
-FIELDS = {
-    THREADS: "n_threads",
-    BATCH_THREADS: "n_threads_batch",
-    UBATCH: "n_ubatch",
-    LAYOUT: "layout",
-    KV_TYPE: "kv_type",
-}
-"""Setting -> its field of EngineParams."""
+OPTION_PREFIX = "backend.llama_cpp."
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 ENOUGH = 5  # rounds from which the median distance is meaningful
@@ -279,18 +272,30 @@ def changed(start: Choice, choice: Choice) -> Choice:
 
 def starting_choice(params: EngineParams, cores: int) -> Choice:
     """Return the present settings, with numbers instead of null."""
-    threads = params.n_threads or cores
+    options = params.options
+    threads = options["n_threads"] or cores
     return {
-        BATCH_THREADS: params.n_threads_batch or threads,
+        BATCH_THREADS: options["n_threads_batch"] or threads,
         THREADS: threads,
-        UBATCH: min(params.n_ubatch, params.max_num_batched_tokens),
+        UBATCH: min(options["n_ubatch"], params.max_num_batched_tokens),
         LAYOUT: params.layout,
         KV_TYPE: params.kv_type,
     }
 
 
 def applied(params: EngineParams, choice: Choice) -> EngineParams:
-    return msgspec.structs.replace(params, **{FIELDS[key]: value for key, value in choice.items()})
+    """Return ``params`` with the chosen settings."""
+    options = {
+        key.removeprefix(OPTION_PREFIX): value
+        for key, value in choice.items()
+        if key.startswith(OPTION_PREFIX)
+    }
+    return msgspec.structs.replace(
+        params,
+        options=params.options | options,
+        layout=choice.get(LAYOUT, params.layout),
+        kv_type=choice.get(KV_TYPE, params.kv_type),
+    )
 
 
 def works(measure: Callable[[Work], Speeds], max_num_seqs: int, seconds: float) -> Works:

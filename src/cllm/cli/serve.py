@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from cllm.backends.registry import import_loader
 from cllm.cli.progress import loading_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
@@ -37,11 +38,10 @@ def serve(
     tree = loaded.settings
     print_notes(loaded)
     log.configure(tree.log.level)
-    path = None
-    if tree.backend.name != "fake":
-        with hub.stderr_progress() as progress:
-            path = catalog.resolve(tree.model.path, tree.model.quantization, progress)
-    name = tree.model.name or (catalog.model_name(path) if path else "fake")
+    loader = import_loader(tree.backend.name)
+    with hub.stderr_progress() as progress:
+        path = loader.resolve(tree.model.path, tree.model.quantization, progress)
+    name = tree.model.name or (catalog.model_name(path) if path else tree.backend.name)
     params = engine_params(tree, path)
 
     listener = listen(tree.server.host, tree.server.port)

@@ -71,7 +71,7 @@ def flags(options: Iterable[Option]) -> Any:
 
 
 # The others are about many at once and HTTP, or have a flag of their own there, as --temperature.
-MODEL_SECTIONS = {"model", "kv", "backend", "backend.llama_cpp"}
+MODEL_SECTIONS = ("model.", "kv.", "backend.")
 SERVED = {"model.name", "model.aliases"}
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ else:
     ModelFlags = flags(
         option
         for option in OPTIONS.values()
-        if section_of(option) in MODEL_SECTIONS and option.key not in SERVED
+        if option.key.startswith(MODEL_SECTIONS) and option.key not in SERVED
     )
 
 

@@ -1,16 +1,15 @@
-"""Builds an engine. Only this module chooses between implementations."""
+"""Builds an engine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from cllm.backends.base import Backend, Vocabulary
+from cllm.backends.registry import import_loader
 from cllm.core.model_info import ModelInfo
 from cllm.engine.disk import DiskCache, DiskTier
 from cllm.engine.draft_model import DraftModel
@@ -29,9 +28,6 @@ from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
-if TYPE_CHECKING:
-    from cllm.backends.llama_cpp.backend import LlamaCppParams
-
 MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
 
 
@@ -44,7 +40,7 @@ def fitted(params: EngineParams) -> EngineParams:
     """
     if not params.weight_bytes:
         return params
-    weights, on_gpu = params.weight_bytes, uses_gpu(params)
+    weights, on_gpu = params.weight_bytes, import_loader(params.backend).uses_gpu(params)
     kv_memory = kv_budget(
         weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu
     )
@@ -61,67 +57,8 @@ def build_backend(
     progress: Callable[[float], None] | None = None,
     on_abort: Callable[[str], None] = lambda _: None,
 ) -> Backend:
-    """Load the model. Raises StartupError if it cannot be loaded.
-
-    progress: called with the fraction loaded. The first call means that the file has not crashed
-    this process, so another process may read the vocabulary. on_abort: called with the reason just
-    before the load aborts the process.
-    """
-    if params.backend == "fake":
-        from cllm.backends.fake.backend import Costs, FakeBackend
-
-        return FakeBackend(
-            context_length=params.context_length or 1024,
-            max_num_seqs=params.max_num_seqs,
-            max_num_batched_tokens=params.max_num_batched_tokens,
-            costs=Costs(step=0.005, row=0.0005, token=0.0001),
-        )
-    with loadable():
-        from cllm.backends.llama_cpp.backend import LlamaCppBackend
-        from cllm.backends.llama_cpp.library import aborts
-
-    with aborts(on_abort):
-        return LlamaCppBackend(Path(params.path), llama_cpp_params(params), progress)
-
-
-def llama_cpp_params(params: EngineParams) -> LlamaCppParams:
-    """Return the parameters for the llama.cpp backend."""
-    with loadable():
-        from cllm.backends.llama_cpp.backend import LlamaCppParams
-
-    return LlamaCppParams(
-        context_length=params.context_length,
-        max_num_seqs=params.max_num_seqs,
-        max_num_batched_tokens=params.max_num_batched_tokens,
-        layout=params.layout,
-        kv_type=params.kv_type,
-        kv_memory=params.kv_memory,
-        n_threads=params.n_threads,
-        n_threads_batch=params.n_threads_batch,
-        n_ubatch=params.n_ubatch,
-        n_gpu_layers=params.n_gpu_layers,
-        on_gpu=uses_gpu(params),
-        kv_bytes_per_token=params.kv_bytes_per_token,
-        use_mmap=params.use_mmap,
-        use_mlock=params.use_mlock,
-    )
-
-
-@contextmanager
-def loadable() -> Iterator[None]:
-    """Raise StartupError if llama.cpp is missing or cannot be loaded."""
-    try:
-        yield
-    except (ImportError, OSError, RuntimeError) as error:
-        raise StartupError(f"llama.cpp cannot be loaded ({error}): cllm doctor says more") from None
-
-
-def uses_gpu(params: EngineParams) -> bool:
-    """Return whether the weights will be on a GPU."""
-    with loadable():
-        from cllm.backends.llama_cpp.library import supports_gpu_offload
-
-    return params.n_gpu_layers != 0 and supports_gpu_offload()
+    """Load the model, see ``Loader.load``. Raises StartupError if it cannot be loaded."""
+    return import_loader(params.backend).load(params, progress, on_abort)
 
 
 def build_engine(
@@ -205,10 +142,7 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
         kv_bytes_per_token=0,
     )
     backend = build_backend(draft_params)
-    if (
-        params.backend != "fake"
-        and build_vocabulary(params).pieces != build_vocabulary(draft_params).pieces
-    ):
+    if build_vocabulary(params).pieces != backend.vocabulary.pieces:
         raise StartupError(
             f"model.draft_path: {params.draft_path} has another vocabulary than the model"
         )
@@ -220,20 +154,6 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     return DraftModel(backend)
 
 
-def build_vocabulary(
-    params: EngineParams, before_reading: Callable[[], object] = lambda: None
-) -> Vocabulary:
-    """Load only the vocabulary, without weights. Raises StartupError if the file cannot be read.
-
-    before_reading: called after all imports, before the file is read; a damaged file may abort the
-    process.
-    """
-    if params.backend == "fake":
-        from cllm.backends.fake.vocabulary import FakeVocabulary
-
-        return FakeVocabulary()
-    with loadable():
-        from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
-
-    before_reading()
-    return LlamaVocabulary.load(Path(params.path))
+def build_vocabulary(params: EngineParams) -> Vocabulary:
+    """Load only the vocabulary, without weights. Raises StartupError if it cannot be read."""
+    return import_loader(params.backend).load_vocabulary(params)

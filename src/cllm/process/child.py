@@ -133,13 +133,7 @@ def main() -> None:
 
     try:
         params = fitted(params)
-        backend = build_backend(
-            params,
-            progress,
-            lambda why: give_up(
-                f"{params.path} is damaged, or llama.cpp does not support it: {why}"
-            ),
-        )
+        backend = build_backend(params, progress, give_up)
         engine = build_engine(backend, params)
     except StartupError as error:
         give_up(str(error))

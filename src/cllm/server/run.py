@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from cllm.backends.registry import import_loader
 from cllm.config import Settings
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -25,7 +26,6 @@ from cllm.process.launch import Popen
 from cllm.process.results import ResultCache
 
 if TYPE_CHECKING:
-    from cllm.backends.base import Vocabulary
     from cllm.server.http_server import HttpServer
     from cllm.service import Service
 
@@ -147,16 +147,11 @@ def open_server(
     Raises StartupError, and any exception of the thread.
     """
     with ThreadPoolExecutor(1) as thread:
-        vocabulary = thread.submit(read_vocabulary, params, wait_for_engine)
+        loader = import_loader(params.backend)
+        vocabulary = thread.submit(loader.load_vocabulary, params, wait_for_engine)
         from cllm.server import http_server
 
         return http_server.open_server(settings, vocabulary.result(), model_name, engine)
-
-
-def read_vocabulary(params: EngineParams, wait_for_engine: Callable[[], object]) -> Vocabulary:
-    from cllm.engine.build import build_vocabulary  # takes half a second: NumPy and llama.cpp
-
-    return build_vocabulary(params, wait_for_engine)
 
 
 def queue_limits(settings: Settings) -> QueueLimits:

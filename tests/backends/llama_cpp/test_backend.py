@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,9 +15,10 @@ from cllm.backends.llama_cpp.backend import (
     PADDED_CONTEXT,
     TILE,
     LlamaCppBackend,
-    LlamaCppParams,
 )
 from cllm.backends.llama_cpp.library import log_lines
+from cllm.backends.llama_cpp.options import Options
+from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Row, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
@@ -28,18 +30,20 @@ pytestmark = pytest.mark.llama
 CONTEXT = 640
 START = PADDED_CONTEXT + 8
 TOLERANCE = 0.1  # of the standard deviation of the logits
+ONE_THREAD = Options(n_threads=1).model_dump()
 
 
 @pytest.fixture(scope="module", params=["unified", "partitioned"])
 def backend(request, builtin_path: Path):
-    params = LlamaCppParams(
+    params = BackendParams(
+        path=str(builtin_path),
         context_length=CONTEXT,
         max_num_seqs=3,
         max_num_batched_tokens=256,
-        n_threads=1,
         layout=request.param,
+        options=ONE_THREAD,
     )
-    made = LlamaCppBackend(builtin_path, params)
+    made = LlamaCppBackend(params)
     yield made
     made.close()
 
@@ -116,15 +120,16 @@ def test_what_is_not_filled_up(backend, monkeypatch):
 
 def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
     """The batch itself fits, so it is computed."""
-    params = LlamaCppParams(
+    params = BackendParams(
+        path=str(builtin_path),
         context_length=768,
         max_num_seqs=2,
         layout="unified",
-        n_threads=1,
         kv_memory=768,
         kv_bytes_per_token=1,
+        options=ONE_THREAD,
     )
-    backend = LlamaCppBackend(builtin_path, params)
+    backend = LlamaCppBackend(params)
     assert backend.info.num_cells == 768
     long, short = sequence(0, 700), sequence(1, 200)
     backend.forward(Batch([Row(long, 0, 512, 0)], []))
@@ -157,7 +162,7 @@ def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
         LLM(str(tiny_model("gemma3")), kv_type="q8_0")
     # as of a draft model
     with pytest.raises(StartupError, match=r"with q4_0 cells .* n_embd_head_k=16"):
-        LlamaCppBackend(tiny_model("gemma3"), LlamaCppParams(kv_type="q4_0"))
+        LlamaCppBackend(BackendParams(path=str(tiny_model("gemma3")), kv_type="q4_0"))
 
 
 def test_threads_and_passes(builtin_path: Path, monkeypatch):
@@ -171,10 +176,9 @@ def test_threads_and_passes(builtin_path: Path, monkeypatch):
         return init(model, params)
 
     monkeypatch.setattr(module.lib, "llama_init_from_model", spy)
-    for options in ({"n_threads": 1}, {"n_threads": 1, "n_threads_batch": 2, "n_ubatch": 64}):
-        LlamaCppBackend(
-            builtin_path, LlamaCppParams(context_length=256, max_num_seqs=1, **options)
-        ).close()
+    params = BackendParams(path=str(builtin_path), context_length=256, max_num_seqs=1)
+    for options in (Options(n_threads=1), Options(n_threads=1, n_threads_batch=2, n_ubatch=64)):
+        LlamaCppBackend(msgspec.structs.replace(params, options=options.model_dump())).close()
     assert seen == [(1, 1, 512), (1, 2, 64)]
 
 
@@ -187,8 +191,10 @@ def test_progress_is_0_before_weights_are_read(builtin_path: Path):
         shares.append(share)
 
     with log_lines(lines.append):
-        params = LlamaCppParams(context_length=64, max_num_seqs=1, n_threads=1)
-        LlamaCppBackend(builtin_path, params, progress).close()
+        params = BackendParams(
+            path=str(builtin_path), context_length=64, max_num_seqs=1, options=ONE_THREAD
+        )
+        LlamaCppBackend(params, progress).close()
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)
     already = b"".join(lines[: before[0]])

@@ -4,15 +4,26 @@ call.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from cllm.backends.llama_cpp.backend import LlamaCppBackend, LlamaCppParams
+from cllm.backends.llama_cpp.backend import LlamaCppBackend
 from cllm.backends.llama_cpp.embedder import Embedder
+from cllm.backends.llama_cpp.options import Options
+from cllm.backends.params import BackendParams
 from cllm.core.batch import Chunk
 
 TEXT = [5, 9, 33, 7, 20, 21, 40, 3, 90, 12]
+
+
+def load(path: Path) -> LlamaCppBackend:
+    options = Options(n_threads=1, n_gpu_layers=0).model_dump()
+    return LlamaCppBackend(
+        BackendParams(path=str(path), context_length=256, max_num_seqs=2, options=options)
+    )
 
 
 def pooled_by_llama_cpp(model, pooling: int) -> np.ndarray:
@@ -43,9 +54,7 @@ def pooled_by_llama_cpp(model, pooling: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["builtin", "bert"])
 def test_pooling(request, builtin_path, tiny_model, kind, pooling) -> None:
     path = builtin_path if kind == "builtin" else tiny_model(kind)
-    backend = LlamaCppBackend(
-        path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2)
-    )
+    backend = load(path)
     request.addfinalizer(backend.close)
     number = {"mean": 1, "cls": 2, "last": 3}[pooling]
     expected = pooled_by_llama_cpp(backend._model, number)
@@ -65,9 +74,7 @@ def test_facts(request, tiny_model, builtin_path) -> None:
     facts = {}
     for kind in ("builtin", "bert", "bert_cls", "reranker", "mamba"):
         path = builtin_path if kind == "builtin" else tiny_model(kind)
-        backend = LlamaCppBackend(
-            path, LlamaCppParams(n_threads=1, n_gpu_layers=0, context_length=256, max_num_seqs=2)
-        )
+        backend = load(path)
         info = backend.info
         facts[kind] = info.generates, info.pooling, info.embeds_whole
         backend.close()

@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -26,14 +27,19 @@ from cllm.backends.llama_cpp.library import (
     check_pointer,
     last_error,
     log_lines,
+    supports_gpu_offload,
     system_info,
 )
 from cllm.backends.llama_cpp.states import Bytes, States
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
 from cllm.models.gguf import fingerprint
+
+if TYPE_CHECKING:
+    from cllm.backends.llama_cpp.options import Options
 
 NOTHING = np.zeros(0, np.uint8)
 # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
@@ -54,28 +60,22 @@ USUAL_CONTEXT = 4096
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
-class LlamaCppParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load a model: sizes in tokens, memory in bytes.
+def options_of(params: BackendParams) -> Options:
+    """Return the options as attributes.
 
-    kv_type is one of KV_TYPES; n_ubatch is the number of tokens in one pass. None means all cores
-    for n_threads, the same as n_threads for n_threads_batch, and for context_length what the model
-    and the memory allow. max_num_seqs is a limit; ``fit`` may choose fewer.
+    They were checked when the settings were read. Checking them again would import pydantic, and
+    the engine process would start 0.1 s later.
     """
+    if params.options:
+        return cast("Options", SimpleNamespace(**params.options))
+    from cllm.backends.llama_cpp.options import Options
 
-    context_length: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    layout: str = "partitioned"
-    kv_type: str = "f16"
-    kv_memory: int = 1 << 31
-    kv_bytes_per_token: int = 0
-    n_threads: int | None = None
-    n_threads_batch: int | None = None
-    n_ubatch: int = 512
-    n_gpu_layers: int = 99
-    on_gpu: bool = False
-    use_mmap: bool = True
-    use_mlock: bool = False
+    return Options()
+
+
+def uses_gpu(params: BackendParams) -> bool:
+    """Return whether the weights will be on a GPU."""
+    return options_of(params).n_gpu_layers != 0 and supports_gpu_offload()
 
 
 class Probed(NamedTuple):
@@ -101,7 +101,9 @@ class Fit(NamedTuple):
     can_change: bool = False
 
 
-def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = True) -> Fit:
+def fit(
+    params: BackendParams, trained_context_length: int, *, plain: bool = True, on_gpu: bool = False
+) -> Fit:
     """Divide kv_memory: first the requested context (or the usual one), then as many sequences of
     it as fit.
 
@@ -123,7 +125,7 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
         )
     layout = params.layout
     wanted = params.max_num_seqs * context
-    follows_load = layout == "auto" and plain and not params.on_gpu
+    follows_load = layout == "auto" and plain and not on_gpu
     if layout == "auto" or not plain:
         layout = "unified" if follows_load and wanted > affordable else "partitioned"
     if layout == "unified":
@@ -134,7 +136,7 @@ def fit(params: LlamaCppParams, trained_context_length: int, *, plain: bool = Tr
     )
 
 
-def max_samples(params: LlamaCppParams, sizes: Fit) -> int:
+def max_samples(params: BackendParams, sizes: Fit) -> int:
     """Return the maximum number of positions whose logits one step may request."""
     return min(params.max_num_batched_tokens, max(MIN_SAMPLES, sizes.max_num_seqs))
 
@@ -143,25 +145,25 @@ class LlamaCppBackend:
     """Implements the contract of backends/base.py."""
 
     def __init__(
-        self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None = None
+        self, params: BackendParams, progress: Callable[[float], None] | None = None
     ) -> None:
-        """Load ``path``; ``progress`` receives the loaded share, 0 to 1.
+        """Load ``params.path``; ``progress`` receives the loaded share, 0 to 1.
 
         Raises StartupError if it cannot be loaded.
 
         The first share, 0, is reported after the vocabulary and before any weight is read. A
         damaged file may abort the process.
         """
-        self._model = self._load_model(path, params, progress)
-        self._check_architecture(path)
+        self._path = Path(params.path)
+        self._model = self._load_model(options_of(params), progress)
+        self._check_architecture()
         self.vocabulary = LlamaVocabulary(self._model)
         self.vocabulary.check()
-        self._path = path
         self._context: Any = None
         self._num_ids = 0
         self._open(params)
 
-    def reopen(self, params: LlamaCppParams) -> None:
+    def reopen(self, params: BackendParams) -> None:
         """Replace the context with one for ``params``. The weights stay loaded; snapshots are lost.
 
         Raises StartupError if that fails; there is no context then.
@@ -171,8 +173,8 @@ class LlamaCppBackend:
         self._context = None  # so it is not freed again if the next line fails
         self._open(params)
 
-    def _open(self, params: LlamaCppParams) -> None:
-        path = self._path
+    def _open(self, params: BackendParams) -> None:
+        options, on_gpu = options_of(params), uses_gpu(params)
         vocab = lib.llama_model_get_vocab(self._model)
         vocabulary_size = int(lib.llama_vocab_n_tokens(vocab))
         trained = int(lib.llama_model_n_ctx_train(self._model))
@@ -184,9 +186,9 @@ class LlamaCppBackend:
             or lib.llama_model_is_hybrid(self._model)
             or windowed
         )
-        sizes = fit(params, trained, plain=plain)
-        self._params, self._sizes, self._plain = params, sizes, plain
-        self._pads = plain and not params.on_gpu
+        sizes = fit(params, trained, plain=plain, on_gpu=on_gpu)
+        self._params, self._options, self._sizes, self._plain = params, options, sizes, plain
+        self._pads = plain and not on_gpu
         self._portable = plain
         self._snapshots: dict[int, Bytes] = {}
         self._make_batch(params.max_num_batched_tokens, sizes.max_num_seqs)
@@ -203,10 +205,10 @@ class LlamaCppBackend:
             lib.llama_free(self._context)
             self._context = None
         max_embedding_tokens = min(sizes.context_length, trained, vectors.max_tokens)
-        threads = params.n_threads_batch or params.n_threads
+        threads = options.n_threads_batch or options.n_threads
         self._embedder = Embedder(self._model, vectors, max_embedding_tokens, threads)
         self.info = ModelInfo(
-            name=self._metadata("general.name") or path.stem,
+            name=self._metadata("general.name") or self._path.stem,
             architecture=self._metadata("general.architecture") or "unknown",
             description=self._describe(),
             vocabulary_size=vocabulary_size,
@@ -221,6 +223,7 @@ class LlamaCppBackend:
             model_bytes=int(lib.llama_model_size(self._model)),
             kv_bytes_per_token=params.kv_bytes_per_token,
             system=system_info(),
+            on_gpu=on_gpu,
             tile=TILE,
             can_trim=probed.can_trim,
             num_spare_ids=self._num_ids - sizes.max_num_seqs,
@@ -234,7 +237,7 @@ class LlamaCppBackend:
             embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
-            fingerprint=f"{fingerprint(path)} {TESTED_VERSION} {params.kv_type} "
+            fingerprint=f"{fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
             f"{'' if self._portable else sizes}",
         )
 
@@ -292,17 +295,15 @@ class LlamaCppBackend:
         lib.llama_memory_clear(self._memory, False)
         return Probed(can_trim, first - per_token, per_token)
 
-    def _load_model(
-        self, path: Path, params: LlamaCppParams, progress: Callable[[float], None] | None
-    ) -> Any:
+    def _load_model(self, options: Options, progress: Callable[[float], None] | None) -> Any:
         c_params = lib.llama_model_default_params()
-        c_params.n_gpu_layers = params.n_gpu_layers
+        c_params.n_gpu_layers = options.n_gpu_layers
         c_params.load_mode = {
             (True, False): lib.LLAMA_LOAD_MODE_MMAP,
             (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
             (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
             (False, False): lib.LLAMA_LOAD_MODE_NONE,
-        }[params.use_mmap, params.use_mlock]
+        }[options.use_mmap, options.use_mlock]
 
         failed: list[BaseException] = []
 
@@ -323,24 +324,24 @@ class LlamaCppBackend:
                 report(0.0, ctypes.c_void_p())
 
         with log_lines(listen):
-            model = lib.llama_model_load_from_file(str(path).encode(), c_params)
+            model = lib.llama_model_load_from_file(str(self._path).encode(), c_params)
         if failed:
             if model:
                 lib.llama_model_free(model)
             raise failed[0]
-        return check_pointer(model, f"cannot load {path}")
+        return check_pointer(model, f"cannot load {self._path}")
 
     def _make_context(self, layout: str) -> Any:
-        params, sizes = self._params, self._sizes
-        threads = params.n_threads or os.cpu_count() or 1
+        params, options, sizes = self._params, self._options, self._sizes
+        threads = options.n_threads or os.cpu_count() or 1
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = sizes.num_cells
         c_params.n_batch = params.max_num_batched_tokens
-        c_params.n_ubatch = min(params.n_ubatch, params.max_num_batched_tokens)
+        c_params.n_ubatch = min(options.n_ubatch, params.max_num_batched_tokens)
         c_params.n_seq_max = sizes.max_num_seqs
         c_params.n_outputs_max = max_samples(params, sizes)
         c_params.n_threads = threads
-        c_params.n_threads_batch = params.n_threads_batch or threads
+        c_params.n_threads_batch = options.n_threads_batch or threads
         c_params.type_k = c_params.type_v = KV_TYPES[params.kv_type]
         if params.kv_type != "f16":  # llama.cpp reads quantized values only so
             c_params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -353,10 +354,11 @@ class LlamaCppBackend:
         )
         return check_pointer(context, what)
 
-    def _check_architecture(self, path: Path) -> None:
+    def _check_architecture(self) -> None:
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
             raise StartupError(
-                f"{path} is an encoder model ({self._describe()}), which does not generate text"
+                f"{self._path} is an encoder model ({self._describe()}), which does not generate "
+                "text"
             )
 
     def _metadata(self, key: str) -> str | None:

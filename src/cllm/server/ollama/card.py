@@ -32,19 +32,19 @@ class Card(msgspec.Struct, frozen=True):
 
 
 @functools.lru_cache(maxsize=1)
-def read_card(path: str) -> Card:
-    """Return the card of a file, or of the fake backend, which has no file ("").
+def read_card(path: str, backend: str) -> Card:
+    """Return the card of a file, or of a backend that has no file ("").
 
     Raises StartupError.
     """
     if not path:
-        details = details_of("fake", "", "", "")
+        details = details_of(backend, "", "", "")
         return Card(
-            hashlib.sha256(b"fake").hexdigest(),
+            hashlib.sha256(backend.encode()).hexdigest(),
             time_text(0),
             0,
             details,
-            {"general.architecture": "fake"},
+            {"general.architecture": backend},
             "",
         )
     file = Path(path)

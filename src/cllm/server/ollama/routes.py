@@ -16,7 +16,6 @@ from starlette.responses import Response
 from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
-from cllm.engine.build import uses_gpu
 from cllm.errors import BadRequest, UnknownModel
 from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
@@ -228,13 +227,11 @@ async def running(request: Request) -> Response:
             continue
         card = await card_of(service)
         cells = info.num_cells * info.kv_bytes_per_token
-        params = service.engine.params
-        on_gpu = params.backend == "llama_cpp" and uses_gpu(params)
         size = (info.model_bytes or card.size) + cells
         loaded_model = {
             **entry(service, card),
             "size": size,
-            "size_vram": size if on_gpu else 0,
+            "size_vram": size if info.on_gpu else 0,
             "expires_at": NEVER,
             "context_length": info.context_length,
         }
@@ -298,7 +295,8 @@ def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) 
 
 
 async def card_of(service: Service) -> Card:
-    return await asyncio.to_thread(read_card, service.engine.params.path)
+    params = service.engine.params
+    return await asyncio.to_thread(read_card, params.path, params.backend)
 
 
 def entry(service: Service, card: Card) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Loads models with llama.cpp; see ``registry.Loader``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cllm.backends.params import BackendParams, ModelSize
+from cllm.errors import StartupError
+from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
+
+if TYPE_CHECKING:
+    from cllm.backends.base import Backend, Vocabulary
+    from cllm.models.hub import Progress
+
+
+def resolve(
+    name: str | None, quantization: str | None = None, progress: Progress | None = None
+) -> Path:
+    from cllm.models import catalog  # the engine process does not need it
+
+    return catalog.resolve(name, quantization, progress)
+
+
+def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
+    header = read_header(Path(params.path), check_tokens=check_tokens)
+    check_kv_type(header, params.kv_type)
+    return ModelSize(
+        # the parts of a split file have about the same size
+        header.tensor_bytes * header.split_count,
+        kv_bytes_per_token(header, params.kv_type) or 0,
+    )
+
+
+def uses_gpu(params: BackendParams) -> bool:
+    with loadable():
+        from cllm.backends.llama_cpp import backend
+
+    return backend.uses_gpu(params)
+
+
+def load(
+    params: BackendParams,
+    progress: Callable[[float], None] | None = None,
+    on_abort: Callable[[str], None] = lambda _: None,
+) -> Backend:
+    with loadable():
+        from cllm.backends.llama_cpp.backend import LlamaCppBackend
+        from cllm.backends.llama_cpp.library import aborts
+
+    def report_abort(why: str) -> None:
+        on_abort(f"{params.path} is damaged, or llama.cpp does not support it: {why}")
+
+    with aborts(report_abort):
+        return LlamaCppBackend(params, progress)
+
+
+def load_vocabulary(
+    params: BackendParams, before_reading: Callable[[], object] = lambda: None
+) -> Vocabulary:
+    with loadable():
+        from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
+
+    before_reading()
+    return LlamaVocabulary.load(Path(params.path))
+
+
+@contextmanager
+def loadable() -> Iterator[None]:
+    """Raise StartupError if llama.cpp is missing or cannot be loaded."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError) as error:
+        raise StartupError(f"llama.cpp cannot be loaded ({error}): cllm doctor says more") from None

@@ -1,0 +1,34 @@
+"""The parameters of a backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class BackendParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to load a model. Sizes are in tokens, memory in bytes.
+
+    path: the model's file, or "". context_length None means what the model and the memory allow.
+    max_num_seqs is a limit; a backend may choose fewer. layout and kv_type: the settings kv.layout
+    and kv.type. kv_bytes_per_token 0 means unknown. options: the fields of the backend's
+    ``options.py``, all of them, or {} for the defaults.
+    """
+
+    path: str = ""
+    context_length: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    layout: str = "auto"
+    kv_type: str = "f16"
+    kv_memory: int = 1 << 31
+    kv_bytes_per_token: int = 0
+    options: dict[str, Any] = {}
+
+
+class ModelSize(NamedTuple):
+    """Bytes of a model's weights, and of one token's keys and values (0 if unknown)."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int

@@ -1,0 +1,97 @@
+"""The backends, by name.
+
+Importing this module imports no backend: ``cllm.config`` needs only the options, the API process
+only the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from cllm.backends.base import Backend, Vocabulary
+    from cllm.backends.params import BackendParams, ModelSize
+    from cllm.models.hub import Progress
+
+BACKENDS = (
+    "llama_cpp",
+    "fake",
+)
+"""The folders next to this file that contain a backend; the first one is the default.
+
+``options.py`` defines ``Options``, a pydantic model of the backend's options, and ``SUMMARY``, the
+words after the backend's name in the help of ``backend.name``. It imports pydantic only.
+``loader.py`` has the functions of ``Loader``.
+"""
+
+
+class Loader(Protocol):
+    """The functions of ``backends/<name>/loader.py``.
+
+    Importing the module imports neither NumPy nor pydantic nor the backend's library, because
+    commands and the engine process import it at their start. Its functions import what they need.
+    """
+
+    def resolve(
+        self, name: str | None, quantization: str | None = None, progress: Progress | None = None
+    ) -> Path | None:
+        """Return the file of the model ``name`` (None: the default), downloaded if necessary, or
+        None if the backend needs no file.
+
+        quantization: selects among the files of a repository. progress: as in ``hub.download``.
+        Raises StartupError if there is no such model.
+        """
+        ...
+
+    def measure(self, params: BackendParams, *, check_tokens: bool = False) -> ModelSize | None:
+        """Return the size of the model at ``params.path``, or None if there is no file to measure.
+
+        It reads only the file's header. check_tokens: as in ``gguf.read_header``. Raises
+        StartupError if the file is not a model, or if its cells cannot have ``params.kv_type``.
+        """
+        ...
+
+    def uses_gpu(self, params: BackendParams) -> bool:
+        """Return whether the weights will be on a GPU. Raises StartupError if the backend's library
+        cannot be loaded.
+        """
+        ...
+
+    def load(
+        self,
+        params: BackendParams,
+        progress: Callable[[float], None] | None = None,
+        on_abort: Callable[[str], None] = lambda _: None,
+    ) -> Backend:
+        """Load the model. Raises StartupError if it cannot be loaded.
+
+        progress: called with the fraction loaded. The first call means that the file has not
+        crashed this process, so another process may read the vocabulary. on_abort: called with the
+        reason just before the load aborts the process.
+        """
+        ...
+
+    def load_vocabulary(
+        self, params: BackendParams, before_reading: Callable[[], object] = lambda: None
+    ) -> Vocabulary:
+        """Load only the vocabulary, without weights. Raises StartupError if the file cannot be
+        read.
+
+        before_reading: called after all imports, before the file is read; a damaged file may abort
+        the process.
+        """
+        ...
+
+
+def import_options(backend: str) -> ModuleType:
+    """Return the module ``options.py`` of one of BACKENDS."""
+    return import_module(f"cllm.backends.{backend}.options")
+
+
+def import_loader(backend: str) -> Loader:
+    """Return the module ``loader.py`` of one of BACKENDS."""
+    return cast(Loader, import_module(f"cllm.backends.{backend}.loader"))
