@@ -36,18 +36,17 @@ from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat
 from cllm.text.chat_form import ChatForm, OutputPlan
 from cllm.text.chat_template import ChatTemplate
+from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import Delta, OutputReader
 
 T = TypeVar("T")
 Prompt = str | list[int]
 Prompts = Prompt | Sequence[Prompt]
-Messages = list[dict[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """Params for all prompts, or one for each; None means the params from the settings."""
 Progress = Callable[[float], None]
 """Called with the loaded share of the model, 0 to 1."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 ABANDONED_TIMEOUT = 1.0  # seconds that an interrupted load gets to free its memory
 
 
@@ -212,7 +211,7 @@ class LLM:
         """
         with self._shared.in_use():
             return self._chat_template.encode(
-                for_template(messages), tools_for_template(tools), **variables
+                messages_for_template(messages), tools_for_template(tools), **variables
             )
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
@@ -422,62 +421,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def for_template(messages: Any) -> Messages:
-    """Return the messages in the form that chat templates expect.
-
-    Raises BadRequest, naming the invalid message.
-    """
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        form = '[{"role": "user", "content": "..."}]'
-        raise BadRequest(
-            f"messages must be a list with one message or more, such as {form}.", param="messages"
-        )
-    return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def tools_for_template(tools: Any) -> Messages:
-    """Return ``tools``, or [] for None.
-
-    Raises BadRequest, naming the entry, if they are not in OpenAI's format.
-    """
-    tools = [] if tools is None else tools
-    if not isinstance(tools, list):
-        form = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
-        raise BadRequest(f"tools must be a list such as {form}.", param="tools")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        param = f"tools[{i}].function"
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"{param} must be a dictionary with a name.", param=param)
-        if not isinstance(function.get("parameters") or {}, dict):
-            raise BadRequest(
-                f"{param}.parameters must be a dictionary.", param=f"{param}.parameters"
-            )
-    return tools
-
-
-def message_for_template(message: Any, param: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BadRequest(
-            f"{param} must be a dictionary, not {type(message).__name__}.", param=param
-        )
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise BadRequest(
-            f"{param}.role must be one of {known}, not {str(role)[:40]!r}.", param=f"{param}.role"
-        )
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and role == "assistant":
-        content = ""
-    if not isinstance(content, str):
-        raise BadRequest(f"{param}.content must be text.", param=f"{param}.content")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
 
 
 def option_key(name: str) -> str:
