@@ -22,6 +22,7 @@ from llama_cpp import llama_cpp as lib
 from cllm.backends.base import Logits, StateBuffer, Vectors
 from cllm.backends.llama_cpp.arrays import BatchArrays
 from cllm.backends.llama_cpp.embedder import Embedder, facts_of
+from cllm.backends.llama_cpp.fit import fit, max_samples
 from cllm.backends.llama_cpp.library import (
     TESTED_VERSION,
     check_pointer,
@@ -45,18 +46,11 @@ NOTHING = np.zeros(0, np.uint8)
 # libllama's limit; in the unified layout, ids from n_seq_max on can hold tokens, too
 MAX_SEQ_IDS = 256
 SCRATCH_ID = MAX_SEQ_IDS - 1  # hidden from the caller
-MIN_SAMPLES = 16  # room for draft tokens when few sequences run
-# queries of llama.cpp's attention kernel for prompts; its kernel for fewer takes twice as long per
-# query
-TILE = 64
-# tokens in a tile, and tokens before them, from which on padding the tile pays off
-PADDED, PADDED_CONTEXT = 48, 512
+TILE = 64  # queries of the attention kernel for prompts; the one for fewer takes twice as long each
+PADDED, PADDED_CONTEXT = 48, 512  # tokens in a tile, and before it, from which on padding pays off
 NO_CELLS = 1  # llama_decode's return value if a batch does not fit; nothing has changed then
 USUAL_BANDWIDTH = 2e9  # bytes per second at which memory is laid out
-# logged after the vocabulary; progress reports come later
-WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"
-MIN_CONTEXT = 256
-USUAL_CONTEXT = 4096
+WEIGHTS_FOLLOW = b"load_tensors: loading model tensors"  # logged before the first progress report
 KV_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
@@ -87,58 +81,6 @@ class Probed(NamedTuple):
     can_trim: bool
     state_bytes: int
     state_bytes_per_token: int
-
-
-class Fit(NamedTuple):
-    """The KV cache: tokens per sequence, number of sequences, tokens in total, layout, and whether
-    that can change.
-    """
-
-    context_length: int
-    max_num_seqs: int
-    num_cells: int
-    layout: str
-    can_change: bool = False
-
-
-def fit(
-    params: BackendParams, trained_context_length: int, *, plain: bool = True, on_gpu: bool = False
-) -> Fit:
-    """Divide kv_memory: first the requested context (or the usual one), then as many sequences of
-    it as fit.
-
-    ``plain``: the model's only memory is attention to all tokens; other models cannot be unified.
-    ``auto`` starts partitioned and may change, except on a GPU, where partitioned is far faster. If
-    the memory cannot hold a whole context for each sequence, ``auto`` starts unified, because only
-    then can all of them run. Raises StartupError, with the sizes, if not even one sequence fits.
-    """
-    affordable = params.kv_memory // max(1, params.kv_bytes_per_token)
-    context = params.context_length or max(
-        MIN_CONTEXT, min(trained_context_length, USUAL_CONTEXT, affordable)
-    )
-    if context > affordable:
-        need = context * params.kv_bytes_per_token
-        raise StartupError(
-            f"one sequence of {context} tokens needs {need / 1e6:.0f} MB of KV cache, but "
-            f"{params.kv_memory / 1e6:.0f} MB are allowed: lower model.max_context_length or "
-            f"raise kv.max_memory_mb"
-        )
-    layout = params.layout
-    wanted = params.max_num_seqs * context
-    follows_load = layout == "auto" and plain and not on_gpu
-    if layout == "auto" or not plain:
-        layout = "unified" if follows_load and wanted > affordable else "partitioned"
-    if layout == "unified":
-        return Fit(context, params.max_num_seqs, min(affordable, wanted), layout)
-    num_seqs = min(params.max_num_seqs, affordable // context)
-    return Fit(
-        context, num_seqs, num_seqs * context, layout, can_change=follows_load and num_seqs > 1
-    )
-
-
-def max_samples(params: BackendParams, sizes: Fit) -> int:
-    """Return the maximum number of positions whose logits one step may request."""
-    return min(params.max_num_batched_tokens, max(MIN_SAMPLES, sizes.max_num_seqs))
 
 
 class LlamaCppBackend:

@@ -10,9 +10,10 @@ from pydantic import Field
 
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, explain
+from cllm.server.openai.conversation import MAX_TOOLS
 from cllm.server.openai.response_items import Identifier, Item, MessageItem, messages_of
 from cllm.server.openai.response_tools import Tool, Toolset
-from cllm.server.openai.schema import MAX_TOOLS, ChatBody, GenerationBody, Limit, Metadata
+from cllm.server.openai.schema import ChatBody, GenerationBody, Limit, Metadata
 
 MAX_ITEMS = 10_000
 # The names of a chat's parameters in this dialect, for errors.

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from cllm.server.body import Body
-from cllm.server.openai.schema import MAX_TOOLS, Function, ToolName
+from cllm.server.openai.conversation import MAX_TOOLS, Function, ToolName
 
 # Custom tools take plain text. The model calls them as functions with these arguments.
 CUSTOM_ARGUMENTS = {

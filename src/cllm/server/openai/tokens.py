@@ -20,7 +20,7 @@ from cllm.server.body import Body, documented, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
-from cllm.server.openai.schema import (
+from cllm.server.openai.conversation import (
     MAX_TOOLS,
     Message,
     TemplateVariables,
