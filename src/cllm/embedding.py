@@ -184,7 +184,9 @@ async def compute(
     """
     check(service, texts, list(params))
     if not texts:
-        return np.zeros((0, service.info.embedding_size), np.float32), 0
+        with service.admission():
+            service.engine.check_ready()
+            return np.zeros((0, service.info.embedding_size), np.float32), 0
     request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.key, terms.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"

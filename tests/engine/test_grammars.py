@@ -278,3 +278,26 @@ def test_a_schema():
     for name in "ABCDEFGH":
         assert answers.ends[name, 0] == "stop"
         jsonschema.validate(json.loads(answers.texts[name, 0]), SCHEMA)
+
+
+def test_a_sequence_that_cannot_be_queued_does_not_take_others_with_it(monkeypatch):
+    """They wait for grammars that are ready in the same step."""
+    answers = Answers()
+    other = "start: /[a-c]{2}/"
+    for name, grammar in ("A", DIGITS), ("B", other), ("C", DIGITS):
+        answers.ask(name, grammar=grammar)
+    held, compiled = answers.engine._grammars, {}
+    while len(compiled) < 2:
+        compiled |= held.results(1.0)
+    add = answers.engine.scheduler.add
+
+    def faulty(seq, now):
+        if seq.request.request_id == "A":
+            raise ZeroDivisionError
+        return add(seq, now)
+
+    monkeypatch.setattr(held, "results", lambda wait: compiled if held._held else {})
+    monkeypatch.setattr(answers.engine.scheduler, "add", faulty)
+    answers.run()
+    assert answers.ends == {("A", 0): "error", ("B", 0): "stop", ("C", 0): "stop"}
+    assert len(answers.texts["C", 0]) == 3

@@ -6,6 +6,7 @@ import pytest
 
 from cllm.backends.fake.backend import FakeBackend
 from cllm.backends.fake.vocabulary import END
+from cllm.core.batch import Save
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request
@@ -122,6 +123,21 @@ def test_a_backend_that_is_no_longer_usable_stops_the_engine(monkeypatch):
     monkeypatch.setattr(job, "after", lambda now: (_ for _ in ()).throw(StartupError("gone")))
     with pytest.raises(StartupError):
         start(job).step()
+
+
+def test_a_side_job_that_always_has_more_to_do_starves_no_other():
+    """Idle moments are for all of them."""
+    busy, other = Job("busy"), Job("other")
+    busy.idle = lambda: True
+    assert start(busy, other).idle()
+    assert other.calls == ["idle"]
+
+
+def test_a_saved_state_that_has_left_ram_is_not_written():
+    """It costs no step: an exception there would be raised in every step."""
+    engine = start()
+    engine.scheduler.use_disk(pytest.fail)
+    engine.scheduler.write_saved([Save(0, 123)])
 
 
 class Inbox:

@@ -82,6 +82,6 @@ class Work:
 
     def requests(self) -> list[Request]:
         return [
-            Request(f"{time.monotonic_ns()}-{i}", prompt, self.params)
+            Request(f"{time.monotonic_ns()}-{i}", prompt, self.params).with_seed()
             for i, prompt in enumerate(self.prompts)
         ]

@@ -101,7 +101,7 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
 
         print_stages(results, Console())
     found = [loss for result in results for loss in losses(result)[1:]]
-    if options.budget is not None and max(found) > options.budget:
+    if options.budget is not None and max(found, default=0.0) > options.budget:
         sys.exit(1)
 
 

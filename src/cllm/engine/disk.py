@@ -281,13 +281,22 @@ class DiskTier(SideJob):
         num_steps, self._num_steps = self._num_steps, self._scheduler.num_steps
         is_waiting = num_steps == self._num_steps and self._scheduler.has_work()
         unread, self._unread = self._unread, []
+        failure: Exception | None = None
         for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
-            if isinstance(result, Written):
-                for old in self._scheduler.ledger.written(result.key):
-                    self._files.delete(old)
-            else:
-                self._finish_read(result)
+            try:
+                self._finish(result)
+            except Exception as error:  # noqa: BLE001  # raised when none of the others is lost
+                failure = error
+        if failure is not None:
+            raise failure
         return []
+
+    def _finish(self, result: Written | Read) -> None:
+        if isinstance(result, Written):
+            for old in self._scheduler.ledger.written(result.key):
+                self._files.delete(old)
+        else:
+            self._finish_read(result)
 
     def _finish_read(self, result: Read) -> None:
         """Install a snapshot, after the batch's operations: one may drop its old copy."""

@@ -110,7 +110,8 @@ class Engine:
         """Let side jobs work while there is nothing to compute; return whether there may be more
         to do.
         """
-        return any(self._attempt(job.idle) for job in self.side_jobs)
+        more = [self._attempt(job.idle) for job in self.side_jobs]  # none may starve another
+        return any(more)
 
     def stats(self) -> Stats:
         stats = self.scheduler.stats()
@@ -204,6 +205,7 @@ class Engine:
         try:
             return part(*args)
         except StartupError:  # the backend cannot be used any longer
+            self._batch = None
             raise
         except Exception as error:
             expected = isinstance(error, EngineError)

@@ -73,10 +73,10 @@ class Grammars(SideJob):
             return [seq.end_output(FinishReason.GRAMMAR)]
         try:
             seq.matcher = None if grammar.error else grammar.matcher()
-        except Exception:
+            return self._scheduler.add(seq, since)
+        except Exception:  # the other sequences that wait for a grammar must not be lost
             log.exception("%s was refused", seq.name)
             return [seq.end_output(FinishReason.ERROR)]
-        return self._scheduler.add(seq, since)
 
     def abort(self, abort: Abort) -> list[TokenOutput]:
         """End the sequences that wait for a grammar and that ``abort`` means."""

@@ -18,8 +18,9 @@ WAIT = 0.02  # seconds that a side job may wait in a step that computes nothing
 class SideJob(Protocol):
     """A job that shares the engine's thread; its subclasses override what they need.
 
-    A side job calls methods of the scheduler, and never writes to its attributes. An exception in
-    one of these methods ends the sequences that caused it, and the engine continues.
+    A side job calls methods of the scheduler, and never writes to its attributes. After an
+    exception in one of these methods the scheduler rebuilds its records, which costs the cells, and
+    the engine continues. After three without a completed step all sequences end.
     """
 
     def before(self, now: float) -> list[TokenOutput]:

@@ -174,7 +174,9 @@ class Sequences:
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
-                self._disk.write(self.ledger.tiers.ram[operation.snapshot])
+                snapshot = self.ledger.tiers.ram.get(operation.snapshot)
+                if snapshot is not None:
+                    self._disk.write(snapshot)
 
     # --- ending ----------------------------------------------------------------------------------
 
