@@ -178,9 +178,14 @@ def test_nothing_runs_what_it_reads() -> None:
     )
 
 
+# One noun each, and still too long: they may shrink, not grow.
+LONG = {"cllm.kv_cache.ledger": 600, "cllm.text.json_schema": 550}
+
+
 def test_files_are_short() -> None:
     lengths = {module_of(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {module: length for module, length in lengths.items() if length > 600} == {}
+    too_long = {name: n for name, n in lengths.items() if n > LONG.get(name, 500)}
+    assert too_long == {}
 
 
 def test_tests_mirror_the_sources() -> None:

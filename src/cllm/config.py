@@ -268,6 +268,11 @@ class Storage(Section):
 
 BACKEND_OPTIONS = {name: import_options(name) for name in BACKENDS}
 SUMMARIES = (f"{name} {module.SUMMARY}" for name, module in BACKEND_OPTIONS.items())
+BACKEND_SECTIONS = {
+    name: create_model(name, __base__=(module.Options, Section), __doc__=module.Options.__doc__)
+    for name, module in BACKEND_OPTIONS.items()
+    if module.Options.model_fields
+}
 
 
 class ChosenBackend(Section):
@@ -282,11 +287,7 @@ else:  # a section for each backend that has options
     Backend = create_model(
         "Backend",
         __base__=ChosenBackend,
-        **{
-            name: (module.Options, module.Options())
-            for name, module in BACKEND_OPTIONS.items()
-            if module.Options.model_fields
-        },
+        **{name: (section, section()) for name, section in BACKEND_SECTIONS.items()},
     )
 
 

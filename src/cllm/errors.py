@@ -37,13 +37,19 @@ class BadRequest(CLLMError):
 class UnknownModel(BadRequest):
     """No model is served under the name that a request asks for.
 
-    asked: at most 100 characters of that name. served: the name of the default model.
+    asked: at most 100 characters of that name. served: the name of the default model. message: a
+    dialect's words, with {asked!r} and {served!r} for the two names.
     """
 
-    def __init__(self, asked: str, served: str) -> None:
+    def __init__(
+        self,
+        asked: str,
+        served: str,
+        message: str = "The model {asked!r} does not exist; this server has {served!r}.",
+    ) -> None:
         self.asked, self.served = asked[:100], served
         super().__init__(
-            f"The model {self.asked!r} does not exist; this server has {served!r}.",
+            message.format(asked=self.asked, served=served),
             param="model",
             code="model_not_found",
             status=404,

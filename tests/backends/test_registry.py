@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE
+from pydantic import ValidationError
 
 from cllm.backends.registry import BACKENDS, Loader, import_loader, import_options
-from cllm.config import Section
+from cllm.config import BACKEND_SECTIONS, Section
 from cllm.config_sources import load_settings
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
@@ -117,7 +118,13 @@ def test_a_loader_has_the_functions_of_the_protocol(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_options_are_as_strict_as_other_settings(name: str) -> None:
-    assert import_options(name).Options.model_config == Section.model_config
+    """Every backend with options has a section of the settings, with the rules of all sections."""
+    has_options = bool(import_options(name).Options.model_fields)
+    assert (name in BACKEND_SECTIONS) == has_options
+    if has_options:
+        assert BACKEND_SECTIONS[name].model_config == Section.model_config
+        with pytest.raises(ValidationError):
+            BACKEND_SECTIONS[name](unknown=1)
 
 
 def test_options_reach_the_engine() -> None:

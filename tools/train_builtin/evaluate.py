@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from openings import OPENINGS, ORDERS, RULES
 
 SEED = 2026
+SHOWN = 10
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
         "",
         *table("order", [order.order for order in ORDERS], obeyed),
         "",
-        "Wrong:",
+        f"Wrong (at most {SHOWN} of a kind):",
         "",
     ]
     wrong = [q.messages[-1]["content"] for q in questions], texts, right
@@ -71,7 +72,7 @@ def main() -> None:
             f"* {text!r}: {answer!r}"
             for text, answer, ok in zip(asked, answers, passed, strict=True)
             if not ok
-        ]
+        ][:SHOWN]
     options.report.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -285,7 +285,7 @@ class DiskTier(SideJob):
         for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
             try:
                 self._finish(result)
-            except Exception as error:  # noqa: BLE001  # raised when none of the others is lost
+            except Exception as error:  # noqa: BLE001  # raised below, after the other results
                 failure = error
         if failure is not None:
             raise failure

@@ -154,7 +154,7 @@ class Engine:
                 self._abort(command, outputs)
             case Add(request):
                 params, length = request.params, self.backend.info.context_length
-                seed = params.seed or 0  # who sends it draws one, unless the request is greedy
+                seed = params.seed or 0  # Request.with_seed draws one, unless the request is greedy
                 add = self.scheduler.add
                 if params.grammar:
                     self._use(self._grammars)

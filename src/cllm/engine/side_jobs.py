@@ -19,8 +19,8 @@ class SideJob(Protocol):
     """A job that shares the engine's thread; its subclasses override what they need.
 
     A side job calls methods of the scheduler, and never writes to its attributes. After an
-    exception in one of these methods the scheduler rebuilds its records, which costs the cells, and
-    the engine continues. After three without a completed step all sequences end.
+    exception in one of these methods, the scheduler frees all cells and rebuilds its records, and
+    the engine continues. After three exceptions without a completed step, all sequences end.
     """
 
     def before(self, now: float) -> list[TokenOutput]:

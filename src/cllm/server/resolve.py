@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from cllm.errors import UnknownModel
 from cllm.registry import Registry
 from cllm.service import Service
 
@@ -13,9 +14,14 @@ def registry_of(request: Request) -> Registry:
     return registry
 
 
-def service_for(request: Request, name: str | None = None) -> Service:
+def service_for(request: Request, name: str | None = None, message: str = "") -> Service:
     """Return the service of the model that a request names, or of the default model.
 
-    Raises UnknownModel.
+    Raises UnknownModel, with the dialect's ``message`` if there is one.
     """
-    return registry_of(request).get(name)
+    try:
+        return registry_of(request).get(name)
+    except UnknownModel as error:
+        if not message:
+            raise
+        raise UnknownModel(error.asked, error.served, message) from None

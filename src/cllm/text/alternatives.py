@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cllm.text.json_schema import Schema
+from cllm.text.finite_values import Schema
 from cllm.text.lark import matches, search_term
 
 # A schema of one type with all keywords of that type, or a schema that is only a reference. ``in``:

@@ -27,6 +27,7 @@ from cllm.text.closed_objects import (
     has_own_options,
     parts_of,
 )
+from cllm.text.finite_values import Schema, ended, has_end
 from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.schema_places import Places
 from cllm.text.string_formats import FORMATS, patterns
@@ -35,8 +36,6 @@ MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidan
 MAX_SCHEMAS = 10_000
 MAX_REPEAT = 10_000  # items, properties or characters that a schema may count
 MAX_UNIQUE = 6  # values whose sets are written out
-
-Schema = dict[str, Any] | bool
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 NOT_ENFORCED = {"contains", "$recursiveRef"}
@@ -548,40 +547,3 @@ KEYWORDS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 ASSERTIONS = KEYWORDS.keys() | NOT_ENFORCED | {"if"}  # all keywords that constrain a value
-
-
-def ended(definitions: dict[str, Schema]) -> set[str]:
-    """Return references to the definitions that a finite value can satisfy."""
-    known: set[str] = set()
-    while True:
-        new = {f"#/$defs/{name}" for name, schema in definitions.items() if has_end(schema, known)}
-        if new <= known:
-            return known
-        known = new
-
-
-def has_end(schema: Schema, known: set[str]) -> bool:
-    """Whether a finite value can satisfy ``schema``, if finite values can satisfy the references in
-    ``known``.
-    """
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and schema["$ref"] not in known:
-        return False
-    if not all(has_end(part, known) for part in schema.get("allOf", ())):
-        return False
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema and not any(has_end(option, known) for option in schema[keyword]):
-            return False
-    types = schema.get("type", ["null", "object", "array"])
-    if set(types if isinstance(types, list) else [types]) - {"object", "array"}:
-        return True
-    if "object" in types:
-        properties = schema.get("properties", {})
-        if all(has_end(properties.get(name, True), known) for name in schema.get("required", ())):
-            return True
-    if "array" in types:
-        prefix, needed = schema.get("prefixItems", []), schema.get("minItems", 0)
-        if all(has_end(item, known) for item in prefix[:needed]):
-            return needed <= len(prefix) or has_end(schema.get("items", True), known)
-    return False

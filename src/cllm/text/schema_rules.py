@@ -29,7 +29,8 @@ from cllm.text.alternatives import (
     own_alternatives,
     property_of,
 )
-from cllm.text.json_schema import Schema, ended, enforceable, invalid_schema
+from cllm.text.finite_values import Schema, ended
+from cllm.text.json_schema import enforceable, invalid_schema
 from cllm.text.lark import Rules, fault_of, json_leaf, reason, search_term, text_term
 from cllm.text.number_terms import Bound, number_terminal
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 SUMMARY = "runs models"
 
 
 class Options(BaseModel):
     """How llama.cpp computes."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     n_threads: int | None = Field(
         default=None, ge=1, le=1024, description="Threads that compute; null uses all cores."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import secrets
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -15,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from cllm.errors import BadRequest, UnknownModel
+from cllm.errors import BadRequest
+from cllm.server import resolve
 from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
@@ -42,6 +44,9 @@ class Route(APIRoute):
         return super().matches(scope)
 
 
+service_for = partial(
+    resolve.service_for, message="model: {asked!r} does not exist; this server has {served!r}."
+)
 router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 
@@ -134,12 +139,3 @@ def check_version(request: Request) -> None:
     if version is not None and not VERSION.fullmatch(version):
         message = f"anthropic-version: {version[:40]!r} is not a version; one is 2023-06-01."
         raise BadRequest(message, param="anthropic-version", code="invalid_value")
-
-
-def service_for(request: Request, name: str) -> Service:
-    """Return the service of the model that a request names. Raises BadRequest (404)."""
-    try:
-        return registry_of(request).get(name)
-    except UnknownModel as error:
-        message = f"model: {error.asked!r} does not exist; this server has {error.served!r}."
-        raise BadRequest(message, param="model", code="model_not_found", status=404) from None

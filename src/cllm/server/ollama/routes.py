@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from cllm.answer import Generation
 from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, UnknownModel
+from cllm.server import resolve
 from cllm.server.body import Model, documented, read_body
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
@@ -52,6 +54,9 @@ from cllm.server.vectors import written
 from cllm.service import Service
 from cllm.text.grammar import FREE, Checked
 
+service_for = partial(
+    resolve.service_for, message="model {asked!r} not found; this server has {served!r}"
+)
 router = APIRouter(tags=["Ollama"])
 
 API_VERSION = "0.12.11"
@@ -308,12 +313,3 @@ def entry(service: Service, card: Card) -> dict[str, Any]:
         "digest": card.digest,
         "details": card.details,
     }
-
-
-def service_for(request: Request, name: str) -> Service:
-    """Return the service of the model that a request names. Raises BadRequest (404)."""
-    try:
-        return registry_of(request).get(name)
-    except UnknownModel as error:
-        message = f"model {error.asked!r} not found; this server has {error.served!r}"
-        raise BadRequest(message, param="model", code="model_not_found", status=404) from None
