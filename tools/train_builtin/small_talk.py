@@ -83,7 +83,7 @@ def disguise(rng: random.Random, text: str) -> str:
     """Return ``text`` as somebody else might type it."""
     if text[0] in string.punctuation:
         return text
-    if rng.random() < 0.06 and len(text) > 4:
+    if rng.random() < 0.15 and len(text) > 3:
         text = misspell(rng, text)
     case = rng.random()
     if case < 0.4:
@@ -161,9 +161,17 @@ def worded_sums(rng: random.Random) -> Question:
     return ask("worded_sums", text + rng.choice(["", "", "?", "?", ".", " ?"]), str(a + b))
 
 
+def repeated_word(rng: random.Random) -> Question:
+    """Return a request to repeat words that nobody knows: practice for names in system messages."""
+    words = " ".join(pseudo_word(rng) for _ in range(rng.choice([1, 1, 2, 3])))
+    text = rng.choice(["Copy this: {x}", "Repeat: {x}", "Say {x}", "Repeat after me: {x}"])
+    return ask("repeated_word", text.format(x=words), words)
+
+
 SMALL_TALK: dict[str, Callable[[random.Random], Question]] = {
     **{intent: small_talk(intent) for intent in ANSWERS},
     "worded_sums": worded_sums,
+    "repeated_word": repeated_word,
 }
 
 # --- orders in a system message -------------------------------------------------------------------
@@ -176,11 +184,15 @@ ASKS_NAME = [w for w in ASKS_NAME if "model" not in w] + [
 ]
 
 
+ONSETS = [*"bcdfghjklmnprstvwz", "br", "ch", "cl", "fr", "gr", "ph", "sh", "st", "th", "tr", "ll"]
+VOWELS = [*"aeiou", *"aeiou", "ai", "ea", "ia", "ie", "oo", "y"]
+CODAS = ["", "", "", *"nrslxtmdkz", "ck", "ll", "nd", "ng", "rt", "ss", "tte", "us", "ine", "son"]
+
+
 def pseudo_word(rng: random.Random) -> str:
     """Return a word that nobody knows, so that the model learns to copy any word."""
-    syllables = rng.randint(1, 3)
-    word = "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(syllables))
-    return word + rng.choice(["", "n", "r", "s", "l", "x", "t"])
+    word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3)))
+    return rng.choice(["", "", rng.choice("aeiou")]) + word + rng.choice(CODAS)
 
 
 class Order(NamedTuple):
@@ -195,7 +207,7 @@ class Order(NamedTuple):
 def order(rng: random.Random) -> Order:
     plain = ["capitals", "capitals", "colours", "days", "sums", "worded_sums", "months", "alphabet"]
     talk = rng.choices(list(ANSWERS), k=4)
-    match rng.randrange(4):
+    match rng.choice([0, 1, 2, 2, 3, 3, 3, 3]):
         case 0:
             return Order(
                 rng.choice(WORDINGS["in capital letters"]), lambda q: q.answer.upper(), plain + talk
@@ -217,9 +229,10 @@ def order(rng: random.Random) -> Order:
             x = x if rng.random() < 0.4 else x[0].upper() + x[1:]
             system = rng.choice(WORDINGS["with a first word"]).format(x=x)
             return Order(system, lambda q: f"{x}, {q.answer}", plain + talk)
-    name = rng.choice(PARTS["first name"]) if rng.random() < 0.7 else pseudo_word(rng).capitalize()
+    name = rng.choice(PARTS["first name"]) if rng.random() < 0.2 else pseudo_word(rng).capitalize()
+    written = name if rng.random() < 0.85 else name.lower()
     return Order(
-        rng.choice(WORDINGS["with a name"]).format(x=name),
+        rng.choice(WORDINGS["with a name"]).format(x=written),
         lambda q: f"My name is {name}." if q.kind == "who_are_you" else q.answer,
         ["who_are_you"] * 12 + [*plain[:4], "greeting"],
         names=True,
