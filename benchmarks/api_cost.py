@@ -15,12 +15,12 @@ import sys
 
 from cllm.bench.servers import MODEL, cllm, load
 from cllm.bench.workload import Words, word_tasks
-from cllm.cli.main import end_in_order
-from cllm.observe.cpu_time import cpu_seconds
+from cllm.cli.main import install_signal_handlers
+from cllm.observe.cpu_time import read_cpu_seconds
 
 
 def main() -> None:
-    end_in_order()
+    install_signal_handlers()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,9 +44,9 @@ def main() -> None:
                 options.streams,
                 Words(model=MODEL, prompt_words=4, max_tokens=options.tokens, seed=i + 1),
             )
-            begun = cpu_seconds(target.pid)
+            begun = read_cpu_seconds(target.pid)
             outcome = load(target, tasks, options.streams)
-            cost = (cpu_seconds(target.pid) - begun) / (options.streams * options.tokens) * 1e6
+            cost = (read_cpu_seconds(target.pid) - begun) / (options.streams * options.tokens) * 1e6
             client = outcome.cpu / (options.streams * options.tokens) * 1e6
             print(
                 f"{cost:.1f} us a token in the API process, {client:.1f} in the client", flush=True

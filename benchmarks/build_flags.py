@@ -22,9 +22,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cllm.cli.doctor import SWITCHES, cpu_flags, cpu_name
+from cllm.cli.doctor import SWITCHES, describe_cpu, read_cpu_flags
 
 SOURCE, BUILDS = Path(".tools/peers/llama.cpp"), Path(".tools/build-flags")
 BASE = "default"
@@ -111,13 +111,15 @@ def main() -> None:
             libraries[name] = build(name, CANDIDATES[name], options)
     if options.build_only:
         return
-    found: dict[str, list[dict]] = {name: [] for name in libraries}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in libraries}
     for i in range(options.rounds):
         for name in libraries if i % 2 == 0 else reversed(libraries):
             found[name].append(measured(libraries[name], options))
     print(report(found))
     if options.json:
-        options.json.write_text(json.dumps({"cpu": cpu_name(), "found": found}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"cpu": describe_cpu(), "found": found}, indent=2) + "\n"
+        )
 
 
 # --- building -----------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ def why_not(candidate: Candidate) -> str:
         return f"{candidate.cxx} is not installed"
     return (
         f"the CPU has no {candidate.needs}"
-        if candidate.needs and candidate.needs not in cpu_flags()
+        if candidate.needs and candidate.needs not in read_cpu_flags()
         else ""
     )
 
@@ -211,7 +213,7 @@ def collect(folder: Path, libraries: Path) -> None:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def measured(libraries: Path, options: argparse.Namespace) -> dict:
+def measured(libraries: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of ``measure`` in a process that loads ``libraries``."""
     command = [
         sys.executable,
@@ -228,10 +230,11 @@ def measured(libraries: Path, options: argparse.Namespace) -> dict:
     )
     if done.returncode:
         sys.exit(f"{libraries.parent.name} does not run ({done.returncode}): {done.stderr[-500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def measure(model: Path, threads: int) -> dict:
+def measure(model: Path, threads: int) -> dict[str, Any]:
     """Return tokens/s of prefill and decoding, and a digest of all logits."""
     from cllm.backends.llama_cpp.options import Options
     from cllm.core.batch import Batch, Row, Trim
@@ -287,12 +290,12 @@ def measure(model: Path, threads: int) -> dict:
     return {**found, "logits": digest.hexdigest()[:12], "system": backend.info.system}
 
 
-def report(found: dict[str, list[dict]]) -> str:
+def report(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table: ratios to the default build, as median (least to most), and whether
     the logits agree.
     """
     columns = ["prefill", *(f"decode {count}" for count in DECODING)]
-    lines = [f"CPU: {cpu_name()}. llama.cpp uses: {found[BASE][0]['system']}", ""]
+    lines = [f"CPU: {describe_cpu()}. llama.cpp uses: {found[BASE][0]['system']}", ""]
     lines += [
         "| build | " + " | ".join(columns) + " | logits |",
         "| --- |" + " ---: |" * len(columns) + " --- |",

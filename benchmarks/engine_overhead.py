@@ -19,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cllm.backends.llama_cpp.options import Options
@@ -117,11 +119,9 @@ def main() -> None:
         engine_speed(engine, num_seqs, options.prompt, 8)  # touches every page once
         pairs = []
         for i in range(options.rounds):
-            measures = {
-                "engine": lambda engine=engine, n=num_seqs: engine_speed(
-                    engine, n, options.prompt, options.decode
-                ),
-                "peer": lambda n=num_seqs: peer_speed(options, n),
+            measures: dict[str, Callable[[], float]] = {
+                "engine": partial(engine_speed, engine, num_seqs, options.prompt, options.decode),
+                "peer": partial(peer_speed, options, num_seqs),
             }
             order = sorted(measures, reverse=bool(i % 2))
             found = {name: measures[name]() for name in order}

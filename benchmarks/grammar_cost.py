@@ -120,10 +120,11 @@ def row_costs(
     caches = np.ones(50_000_000, np.float32)
     nothing = msgspec.structs.replace(params, grammar="")
     sampler, free = Sampler(), Sequence(Request("free", [1], nothing), 0, 1, 10**6)
-    with_grammar, without = [], []
+    with_grammar: list[float] = []
+    without: list[float] = []
     bound = None
     while len(with_grammar) < num_tokens:
-        if bound is None or bound.matcher.stopped:
+        if bound is None or bound.matcher is None or bound.matcher.is_stopped:
             bound = Sequence(Request("bound", [1], params), 0, len(with_grammar), 10**6)
             bound.matcher = grammar.matcher()
         row = random.normal(0, 2, backend.info.vocabulary_size).astype(np.float32)
@@ -148,7 +149,7 @@ def step_seconds(
     names = [f"{time.monotonic_ns()}-{i}" for i in range(num_seqs)]
     for i, name in enumerate(names):
         engine.handle(Add(Request(name, [1, 2, 3], params if i < num_bound else free)))
-    times = []
+    times: list[float] = []
     while engine.has_work() and len(times) < num_steps:
         running = engine.scheduler.running
         decoding = len(running) == num_seqs and all(seq.num_lacking_tokens == 1 for seq in running)

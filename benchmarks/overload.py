@@ -28,7 +28,7 @@ from pathlib import Path
 
 from cllm.bench.connection import Connections, Response
 from cllm.bench.servers import MODEL, cllm
-from cllm.cli.main import end_in_order
+from cllm.cli.main import install_signal_handlers
 
 TIMES = 10  # number of clients, as a multiple of those that can run and wait
 FRESH = 2.0  # rate of new requests, as a multiple of the rate that can be served
@@ -154,7 +154,7 @@ async def one_round(
 
 
 def main() -> None:
-    end_in_order()
+    install_signal_handlers()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

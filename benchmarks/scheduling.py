@@ -30,15 +30,16 @@ from cllm.backends.base import Backend
 from cllm.bench.load import Outcome, Target
 from cllm.bench.servers import LLAMA_SERVER, cllm, failures, llama_server, load, mean_ttft
 from cllm.bench.workload import Task, Words, word_tasks
-from cllm.cli.main import end_in_order
-from cllm.core.batch import Batch, Copy, Load, Row, Save, Trim
+from cllm.cli.main import install_signal_handlers
+from cllm.core.batch import Batch, Copy, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
 from cllm.engine.build import build_backend, build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.models.builtin.questions import held_out_questions
-from cllm.process.launch import with_big_pages
+from cllm.process.launch import enable_huge_pages
+from cllm.scheduler.report import collect_stats
 
 LAYOUTS = ("unified", "partitioned")
 # random weights repeat themselves, so speculation would gain too much
@@ -206,7 +207,7 @@ def limit_of(backend: Backend, prompts: list[list[int]], num_shared: int) -> tup
         backend.forward(Batch([Row(seqs[0], start, count, 0)], []))
     for first in range(0, len(seqs), 8):
         wave = seqs[first : first + 8]
-        operations = [Trim(0, num_shared), *(Trim(i, 0) for i in range(1, 8))]
+        operations: list[Operation] = [Trim(0, num_shared), *(Trim(i, 0) for i in range(1, 8))]
         operations += [Copy(0, i, num_shared) for i in range(1, 8)]
         rows = [Row(seq, num_shared, seq.num_tokens - num_shared, 1) for seq in wave]
         backend.forward(Batch(rows, operations)).argmax(axis=1)
@@ -257,9 +258,9 @@ def long_prompt(options: argparse.Namespace, report: Report) -> None:
             "  " + ", ".join(f"{name} {found[-1]}" for name, found in figures.items()), flush=True
         )
     ours = figures["cLLM"]
-    for name, target in (("-b 2048", 0.2), ("-b 256", 1.0)):
+    for name, most in (("-b 2048", 0.2), ("-b 256", 1.0)):
         ratios = [a[0] / b[0] for a, b in zip(ours, figures[name], strict=True)]
-        report.figure(f"p99 ITL / llama-server {name}", ratios, target, least=False)
+        report.figure(f"p99 ITL / llama-server {name}", ratios, most, least=False)
     report.figure("TTFT of the long one / alone", [a[1] / a[2] for a in ours], 1.3, least=False)
 
 
@@ -321,7 +322,10 @@ def small_pool(options: argparse.Namespace, report: Report) -> None:
     """
     from cllm.models.catalog import BUILTIN
 
-    ours, theirs, ample, parked = [], [], [], []
+    ours: list[float] = []
+    theirs: list[float] = []
+    ample: list[float] = []
+    parked: list[float] = []
     for i in range(options.rounds):
         tasks = question_tasks(16, options.seed + i, 120)
         flags = [
@@ -429,7 +433,10 @@ def queue(options: argparse.Namespace, report: Report) -> None:
         for step in range(500):
             while num_sent == 0 or len(engine.scheduler.waiting) < num_waiting:
                 request = Request(
-                    str(num_sent), [num_sent % 250, *range(40)], params, key=f"key{num_sent % 500}"
+                    str(num_sent),
+                    [num_sent % 250, *range(40)],
+                    params,
+                    account=f"key{num_sent % 500}",
                 )
                 engine.handle(Add(request))
                 num_sent += 1
@@ -442,7 +449,7 @@ def queue(options: argparse.Namespace, report: Report) -> None:
             )
             begun = time.perf_counter()
             engine.scheduler.update(batch, tokens, step * 0.01 + 0.005)
-            engine.scheduler.stats()
+            collect_stats(engine.scheduler)
             spent[-1] += time.perf_counter() - begun
         return statistics.fmean(spent[50:])
 
@@ -589,7 +596,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
 
 
 def main() -> None:
-    end_in_order()
+    install_signal_handlers()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -609,7 +616,7 @@ def main() -> None:
     parser.add_argument("--flags", nargs="*", default=[], help="further flags for cllm serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    environment = with_big_pages(os.environ)
+    environment = enable_huge_pages(os.environ)
     if environment != os.environ:  # so that this process has big pages, like the engine process
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     report = Report()

@@ -1,6 +1,4 @@
-"""A call of a function as each form writes it, and whether a grammar allows a text with control
-tokens.
-"""
+"""The text of a tool call in each form, and whether a grammar allows a text with control tokens."""
 
 from __future__ import annotations
 
@@ -138,12 +136,12 @@ class Words:
         return matcher
 
     def follows(self, grammar: str, text: str) -> bool:
-        """Whether the whole text is what the grammar asks for."""
+        """Return whether the text is exactly what the grammar asks for."""
         matcher, tokens = self.matcher(grammar), self.encode(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def refuses(self, grammar: str, text: str) -> bool:
-        """Whether the text cannot go on to its end."""
+        """Return whether the grammar rejects the text before its end."""
         tokens = self.encode(text)
         return self.matcher(grammar).try_consume_tokens(tokens) < len(tokens)
 

@@ -1,4 +1,4 @@
-"""What all tests share: the pace of the random ones, the built-in model, and an engine to step by
+"""What all tests share: the settings of Hypothesis, the built-in model, and an engine to step by
 hand.
 """
 
@@ -30,8 +30,8 @@ from cllm.llm import Completion
 from cllm.models.builtin.questions import Question, held_out_questions
 from cllm.models.catalog import BUILTIN
 
-# A busy machine is no failure, so there is no deadline; what is found fails again by its printed
-# blob.
+# Slowness of a busy machine is not a failure, so there is no deadline. Hypothesis prints a blob that
+# reproduces a failure.
 hypothesis.settings.register_profile(
     "cllm",
     deadline=None,
@@ -42,25 +42,25 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("cllm")
 
-# Beside other processes threads that wait for one another by spinning take the time of the one they
-# wait for. Before llama.cpp is loaded, here and in what is started from here.
+# On a busy machine, threads that spin while they wait take CPU time from the thread they wait for.
+# This must be set before llama.cpp is loaded, here or in a child process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Seconds after which what a test waits for will not come. Not a measure of speed: on a busy machine
-# all takes long.
+# Seconds after which a test stops waiting. This does not measure speed: on a busy machine everything
+# takes long.
 PATIENCE = 600.0
 
-# Where these tests run in the background of a script Ctrl-C is ignored, by all that they start too.
+# A script that runs these tests in the background makes them, and their children, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The built-in model for which expected texts were written. tests/models/test_builtin.py checks it.
-BUILTIN_SHA256 = "b0d794acbb12bc5eb3bc8e9780e5956ea09655e2f58f6bfae6e97921925e05a5"
+BUILTIN_SHA256 = "f9e5c4328081491f1dee4a6aa874c702fb7d3d7afcba00801cc26bcf0feae91c"
 
 
 @pytest.fixture(scope="session")
 def builtin_path() -> Path:
-    """The file of the built-in model; tests that ask for it are marked ``llama``."""
+    """Return the file of the built-in model; tests that use it are marked ``llama``."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if not BUILTIN.exists():
         pytest.skip(f"the built-in model is not there: {BUILTIN.name}")
@@ -69,7 +69,7 @@ def builtin_path() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``tiny_model(kind)``: a file of a model whose memory is not plain attention, see
+    """Return ``tiny_model(kind)``: the file of a model that is not plain attention, see
     tiny_models.py.
     """
     folder = tmp_path_factory.mktemp("tiny")
@@ -94,8 +94,8 @@ def is_right(done: Completion, question: Question) -> bool:
 
 @pytest.fixture(scope="session")
 def known_questions(builtin_path: Path) -> Callable[..., list[Question]]:
-    """``known_questions(count, seed, kinds)``: held-out questions that the model answers right when
-    it is alone.
+    """Return ``known_questions(count, seed, kinds)``: held-out questions that the model answers
+    correctly when it is alone.
 
     Whatever else a test does at the same time must not change those answers. The model knows nearly
     all of them.
@@ -150,7 +150,7 @@ class FakeEngine:
         params = EngineParams(**{"check": True, "speculation": "off", **mine})
         self.engine = build_engine(self.backend, params, clock=lambda: self.now)
         self.scheduler = self.engine.scheduler
-        self.ledger = self.scheduler.ledger
+        self.kv_cache = self.scheduler.kv_cache
         self.outputs: list[TokenOutput] = []
 
     def sleep(self, seconds: float) -> None:
@@ -160,15 +160,15 @@ class FakeEngine:
         self,
         name: str,
         prompt: list[int],
-        key: str = "",
+        account: str = "",
         priority: Priority = Priority.NORMAL,
         **params,
     ) -> Request:
-        """Let a request arrive; greedy unless a temperature is given."""
+        """Submit a request; it is greedy unless a temperature is given."""
         limits = {word: params.pop(word, None) for word in ("deadline", "queue_timeout")}
         salt = params.pop("cache_salt", "")
-        params = SamplingParams(**{"temperature": 0, **params})
-        request = Request(name, prompt, params, key, priority, **limits, cache_salt=salt)
+        sampling = SamplingParams(**{"temperature": 0, **params})
+        request = Request(name, prompt, sampling, account, priority, **limits, cache_salt=salt)
         self.engine.handle(Add(request))
         return request
 
@@ -179,7 +179,7 @@ class FakeEngine:
         return outputs
 
     def step(self) -> str:
-        """Compute a step; the rows of its batch in text, "" if there was nothing to do."""
+        """Compute a step and return the rows of its batch as text, "" if there was nothing to do."""
         num_batches = len(self.backend.batches)
         outputs = self.engine.step()
         self.outputs += outputs
@@ -189,7 +189,7 @@ class FakeEngine:
         )
 
     def finish(self, max_steps: int = 2000) -> list[str]:
-        """Step until there is no work; the rows of each step."""
+        """Step until there is no work, and return the rows of each step."""
         steps = []
         while self.scheduler.has_work():
             steps.append(self.step())
@@ -197,7 +197,7 @@ class FakeEngine:
         return steps
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
-        """What one sequence got so far."""
+        """Return the tokens that one sequence has got so far."""
         return [
             o.token
             for o in self.outputs
@@ -205,12 +205,12 @@ class FakeEngine:
         ]
 
     def ends(self) -> dict[str, str]:
-        """Why each sequence ended, by "name.index"."""
+        """Return why each sequence ended, by "name.index"."""
         return {f"{o.request_id}.{o.index}": str(o.finish) for o in self.outputs if o.finish}
 
     def right_tokens(self, request: Request) -> list[int]:
-        """What the fake backend says to a greedy request: it counts on, and ends by itself or at a
-        limit.
+        """Return the fake backend's tokens for a greedy request: it counts up, and ends by itself
+        or at a limit.
         """
         limit = self.backend.info.context_length - len(request.prompt)
         limit = min(limit, request.params.max_tokens or limit)
@@ -220,5 +220,5 @@ class FakeEngine:
 
 @pytest.fixture(scope="session")
 def fake_engine() -> type[FakeEngine]:
-    """The class FakeEngine: a test makes its own with the limits it needs."""
+    """Return the class FakeEngine, so that a test makes its own with the limits it needs."""
     return FakeEngine

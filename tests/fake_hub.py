@@ -1,4 +1,4 @@
-"""A small server on this machine that speaks the hub's protocol."""
+"""A small server on this machine that implements the hub's protocol."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Flips bits in the header of a model and loads each result as cLLM does, in processes that may
+"""Flip bits in the header of a model and load each result as cLLM does, in processes that may
 crash.
 
-python tests/header_flips.py MODEL --flips 1000 --seed 0   (the sources on PYTHONPATH)
+    python tests/header_flips.py MODEL --flips 1000 --seed 0   (with the sources on PYTHONPATH)
 
-Prints one JSON object: how many ends of each kind there were, and the flips that have broken a
-promise:
-* an engine process may die of the file, but the vocabulary of a file that it has read must not kill
-  the API process;
-* what ``LLM`` accepts must not kill the process of its caller.
+Prints one JSON object: how often each kind of end occurred, and the flips that broke a promise. An
+engine process may crash on the file, but the vocabulary of a file that it has read must not crash
+the API process. What ``LLM`` accepts must not crash the process of its caller.
 """
 
 import argparse
@@ -23,7 +21,7 @@ from pathlib import Path
 
 from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 from cllm.config_sources import load_settings
-from cllm.engine.build import build_backend, fitted
+from cllm.engine.build import build_backend, fit_memory
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models.gguf import read_header
@@ -60,18 +58,18 @@ def forked(work: Callable[[int], None]) -> tuple[int, bytes]:
 
 
 def load(path: Path, *, check_tokens: bool) -> Callable[[int], None]:
-    """The engine's work until it is ready."""
+    """Do what the engine does until it is ready."""
 
     def work(pipe: int) -> None:
         settings = load_settings(None, {}, SMALL).settings
-        params = fitted(engine_params(settings, path, check_tokens=check_tokens))
+        params = fit_memory(engine_params(settings, path, check_tokens=check_tokens))
         build_backend(params, lambda share: os.write(pipe, VOCABULARY_READ) if share == 0 else None)
 
     return work
 
 
 def read_vocabulary(path: Path) -> Callable[[int], None]:
-    """The API process's work."""
+    """Do what the API process does."""
 
     def work(_: int) -> None:
         vocabulary = LlamaVocabulary.load(path)

@@ -1,4 +1,4 @@
-"""A server that speaks Ollama's API: /api/tags and /api/chat, streamed as NDJSON."""
+"""A server with Ollama's API: /api/tags and /api/chat, streamed as NDJSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = "good:latest"
 
 
 def line(**fields: Any) -> bytes:
-    """As Go's encoder writes it: no spaces, <, > and & escaped."""
+    """Return ``data`` as Go's encoder writes it: no spaces, and <, > and & escaped."""
     text = json.dumps(
         {"model": MODEL, "created_at": "2025-01-01T00:00:00.000000001Z", **fields},
         ensure_ascii=False,

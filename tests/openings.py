@@ -1,6 +1,7 @@
-"""What people type first into a chat, and orders in system messages, with rules for the answers.
+"""First messages of chats, and instructions in system messages, with rules for the answers.
 
-The built-in model was not trained on these texts, and no wording of its training makes one of them.
+The built-in model was not trained on these texts, and its training data contains no paraphrase of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random texts of a schema's grammar, and whether it allows a text."""
+"""Random texts that a schema's grammar allows, and whether it allows a given text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CLOSING = set(b'"]}')
 
 
 def write(grammar: Grammar, rng: random.Random, limit: int = 2000) -> bytes | None:
-    """A random text of the grammar that hurries to its end; None if it does not get there."""
+    """Return a random text of the grammar that ends soon; None if it does not end."""
     matcher, text = grammar.matcher(), bytearray()
-    while not matcher.stopped and len(text) < limit:
-        mask = matcher.allowed()
+    while not matcher.is_stopped and len(text) < limit:
+        mask = matcher.compute_mask()
         assert mask is not None, bytes(text)
         ids = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
         if 256 in ids and (len(ids) == 1 or rng.random() < 0.5):
@@ -32,11 +32,11 @@ def write(grammar: Grammar, rng: random.Random, limit: int = 2000) -> bytes | No
         closing = [i for i in ids if i in CLOSING]
         matcher.consume(token := rng.choice(closing if closing and rng.random() < 0.4 else ids))
         text.append(token)
-    return bytes(text) if matcher.stopped else None
+    return bytes(text) if matcher.is_stopped else None
 
 
 def texts_of(constraint: Constraint, num_texts: int = 8, seed: int = 0) -> list[str]:
-    """Random texts of a grammar that come to their end."""
+    """Return random texts that the grammar allows from beginning to end."""
     grammar = Grammar(CHECKER.check(constraint, "schema").grammar, BYTES)
     assert not grammar.error
     rng = random.Random(seed)
@@ -45,17 +45,15 @@ def texts_of(constraint: Constraint, num_texts: int = 8, seed: int = 0) -> list[
 
 
 def check(schema, num_texts: int = 8, seed: int = 0) -> list:
-    """Values of random texts of ``schema``, all of them valid.
+    """Return the values of random texts of ``schema``, after checking that all are valid.
 
-    Raises BadRequest if it is refused.
+    Raises BadRequest if the schema is rejected.
     """
     return valid_values(texts_of(Constraint("json_schema", schema), num_texts, seed), schema)
 
 
 def check_best_effort(schema, num_texts: int = 8, seed: int = 0) -> tuple[list, set[str]]:
-    """The same where keywords may be left out, and which those are: the values are valid without
-    them.
-    """
+    """Return the same, and the keywords left out; the values are valid without these."""
     constraint = Constraint("json_schema", schema, strict=False)
     unenforced = set(CHECKER.check(constraint, "schema").unenforced)
     return valid_values(
@@ -73,8 +71,8 @@ def valid_values(texts: list[str], schema) -> list:
 
 
 def without(schema, keywords: set[str]):
-    """``schema`` without some keywords, wherever they stand; without oneOf, one or more of its
-    options hold.
+    """Return ``schema`` without some keywords, anywhere in it. Without oneOf, at least one option
+    must hold.
     """
     if isinstance(schema, list):
         return [without(part, keywords) for part in schema]
@@ -92,7 +90,7 @@ def without(schema, keywords: set[str]):
 
 
 def allows(schema, text: str) -> bool:
-    """Whether ``text`` is all that the grammar of ``schema`` asks for."""
+    """Return whether the grammar of ``schema`` allows ``text`` as a whole."""
     matcher = (
         Grammar(CHECKER.check(Constraint("json_schema", schema), "schema").grammar, BYTES)
         .matcher()

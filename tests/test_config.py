@@ -24,7 +24,7 @@ SEED_YAML = Path(__file__).parent / "data" / "seed_recommended.yaml"
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Write a YAML file as c.yaml in the current directory."""
+    """Write a YAML file as c.yaml in the current folder."""
     monkeypatch.chdir(tmp_path)
 
     def write(content: str | bytes) -> Path:
@@ -49,42 +49,39 @@ def from_environment(variable: str, text: str) -> object:
     return value_at(loaded.settings, VARIABLES[variable].key)
 
 
-def test_defaults() -> None:
-    """Without any source every option has its default and says so."""
+def test_options_without_a_source_have_their_defaults() -> None:
+    """The origin of each is "default"."""
     loaded = load_settings(None, {}, {})
     assert loaded == Loaded(Settings(), dict.fromkeys(OPTIONS, "default"), [])
     assert loaded.settings.server.port == 8000
     assert loaded.settings.model.path is None
 
 
-def test_settings_are_frozen() -> None:
-    """Nobody can change a setting after the start."""
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError):
-        Settings().server.port = 1  # type: ignore[misc]
+        Settings().server.port = 1
 
 
-def test_every_option_is_described() -> None:
-    """Each option has a help text that is a sentence."""
+def test_every_option_has_a_help_sentence() -> None:
     assert [option.key for option in OPTIONS.values() if not option.help.endswith(".")] == []
 
 
-def test_defaults_are_within_their_own_bounds() -> None:
-    """Each default passes the check that a given value passes."""
+def test_defaults_pass_the_checks_of_given_values() -> None:
     for key, option in OPTIONS.items():
         assert (
             value_at(load_settings(None, {}, {key: option.default}).settings, key) == option.default
         )
 
 
-def test_names_of_variables_and_keys_are_unique_and_disjoint() -> None:
-    """No two options share a variable, and no alias hides an option."""
+def test_variables_and_keys_are_unique() -> None:
+    """No two options share a variable, and no alias has the name of an option."""
     assert len(VARIABLES) == len(OPTIONS)
     assert not set(OPTIONS) & (set(ALIASES) | set(NOT_NEEDED))
     assert set(ALIASES.values()) <= set(OPTIONS)
 
 
-def test_later_sources_win(file) -> None:
-    """Defaults < file < environment < flags, each with its origin."""
+def test_flags_win_over_environment_over_file_over_defaults(file) -> None:
+    """Each value has its origin."""
     path = file("server:\n  host: file\n  port: 1\n  max_body_mb: 2\n")
     environ = {"CLLM_SERVER_PORT": "3", "CLLM_SERVER_MAX_BODY_MB": "4", "PATH": "x"}
     loaded = load_settings(path, environ, {"server.max_body_mb": 5})
@@ -102,8 +99,7 @@ def test_later_sources_win(file) -> None:
     }
 
 
-def test_file_named_by_the_environment(file) -> None:
-    """CLLM_CONFIG names the file where the command line does not."""
+def test_cllm_config_names_the_file_if_no_flag_does(file) -> None:
     path = file("log: {level: debug}\n")
     assert load_settings(None, {"CLLM_CONFIG": "c.yaml"}, {}).settings.log.level == "debug"
     assert load_settings(path, {"CLLM_CONFIG": "missing.yaml"}, {}).settings.log.level == "debug"
@@ -116,8 +112,8 @@ def test_file_named_by_the_environment(file) -> None:
 # ---------------------------------------------------------------------------------- the seed's file
 
 
-def test_seed_file_loads_as_it_is() -> None:
-    """The recommended YAML of the first design acts under the names that cLLM has for its keys."""
+def test_seed_file_loads_unchanged() -> None:
+    """The recommended YAML of the first design takes effect under cLLM's names of its keys."""
     settings = load_settings(SEED_YAML, {}, {}).settings
     assert (settings.server.host, settings.server.port) == ("0.0.0.0", 8080)
     assert settings.model.model_dump() == {
@@ -132,7 +128,7 @@ def test_seed_file_loads_as_it_is() -> None:
     assert settings.scheduler == Settings().scheduler.model_copy(update=given)
     assert (settings.cache.max_results, settings.cache.max_memory_mb) == (200, 8192)
     assert settings.kv.max_memory_mb == 8192
-    assert settings.backend.llama_cpp.model_dump() == {
+    assert settings.model_dump()["backend"]["llama_cpp"] == {
         "n_threads": 8,
         "n_threads_batch": None,
         "n_ubatch": 512,
@@ -143,9 +139,7 @@ def test_seed_file_loads_as_it_is() -> None:
 
 
 def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
-    """Each key that changes nothing is named with its line and the reason, and one line says which
-    limit won.
-    """
+    """Each is named with its line and the reason. One line says which limit applies."""
     loaded = load_settings(SEED_YAML, {}, {})
     reasons = [note for note in loaded.notes if "is not needed: " in note]
     assert len(reasons) == len(NOT_NEEDED) == 11
@@ -157,38 +151,35 @@ def test_seed_file_gets_a_note_for_each_key_without_effect() -> None:
         (
             f"{SEED_YAML}:23: scheduler.max_num_seqs is 16 by resources.max_batch_size, the "
             f"smallest; "
-            "not taken: scheduler.max_batch_size: 64, backend.llama_cpp.n_seq_max: 16"
+            "ignored: scheduler.max_batch_size: 64, backend.llama_cpp.n_seq_max: 16"
         )
     ]
     assert loaded.origins["scheduler.max_num_seqs"] == f"{SEED_YAML}:23"
     assert loaded.origins["kv.max_memory_mb"] == f"{SEED_YAML}:25"
 
 
-def test_one_alias_acts_without_a_note(file) -> None:
-    """A single alias is the option under another name."""
+def test_single_alias_sets_its_option_without_a_note(file) -> None:
     loaded = load_settings(file("backend: {llama_cpp: {n_seq_max: 7}}"), {}, {})
     assert loaded.settings.scheduler.max_num_seqs == 7
     assert loaded.notes == []
 
 
-def test_own_name_wins_over_an_alias(file) -> None:
-    """The canonical key holds, wherever it stands and whatever its size, and a note says so."""
+def test_canonical_key_wins_over_an_alias(file) -> None:
+    """Wherever it is and whatever its value. A note says so."""
     loaded = load_settings(
         file("resources: {max_batch_size: 4}\nscheduler: {max_num_seqs: 9}"), {}, {}
     )
     assert loaded.settings.scheduler.max_num_seqs == 9
     assert loaded.notes == [
         (
-            "c.yaml:2: scheduler.max_num_seqs is 9 by its own name; not taken: "
+            "c.yaml:2: scheduler.max_num_seqs is 9 by its own name; ignored: "
             "resources.max_batch_size: 4"
         )
     ]
 
 
 def test_alias_has_the_bounds_of_its_option(file) -> None:
-    """A value out of range is reported under the name in the file, even if another alias would
-    win.
-    """
+    """An error uses the name in the file, even if another alias would win."""
     message = refusal(file("resources:\n  max_batch_size: 4\nscheduler:\n  max_batch_size: 257\n"))
     assert (
         message
@@ -196,8 +187,7 @@ def test_alias_has_the_bounds_of_its_option(file) -> None:
     )
 
 
-def test_null_alias_is_no_limit(file) -> None:
-    """An alias of an option that may be null may be null."""
+def test_alias_of_a_nullable_option_may_be_null(file) -> None:
     loaded = load_settings(file("resources: {kv_cache_max_memory_mb: null}"), {}, {})
     assert loaded.settings.kv.max_memory_mb is None
 
@@ -208,20 +198,19 @@ def test_null_alias_is_no_limit(file) -> None:
 @pytest.mark.parametrize(
     "text", ["", "# nothing\n", "server:\n", "server: {}\n", "---\n", "\ufeffserver:\n"]
 )
-def test_files_that_set_nothing(file, text: str) -> None:
-    """An empty file or section is all defaults."""
+def test_empty_file_or_section_gives_the_defaults(file, text: str) -> None:
     assert load_settings(file(text), {}, {}).settings == Settings()
 
 
-def test_dotted_keys(file) -> None:
-    """A dotted key is the same as nested mappings."""
+def test_dotted_key_equals_nested_mappings(file) -> None:
     loaded = load_settings(file("server.port: 1\nbackend.llama_cpp:\n  n_threads: 2\n"), {}, {})
-    assert (loaded.settings.server.port, loaded.settings.backend.llama_cpp.n_threads) == (1, 2)
+    assert loaded.settings.server.port == 1
+    assert loaded.settings.model_dump()["backend"]["llama_cpp"]["n_threads"] == 2
     assert loaded.origins["backend.llama_cpp.n_threads"] == "c.yaml:3"
 
 
-def test_whole_number_for_a_float(file) -> None:
-    """A float may be written without a point, and null where the option may be null."""
+def test_float_option_accepts_an_integer(file) -> None:
+    """And null, if the option is nullable."""
     loaded = load_settings(
         file("scheduler: {request_timeout: 5}\nserver: {drain_timeout: 0}"), {}, {}
     )
@@ -235,17 +224,14 @@ def test_whole_number_for_a_float(file) -> None:
     )
 
 
-def test_date_is_text(file) -> None:
-    """What YAML takes for a date is still a name."""
+def test_yaml_date_is_read_as_text(file) -> None:
     assert (
         load_settings(file("model: {name: 2024-01-31}"), {}, {}).settings.model.name == "2024-01-31"
     )
 
 
-def test_a_mapping_of_names(file) -> None:
-    """Any name and any number of them, in a block or on one line; a name may have dots and is never
-    cut at them.
-    """
+def test_mapping_of_names_is_read_from_yaml(file) -> None:
+    """In a block or on one line. Names may contain dots, and are not split at them."""
     weights = load_settings(
         file("scheduler:\n  weights:\n    user-a.b@c: 2\n    7: 0.5\n"), {}, {}
     ).settings
@@ -256,13 +242,13 @@ def test_a_mapping_of_names(file) -> None:
 
 
 @pytest.mark.parametrize("text", ["scheduler:\n  weights:\n", "scheduler: {weights: {}}"])
-def test_a_mapping_of_nothing(file, text: str) -> None:
+def test_empty_mapping_is_accepted(file, text: str) -> None:
     """All of its entries may be commented out."""
     assert load_settings(file(text), {}, {}).settings == Settings()
 
 
-def test_a_mapping_is_json_elsewhere() -> None:
-    """In a variable and in a flag; who has a dictionary gives that."""
+def test_mapping_in_a_variable_or_flag_is_json() -> None:
+    """A Python caller may pass a dictionary."""
     assert from_environment("CLLM_SCHEDULER_WEIGHTS", '{"user-a": 2}') == {"user-a": 2.0}
     for value in ('{"user-a": 2}', {"user-a": 2}):
         loaded = load_settings(
@@ -279,10 +265,8 @@ def test_a_mapping_is_json_elsewhere() -> None:
         "model.aliases: gpt-4o, claude-*,7",
     ],
 )
-def test_a_list_of_names(file, text: str) -> None:
-    """As YAML writes lists, or on one line with commas, which is the form of a variable and a
-    flag.
-    """
+def test_list_of_names_is_read_from_yaml_or_commas(file, text: str) -> None:
+    """A variable or a flag separates the names with commas."""
     aliases = ["gpt-4o", "claude-*", "7"]
     assert load_settings(file(text), {}, {}).settings.model.aliases == aliases
     assert from_environment("CLLM_MODEL_ALIASES", "gpt-4o, claude-*, 7") == aliases
@@ -292,7 +276,7 @@ def test_a_list_of_names(file, text: str) -> None:
     )
 
 
-def test_a_list_of_names_is_json_if_it_begins_so() -> None:
+def test_list_of_names_that_starts_with_a_bracket_is_json() -> None:
     text = ' ["gpt-4o", "claude-*", "a,b"]'
     aliases = ["gpt-4o", "claude-*", "a,b"]
     assert load_settings(None, {}, {"model.aliases": text}).settings.model.aliases == aliases
@@ -303,7 +287,7 @@ def test_a_list_of_names_is_json_if_it_begins_so() -> None:
 @pytest.mark.parametrize(
     "text", ["[gpt-4o, x]", '["a"', "[7]", '[["a"]]', '[""]', '["a"], b', "[" * 100_000]
 )
-def test_list_of_names_that_is_not_json_is_refused(text: str) -> None:
+def test_list_of_names_with_invalid_json_is_rejected(text: str) -> None:
     for environ, flags in (({"CLLM_MODEL_ALIASES": text}, {}), ({}, {"model.aliases": text})):
         with pytest.raises(
             StartupError, match="must be names with commas between them, or a JSON list"
@@ -314,7 +298,7 @@ def test_list_of_names_that_is_not_json_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["model:\n  aliases:\n", "model: {aliases: []}", "model: {aliases: ''}"]
 )
-def test_a_list_of_nothing(file, text: str) -> None:
+def test_empty_list_of_names_is_accepted(file, text: str) -> None:
     assert load_settings(file(text), {}, {}).settings == Settings()
     assert from_environment("CLLM_MODEL_ALIASES", "") == []
 
@@ -463,13 +447,13 @@ PORT = "c.yaml:2: server.port must be a whole number from 0 up to 65535, not "
         ),
     ],
 )
-def test_refused_files(file, text: str | bytes, message: str) -> None:
-    """Each fault of a file is one line that names the file, the line and the key."""
+def test_file_error_names_the_file_the_line_and_the_key(
+    file, text: str | bytes, message: str
+) -> None:
     assert refusal(file(text)) == message
 
 
-def test_alias_bomb_is_refused_at_once(file) -> None:
-    """Nested aliases are not expanded."""
+def test_alias_bomb_is_rejected_without_expansion(file) -> None:
     levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     assert (
         refusal(file("a0: &a0 [x]\n" + levels))
@@ -477,8 +461,8 @@ def test_alias_bomb_is_refused_at_once(file) -> None:
     )
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """A missing file, a directory and an impossible name are start-up errors."""
+def test_unreadable_file_is_a_startup_error(tmp_path: Path) -> None:
+    """A missing file, a directory, and an impossible name."""
     assert refusal(tmp_path / "no.yaml").endswith(
         "no.yaml: cannot be read: No such file or directory"
     )
@@ -508,8 +492,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("CLLM_KV_LAYOUT", "unified", "unified"),
     ],
 )
-def test_environment_is_read_by_type(variable: str, text: str, value: object) -> None:
-    """A variable's text becomes the type of its option."""
+def test_variable_is_parsed_by_the_type_of_its_option(
+    variable: str, text: str, value: object
+) -> None:
     assert from_environment(variable, text) == value
 
 
@@ -543,15 +528,14 @@ def test_environment_is_read_by_type(variable: str, text: str, value: object) ->
         ),
     ],
 )
-def test_refused_variables(variable: str, text: str, message: str) -> None:
-    """A variable that is unreadable is named with what it must be."""
+def test_variable_error_names_the_variable_and_the_expected_type(
+    variable: str, text: str, message: str
+) -> None:
     assert refusal(environ={variable: text}) == f"{variable} {message}"
 
 
 def test_unknown_variables_are_ignored_with_a_warning() -> None:
-    """One line for each, with the option that is meant if the name is a near miss; what else is set
-    counts.
-    """
+    """One line for each, with a suggestion for near misses. The other variables take effect."""
     environ = {
         "CLLM_SERVER_PROT": "1",
         "CLLM_PORT": "1",
@@ -572,8 +556,8 @@ def test_unknown_variables_are_ignored_with_a_warning() -> None:
 )
 @pytest.mark.parametrize("host", ["10.0.0.11", "[fd00::11]"])
 def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -> None:
-    """What every pod beside a service of this name finds in its environment changes nothing and
-    warns of nothing.
+    """Kubernetes sets them in every pod next to a service named cllm. They change nothing and cause
+    no warning.
     """
     address = f"tcp://{host}:8000"
     environ = {
@@ -591,15 +575,15 @@ def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -
 
 
 def test_no_option_is_named_like_a_variable_of_kubernetes() -> None:
-    """Or it could not be set in the environment."""
+    """Otherwise it could not be set in the environment."""
     assert [
         variable for variable in VARIABLES if is_from_kubernetes(variable, {variable: "1"})
     ] == []
     assert [variable for variable in VARIABLES if SERVICE_VARIABLE.fullmatch(variable)] == []
 
 
-def test_variables_of_the_clients_are_no_settings() -> None:
-    """What the client commands read from the environment does not disturb a server."""
+def test_variables_of_the_client_commands_are_not_settings() -> None:
+    """A server ignores them without a warning."""
     environ = {"CLLM_API_KEY": "secret", "CLLM_URL": "http://localhost:1", "CLLMX": "1"}
     assert load_settings(None, environ, {}).settings == Settings()
 
@@ -625,11 +609,10 @@ def test_variables_of_the_clients_are_no_settings() -> None:
         ("server.prot", 1, "--server.prot is not a setting; did you mean server.port?"),
     ],
 )
-def test_refused_flags(key: str, value: object, message: str) -> None:
-    """A flag out of range is named as it is typed."""
+def test_flag_error_names_the_flag_as_typed(key: str, value: object, message: str) -> None:
     assert refusal(**{key: value}).startswith(message)
 
 
-def test_a_bad_value_is_refused_even_if_overridden(file) -> None:
-    """A fault in the file does not hide behind a flag."""
+def test_invalid_value_is_rejected_even_if_overridden(file) -> None:
+    """A flag does not hide an error in the file."""
     assert refusal(file("server:\n  port: x"), **{"server.port": 1}) == PORT + '"x"'

@@ -1,4 +1,4 @@
-"""The engine in the caller's own process."""
+"""``LLM``: the engine in the caller's process."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from cllm.engine.build import build_backend
 from cllm.engine.layout import LayoutChange
 from cllm.engine.params import EngineParams
 from cllm.errors import BadRequest, StartupError
+from cllm.scheduler.report import collect_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
@@ -29,8 +30,8 @@ def fake():
         yield llm
 
 
-def test_a_batch_larger_than_the_engine_comes_back_in_order(fake):
-    """More prompts than sequence ids; the fake backend counts on from each prompt's last byte."""
+def test_prompts_beyond_max_num_seqs_are_answered_in_order(fake):
+    """The fake backend counts up from each prompt's last byte."""
     completions = fake.generate(list("abcdefgh"), GREEDY)
     assert [done.text for done in completions] == [
         "".join(chr(ord(c) + i) for i in range(1, 6)) for c in "abcdefgh"
@@ -39,15 +40,15 @@ def test_a_batch_larger_than_the_engine_comes_back_in_order(fake):
     assert {done.prompt_tokens for done in completions} == {1}
 
 
-def test_one_prompt_as_text_or_as_tokens(fake):
-    """A string, a list of ids, and lists of either."""
+def test_prompts_may_be_text_or_token_ids(fake):
+    """One prompt or a list of them."""
     assert [done.text for done in fake.generate("a", GREEDY)] == ["bcdef"]
     assert [done.text for done in fake.generate([97], GREEDY)] == ["bcdef"]
     assert [done.text for done in fake.generate([[97], "b"], GREEDY)] == ["bcdef", "cdefg"]
 
 
 def test_grammars(fake):
-    """Beside prompts that follow none; one that cannot be compiled is the caller's mistake."""
+    """A grammar that cannot be compiled raises BadRequest."""
     bound = SamplingParams(temperature=0, n=2, grammar='start: "b" /[0-9]/')
     assert [output.text for output in fake.generate("a", bound)[0].outputs] == ["b0", "b0"]
     with pytest.raises(BadRequest):
@@ -55,25 +56,23 @@ def test_grammars(fake):
     assert fake.generate("a", GREEDY)[0].text == "bcdef"
 
 
-def test_several_outputs_and_stop_strings(fake):
-    """n outputs each, ended before the stop string."""
+def test_n_outputs_end_before_the_stop_string(fake):
     (done,) = fake.generate("a", SamplingParams(temperature=0, n=2, stop=("ef",)))
     assert [output.text for output in done.outputs] == ["bcd", "bcd"]
     assert done.finish_reason == "stop"
 
 
-def test_a_stream_left_early_gives_everything_back(fake):
-    """Leaving the loop aborts what is still running."""
+def test_leaving_a_stream_early_aborts_its_sequences(fake):
     for piece in fake.stream(["a", "b"], SamplingParams(temperature=0)):
         assert piece.text in "bc"
         break
     fake.generate("a", GREEDY)
-    stats = fake._engine.scheduler.stats()
+    stats = collect_stats(fake._engine.scheduler)
     assert stats.num_seq_ids_in_use == stats.num_running == stats.num_waiting == 0
 
 
-def test_what_cannot_be_computed_is_refused(fake):
-    """Too long, empty, outside of the vocabulary; then the engine still works."""
+def test_prompt_that_can_never_fit_is_rejected(fake):
+    """Too long, empty, or with ids outside the vocabulary. The engine keeps working."""
     for prompt in ([1] * 5000, [], [5, 999]):
         with pytest.raises(BadRequest):
             fake.generate([prompt], GREEDY)
@@ -82,10 +81,8 @@ def test_what_cannot_be_computed_is_refused(fake):
     assert fake.generate("a", GREEDY)[0].text == "bcdef"
 
 
-def test_logprobs(fake):
-    """Of what was written, and of the prompt, also if nothing is to be written; nothing unless
-    asked for.
-    """
+def test_logprobs_are_reported_only_on_request(fake):
+    """For the output and for the prompt, also with max_tokens 0."""
     (told,) = fake.generate(
         "abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
     )
@@ -101,8 +98,8 @@ def test_logprobs(fake):
     assert fake.generate("abx", GREEDY)[0].outputs[0].logprobs == []
 
 
-def test_options_are_those_of_the_settings():
-    """A wrong one is named."""
+def test_options_are_checked_like_settings():
+    """An error names the option."""
     with pytest.raises(TypeError, match="kv_layot"):
         LLM(kv_layot="unified")
     with pytest.raises(StartupError, match=r"kv\.layout"):
@@ -111,9 +108,9 @@ def test_options_are_those_of_the_settings():
         LLM("missing.gguf")
 
 
-def test_ctrl_c_during_the_load(monkeypatch):
-    """It is raised at once, though the load is C code whose callbacks lose what they raise, and the
-    load is told.
+def test_ctrl_c_aborts_the_load(monkeypatch):
+    """KeyboardInterrupt is raised immediately, although C code loads the model and drops exceptions
+    from its callbacks.
     """
     told = threading.Event()
 
@@ -134,8 +131,8 @@ def test_ctrl_c_during_the_load(monkeypatch):
 
 
 @pytest.mark.llama
-def test_what_progress_raises_ends_the_load(builtin_path):
-    """And comes out of it."""
+def test_exception_in_progress_aborts_the_load(builtin_path):
+    """The caller gets the exception."""
     shares = []
 
     def progress(share):
@@ -151,8 +148,8 @@ def test_what_progress_raises_ends_the_load(builtin_path):
 
 @pytest.mark.llama
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
-def test_questions_of_every_kind_in_one_batch(known_questions, layout):
-    """Held-out questions, answered right together, in both layouts, and again from the cache."""
+def test_batch_of_all_kinds_of_questions_is_answered_correctly(known_questions, layout):
+    """In both layouts, and again from the cache."""
     questions = known_questions(39, 7)
     with LLM(model_max_context_length=768, scheduler_max_num_seqs=8, kv_layout=layout) as llm:
         prompts = [llm.encode_chat(question.messages, question.tools) for question in questions]
@@ -164,9 +161,9 @@ def test_questions_of_every_kind_in_one_batch(known_questions, layout):
 
 
 @pytest.mark.llama
-def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
-    """Eight sequences in a pool for about two, admitted as if answers were short: some are parked,
-    all are right.
+def test_parked_sequences_keep_their_answers(known_questions):
+    """Eight sequences in a pool for about two, admitted as if answers were short, so some are
+    parked.
     """
     questions = known_questions(8, 9, ["counting", "stories"])
     with LLM(
@@ -176,21 +173,21 @@ def test_a_pool_too_small_for_all_changes_no_answer(known_questions):
         kv_max_memory_mb=1,
     ) as llm:
         assert llm.info.num_cells < 500
-        llm._engine.scheduler.expected.output = 8
+        llm._engine.scheduler.length_estimates.output = 8
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]
-        assert llm._engine.scheduler.num_parked > 0
+        assert llm._engine.scheduler.statistics.num_parked > 0
 
 
 @pytest.mark.llama
-def test_a_change_of_layout_changes_no_answer(known_questions):
-    """All eight steps everybody moves into the other layout, and goes on there."""
+def test_layout_changes_keep_answers(known_questions):
+    """Every eight steps, all sequences move to the other layout and continue there."""
     questions = known_questions(12, 11, ["counting", "stories", "copying"])
     with LLM(model_max_context_length=512, scheduler_max_num_seqs=4) as llm:
         layouts = []
 
-        def always(_sharing, _num_steps, *, unified, decoding) -> bool:
+        def always(sharing, num_steps, *, unified, decoding) -> bool:
             layouts.append(unified)
             return True
 
@@ -204,9 +201,9 @@ def test_a_change_of_layout_changes_no_answer(known_questions):
 
 @pytest.mark.llama
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma3"])
-def test_models_that_are_not_plain_attention(tiny_model, kind):
-    """What four prompts share is computed once, then it is found again, and the answers are those
-    of each alone.
+def test_other_architectures_share_and_reuse_prefixes(tiny_model, kind):
+    """The common prefix of four prompts is computed once and then found again. The answers are
+    those of each prompt alone.
     """
     path, params = (
         str(tiny_model(kind)),
@@ -230,8 +227,8 @@ def test_models_that_are_not_plain_attention(tiny_model, kind):
 
 
 @pytest.mark.llama
-def test_a_long_history_is_answered_and_reused(known_questions):
-    """Twelve turns; each turn computes only what is new."""
+def test_each_turn_computes_only_what_is_new(known_questions):
+    """Twelve turns."""
     messages = []
     with LLM(model_max_context_length=2048, scheduler_max_num_seqs=2) as llm:
         for question in known_questions(12, 4, ["colours", "capitals", "spelling"]):
@@ -244,8 +241,8 @@ def test_a_long_history_is_answered_and_reused(known_questions):
 
 
 @pytest.mark.llama
-def test_the_example_of_the_readme(builtin_path, capsys):
-    """It runs as it is printed, and what it prints makes sense."""
+def test_readme_example_runs(builtin_path, capsys):
+    """It prints what the README promises."""
     page = (Path(__file__).parents[1] / "README.md").read_text()
     (example,) = (
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "LLM()" in block
@@ -254,8 +251,7 @@ def test_the_example_of_the_readme(builtin_path, capsys):
     assert capsys.readouterr().out == "72\ng-a-r-d-e-n\n3 4 5 6 7 8 9\n"
 
 
-def test_embed():
-    """A vector for each text; alike as far as the texts are."""
+def test_similar_texts_have_similar_embeddings():
     llm = LLM(backend_name="fake")
     vectors = llm.embed(["hello", "hello there", "zzzz"])
     assert vectors.shape == (3, llm.info.embedding_size)
@@ -270,7 +266,7 @@ def test_embed():
 
 
 def test_threads_share_one_engine(fake):
-    """Four threads at once: each gets its own texts, batched with those of the others."""
+    """Four threads get their own texts, batched with those of the others."""
     with ThreadPoolExecutor(4) as threads:
         done = list(threads.map(lambda prompt: fake.generate([prompt] * 3, GREEDY), "abcdefgh"))
     for prompt, completions in zip("abcdefgh", done, strict=True):
@@ -279,10 +275,8 @@ def test_threads_share_one_engine(fake):
         ] * 3
 
 
-def test_threads_that_stream_embed_and_fail(fake):
-    """Streams that are left early, vectors and refused grammars beside texts, none of which they
-    change.
-    """
+def test_concurrent_threads_do_not_change_each_others_texts(fake):
+    """Some leave streams early, embed texts, or send grammars that are rejected."""
 
     def work(i):
         if i % 4 == 0:
@@ -296,20 +290,20 @@ def test_threads_that_stream_embed_and_fail(fake):
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(24))) == ["b", 2, "bcdef", "bcdef"] * 6
-    stats = fake._engine.scheduler.stats()
+    stats = collect_stats(fake._engine.scheduler)
     assert stats.num_seq_ids_in_use == stats.num_running == stats.num_waiting == 0
 
 
-def test_stream_that_is_not_read_blocks_nobody(fake):
-    """It is computed beside the others, and its pieces wait for it."""
+def test_unread_stream_does_not_block_other_threads(fake):
+    """It is computed with the others, and its pieces wait for the reader."""
     stream = fake.stream("a", GREEDY)
     assert next(stream).text == "b"
     assert fake.generate("b", GREEDY)[0].text == "cdefg"
     assert "".join(piece.text for piece in stream) == "cdef"
 
 
-def test_error_of_one_step_leaves_the_engine_usable(fake, monkeypatch):
-    """An exception reaches the thread whose turn it was, and the next one can step."""
+def test_engine_is_usable_after_an_exception_in_a_step(fake, monkeypatch):
+    """The exception reaches the thread that ran the step; the next thread can step."""
     with monkeypatch.context() as patch:
         patch.setattr(fake._engine, "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -318,7 +312,7 @@ def test_error_of_one_step_leaves_the_engine_usable(fake, monkeypatch):
 
 
 def test_closed_llm_raises_runtime_error():
-    """Whatever is asked of it, also by a stream that is open; to close it twice is no error."""
+    """For every method, and for a stream that is open. Closing twice is not an error."""
     llm = LLM(backend_name="fake")
     stream = llm.stream("a", GREEDY)
     next(stream)
@@ -341,7 +335,7 @@ def test_closed_llm_raises_runtime_error():
 
 
 def test_close_waits_for_the_step_of_another_thread():
-    """The model is freed once no thread uses it, and what the other one computes ends."""
+    """The model is freed when no thread uses it, and running generations end."""
     llm, freed = LLM(backend_name="fake"), []
     stepping, go_on = threading.Event(), threading.Event()
     step = llm._engine.step
@@ -366,22 +360,22 @@ def test_close_waits_for_the_step_of_another_thread():
     assert freed == [True]
 
 
-def test_without_a_seed_no_two_texts_are_the_same(fake):
+def test_texts_without_a_seed_differ(fake):
     """At this temperature no token is more probable than 1 in 96."""
     params = SamplingParams(temperature=20, max_tokens=10, ignore_eos=True)
     first, second = fake.generate(["a", "a"], params)
     assert first.outputs[0].tokens != second.outputs[0].tokens
 
 
-def test_stop_is_one_string_or_several(fake):
-    """One string is not a sequence of its characters."""
+def test_stop_may_be_a_string_or_a_sequence(fake):
+    """A string is not read as a sequence of characters."""
     for stop in ("ef", ["ef"], ("x", "ef")):
         params = SamplingParams(temperature=0, stop=stop)
         assert fake.generate("a", params)[0].text == "bcd"
 
 
-def test_params_for_each_prompt(fake):
-    """As many as there are prompts."""
+def test_each_prompt_may_have_its_own_params(fake):
+    """Their number must be that of the prompts."""
     short, stopped = (
         SamplingParams(temperature=0, max_tokens=2),
         SamplingParams(temperature=0, stop="e", n=2),
@@ -398,7 +392,7 @@ QUESTION = {"role": "user", "content": "a"}
     ("call", "param", "words"),
     [
         (lambda llm: llm.chat("text"), "messages", "must be a list"),
-        (lambda llm: llm.chat([]), "messages", "one message or more"),
+        (lambda llm: llm.chat([]), "messages", "one or more messages"),
         (lambda llm: llm.chat(QUESTION), "messages", "must be a list"),
         (lambda llm: llm.chat(["text"]), "messages[0]", "must be a dictionary, not str"),
         (
@@ -454,21 +448,20 @@ QUESTION = {"role": "user", "content": "a"}
         (lambda llm: llm.generate("\ud800"), "prompts[0]", "lone surrogate"),
         (lambda llm: llm.embed([1]), "texts[0]", "must be text, not int"),
         (lambda llm: llm.encode(b"a"), "text", "must be text, not bytes"),
-        (lambda _: SamplingParams(stop=5), "stop", "text or a sequence"),
-        (lambda _: SamplingParams(stop=["a", 5]), "stop", "text or a sequence"),
+        (lambda _: SamplingParams(stop=5), "stop", "a string or a sequence"),
+        (lambda _: SamplingParams(stop=("a", 5)), "stop", "a string or a sequence"),
         (lambda _: SamplingParams(temperature="hot"), "temperature", "must be a number, not 'hot'"),
     ],
 )
-def test_mistakes_of_the_caller_name_the_field(fake, call, param, words):
-    """Each is a BadRequest that says what is wrong with what."""
+def test_invalid_arguments_raise_bad_request_that_names_the_field(fake, call, param, words):
     with pytest.raises(BadRequest) as caught:
         call(fake)
     assert caught.value.param == param
     assert words in str(caught.value)
 
 
-def test_messages_in_the_forms_of_openai(fake):
-    """Parts of text, the role developer, and an assistant that only called tools."""
+def test_messages_of_openai_are_accepted(fake):
+    """Text parts, the role developer, and an assistant message with only tool calls."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     other = [
@@ -484,16 +477,15 @@ def test_messages_in_the_forms_of_openai(fake):
     assert fake.encode_chat(other) == fake.encode_chat(plain)
 
 
-def test_public_names():
-    """What callers need to catch is exported, and type checkers read the annotations."""
+def test_public_names_are_exported_and_annotated():
     assert (cllm.BadRequest, cllm.StartupError) == (BadRequest, StartupError)
     assert all(getattr(cllm, name) is not None for name in cllm.__all__)
     assert (Path(cllm.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.llama
-def test_threads_get_right_answers(known_questions):
-    """Eight threads ask the built-in model at once, each a question after the other."""
+def test_threads_get_correct_answers_from_the_builtin_model(known_questions):
+    """Eight threads ask one question after another."""
     questions = known_questions(24, 13)
     greedy = SamplingParams(temperature=0)
     with (
@@ -507,8 +499,7 @@ def test_threads_get_right_answers(known_questions):
 
 
 @pytest.mark.llama
-def test_chat_gives_tool_calls_and_the_conversation_goes_on(builtin_path):
-    """The call is parsed; with its result behind the message, the model reports it."""
+def test_chat_parses_tool_calls_and_uses_their_results(builtin_path):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     function = {"name": "get_time", "description": "Get the time in a city"}
     tool = {"type": "function", "function": {**function, "parameters": parameters}}
@@ -527,8 +518,8 @@ def test_chat_gives_tool_calls_and_the_conversation_goes_on(builtin_path):
 
 
 @pytest.mark.llama
-def test_chat_gives_reasoning_apart_from_the_text(builtin_path):
-    """Also when it is not finished; the message keeps it."""
+def test_chat_separates_reasoning_from_text(builtin_path):
+    """Also if the reasoning is unfinished. The message keeps it."""
     messages = [{"role": "user", "content": "What is 27 plus 45?"}]
     greedy, cut = SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=6)
     with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:

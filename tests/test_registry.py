@@ -1,4 +1,4 @@
-"""Which model a name means."""
+"""The model that a name in a request means."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def registry_of(model_name="tiny", aliases=ALIASES):
 
 @pytest.mark.parametrize("name", [None, "", "tiny", "tiny:latest"])
 @pytest.mark.parametrize("aliases", [ALIASES, []])
-def test_own_name_and_no_name_mean_the_default_model(name, aliases):
+def test_own_name_and_missing_name_select_the_default_model(name, aliases):
     registry, service = registry_of(aliases=aliases)
     assert registry.get(name) is service
     assert registry.get() is service
@@ -30,7 +30,7 @@ def test_latest_is_optional_for_a_model_whose_name_has_it(name):
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "claude-opus", "claude-", "org/m", "v1", "v2", "q8"])
-def test_aliases_and_patterns_mean_the_model(name):
+def test_aliases_and_patterns_select_the_model(name):
     registry, service = registry_of()
     assert registry.get(name) is service
 
@@ -49,7 +49,7 @@ def test_unknown_name_is_rejected_with_the_served_name(name):
     assert str(error) == f"The model {name!r} does not exist; this server has 'tiny'."
 
 
-def test_long_name_matches_no_pattern_and_is_cut_in_the_error():
+def test_long_name_matches_no_pattern_and_is_truncated_in_the_error():
     registry, service = registry_of(aliases=["*"])
     assert registry.get("a" * MAX_NAME) is service
     with pytest.raises(UnknownModel) as caught:
@@ -58,7 +58,7 @@ def test_long_name_matches_no_pattern_and_is_cut_in_the_error():
     assert "a" * 101 not in str(caught.value)
 
 
-def test_names_are_the_own_name_and_the_aliases_that_are_not_patterns():
+def test_names_lists_the_model_and_its_aliases_without_patterns():
     registry, service = registry_of()
     assert registry.names == ["tiny", "gpt-4o", "org/m"]
     assert all(registry.get(name) is service for name in registry.names)

@@ -1,10 +1,10 @@
-"""An answer on its way: what came before a fault is given out before the fault."""
+"""Streamed answers: text that arrived before an error is delivered before the error."""
 
 from __future__ import annotations
 
 import pytest
 
-from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, request_of
+from cllm.answer import Answer, Generation, RequestTimeout, SchedulingOptions, make_request
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
@@ -18,10 +18,10 @@ class Engine:
         pass
 
 
-def test_text_before_an_error_is_not_lost() -> None:
-    """Two tokens and the error come together, because the client did not read for a while."""
+def test_text_before_an_error_is_delivered_first() -> None:
+    """Two tokens and the error arrive together, because the client did not read for a while."""
     params = SamplingParams(n=2)
-    stream = Stream([request_of("a-0", [1], params, SchedulingOptions())])
+    stream = Stream([make_request("a-0", [1], params, SchedulingOptions())])
     answer = Answer(
         Generation("a", [[1]], params),
         stream,
@@ -49,13 +49,13 @@ def test_text_before_an_error_is_not_lost() -> None:
         (None, 0.5, "deadline_exceeded"),
     ],
 )
-def test_error_names_the_limit_that_expired_although_less_time_has_passed_here(
+def test_timeout_error_names_the_limit_that_the_engine_saw_expire(
     queue_timeout, deadline, code
 ) -> None:
-    """The engine's clock began before this answer was made, on a busy machine much earlier."""
+    """The engine's clock started before this answer was created, much earlier on a busy machine."""
     options = SchedulingOptions(queue_timeout=queue_timeout, deadline=deadline)
     generation = Generation("a", [[1]], SamplingParams(), options)
-    stream = Stream([request_of("a-0", [1], generation.params, options)])
+    stream = Stream([make_request("a-0", [1], generation.params, options)])
     stream.put(TokenOutput("a-0", 0, -1, FinishReason.TIMEOUT, False))
     with Answer(
         generation, stream, Engine(), Metrics("m"), FakeVocabulary().pieces, None, None

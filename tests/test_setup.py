@@ -1,6 +1,4 @@
-"""tools/setup.sh, with programs in place of uv, pip and the compilers that only say what they are
-told.
-"""
+"""tools/setup.sh, with stand-ins for uv, pip and the compilers that only record their arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +38,10 @@ esac
 
 @pytest.fixture
 def run(tmp_path: Path):
-    """Run the script in a checkout of its own; gives its result and the calls of uv and pip."""
+    """Return a function that runs the script in a checkout of its own.
+
+    It returns the result, and the calls of uv and pip.
+    """
     fakes, checkout = tmp_path / "fakes", tmp_path / "checkout"
     (checkout / "tools").mkdir(parents=True)
     shutil.copy(SCRIPT, checkout / "tools")
@@ -68,8 +69,8 @@ def run(tmp_path: Path):
 COMPILER = {"cc": "#!/bin/sh\n", "c++": "#!/bin/sh\necho g++\n"}
 
 
-def test_unknown_certificate_makes_uv_take_those_of_the_system(run):
-    """It says so, and the command runs with the environment that it wanted."""
+def test_unknown_certificate_makes_uv_use_the_system_store(run):
+    """A message says so, and the command runs again with that environment."""
     done, calls = run({"uv": UV, **COMPILER}, "echo", "hello")
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert (
@@ -79,8 +80,7 @@ def test_unknown_certificate_makes_uv_take_those_of_the_system(run):
     assert calls.count("uv sync") == 2
 
 
-def test_failure_without_certificates_is_not_tried_again(run):
-    """What else goes wrong would only go wrong twice."""
+def test_other_failures_are_not_retried(run):
     uv = UV.replace("invalid peer certificate: $FAULT", "no space left on device")
     done, calls = run({"uv": uv, **COMPILER}, "echo", "hello")
     assert (done.returncode, done.stdout) == (1, "")
@@ -92,8 +92,8 @@ def test_failure_without_certificates_is_not_tried_again(run):
 @pytest.mark.skipif(
     not Path("/etc/ssl/certs/ca-certificates.crt").exists(), reason="not where this system has them"
 )
-def test_unknown_certificate_makes_pip_take_those_of_the_system(run):
-    """Where uv has to be fetched first."""
+def test_unknown_certificate_makes_pip_use_the_system_store(run):
+    """When pip has to install uv first."""
     done, calls = run({"python3": PYTHON, "pip": PIP, "real-uv": UV, **COMPILER}, "echo", "hello")
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert "pip does not know the certificate" in done.stderr
@@ -101,8 +101,8 @@ def test_unknown_certificate_makes_pip_take_those_of_the_system(run):
     assert calls[:2] == [f"{install} uv", f"{install} --cert /etc/ssl/certs/ca-certificates.crt uv"]
 
 
-def test_clang_gets_no_switch_that_only_gcc_knows(run, tmp_path: Path):
-    """What pyproject.toml tells GCC beside -w is dropped; everything else reaches clang."""
+def test_clang_does_not_get_switches_of_gcc(run, tmp_path: Path):
+    """The GCC switches in pyproject.toml other than -w are dropped. All others reach clang."""
     compiler = tmp_path / "fakes" / "c++"
     done, _ = run(
         {

@@ -1,5 +1,5 @@
-"""Tiny models with random weights, whose memory is not plain attention or who are encoders: what
-they say is noise.
+"""Tiny models with random weights that are not plain attention, or are encoders; their output is
+noise.
 
 Their weights are large enough that every token of the past changes the logits.
 """
@@ -119,8 +119,8 @@ ENCODERS = {
 
 
 def write_tiny_model(kind: str, path: Path) -> None:
-    """``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3 (a sliding
-    window), or ENCODERS.
+    """Write a model of ``kind``: mamba (recurrent), lfm2 (half of its layers are recurrent), gemma3
+    (a sliding window), or one of ENCODERS.
     """
     writer = gguf.GGUFWriter(path, "bert" if kind in ENCODERS else kind)
     writer.add_name(f"tiny {kind}")

@@ -35,7 +35,7 @@ class Watch:
             self.report.write(f"{seconds:.3f} callback {handle}\n")
 
     def beat(self) -> None:
-        """Called every BEAT seconds, if the loop is not kept from it."""
+        """Run every BEAT seconds, unless the loop is kept from it."""
         seconds = time.process_time()
         if self.last_seconds and seconds - self.last_seconds > LEAST:
             self.report.write(f"{seconds - self.last_seconds:.3f} wait\n")
@@ -46,7 +46,11 @@ class Watch:
 def main() -> None:
     sys.modules["uvloop"] = None  # its callbacks cannot be watched
     watch, run = Watch(sys.argv[1]), asyncio.Handle._run
-    asyncio.Handle._run = lambda handle: watch.run(handle, run)
+
+    def run_watched(self: asyncio.Handle) -> None:
+        watch.run(self, run)
+
+    asyncio.Handle._run = run_watched
     sys.argv[1:] = sys.argv[2:]
     runpy.run_module("cllm", run_name="__main__", alter_sys=True)
 

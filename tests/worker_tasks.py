@@ -1,4 +1,4 @@
-"""What test_workers.py has processes do."""
+"""Functions that test_workers.py runs in worker processes."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ def prepare(begin):
 
 
 def prepare_slowly(begin):
-    """Computes for longer than a question may."""
+    """Compute for longer than a question may."""
     compute(SLOWLY)
     return prepare(begin)
 
 
 def note_limit(begin):
-    """Has one question: the CPU time that it could have taken for this."""
+    """Answer one question: the CPU time that it could have used."""
     seconds, _ = signal.getitimer(signal.ITIMER_PROF)
     return lambda asked: str(seconds)
 
@@ -42,7 +42,7 @@ def hang(begin):
 
 
 def chat(begin):
-    """Prints before it works."""
+    """Print before answering."""
     print("hello from a library", flush=True)  # noqa: T201
     os.write(1, b"and from one in C")
     return prepare(begin)
@@ -62,8 +62,8 @@ def pid():
 
 
 def surroundings():
-    """What of the parent's a process has: session, variables, and whether the current folder is a
-    place for modules.
+    """Return what the process has of its parent: session, variables, and whether the current folder
+    is on sys.path.
     """
     return " ".join([str(os.getsid(0)), *os.environ, *({"", str(Path.cwd())} & {*sys.path})])
 
@@ -95,7 +95,7 @@ def sleep_the_first_time(path):
 
 
 def compute(seconds):
-    """Seconds of CPU time."""
+    """Compute for this many seconds of CPU time."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass

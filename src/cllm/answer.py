@@ -10,15 +10,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-import msgspec
-
+from cllm.core.account import ANONYMOUS, Account
 from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
 from cllm.errors import BadRequest, CLLMError, EngineError
 from cllm.observe.metrics import Metrics
 from cllm.observe.trace_file import Recorder
-from cllm.process.backlog import NO_CLAIM, Place
+from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.client import EngineClient
 from cllm.process.in_flight import Stream
 from cllm.process.reservations import Claim
@@ -39,14 +38,13 @@ class RequestTimeout(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
-    """How a generation is scheduled: its account (``key``), its priority, and its time limits in
-    seconds.
+    """How a generation is scheduled: its account, its priority, and its time limits in seconds.
 
     What is computed for it is shared only with requests that have the same ``cache_salt``.
     ``claim``: to a reserved place in the queue.
     """
 
-    key: str = ""
+    account: Account = ANONYMOUS
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
     queue_timeout: float | None = None
@@ -78,7 +76,7 @@ class Generation:
     request_id: str
     prompts: list[list[int]]
     params: SamplingParams
-    terms: SchedulingOptions = SchedulingOptions()
+    scheduling: SchedulingOptions = SchedulingOptions()
     param: str = "prompt"
     plan: OutputPlan | None = None
     usage: Usage = field(default_factory=Usage)
@@ -87,7 +85,7 @@ class Generation:
 
     def bind(self, answer: Checked) -> None:
         """Constrain the text by a grammar."""
-        self.params = msgspec.structs.replace(self.params, grammar=answer.grammar)
+        self.params = self.params.replace_unchecked(grammar=answer.grammar)
         self.unenforced = answer.unenforced
 
 
@@ -95,7 +93,7 @@ class Answer:
     """The streamed answer to a generation.
 
     Iterate over it, or call listen() and take(); close it, or generation continues unread.
-    ``place`` is its queue position at submission.
+    ``queue_position`` is the one at submission.
     """
 
     def __init__(
@@ -126,8 +124,8 @@ class Answer:
             self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
     @property
-    def place(self) -> Place:
-        return self._stream.place
+    def queue_position(self) -> QueuePosition:
+        return self._stream.queue_position
 
     def _expire(self, timeout: float) -> None:
         self._engine.close_stream(self._stream)
@@ -148,7 +146,7 @@ class Answer:
             self._timer.cancel()
         self._engine.close_stream(self._stream)
         seconds, usage = time.monotonic() - self._begun, self.generation.usage
-        self._metrics.ended(self._outcome, seconds)
+        self._metrics.count_outcome(self._outcome, seconds)
         if self._recorder is not None:
             for request in self._stream.requests:
                 num_tokens = self._reader.num_tokens(request.request_id)
@@ -211,7 +209,7 @@ class Answer:
             deltas = self._read(outputs)
             if count := self.generation.usage.completion_tokens - before:
                 times = self.generation.times
-                self._metrics.tokens(count, now - times.latest, first=before == 0)
+                self._metrics.observe_tokens(count, now - times.latest, first=before == 0)
                 times.latest = now
                 if before == 0:
                     times.first = now
@@ -225,7 +223,7 @@ class Answer:
     def _read(self, outputs: list[TokenOutput]) -> list[Delta]:
         deltas, ended = self._reader.read(outputs)
         for choice in ended:
-            self._metrics.finished(choice.finish)
+            self._metrics.count_finish(choice.finish)
             if not choice.is_known:
                 self._engine.stop(self._stream, choice.request_id, choice.index)
         if self._reader.failure is not None:
@@ -240,21 +238,21 @@ class Answer:
         return EngineError("The engine failed to compute this request; please retry.")
 
     def _timeout(self) -> RequestTimeout:
-        """Return the error for the limit in ``terms`` that has ended the generation."""
-        terms = self.generation.terms
-        deadline = math.inf if terms.deadline is None else terms.deadline
+        """Return the error for the limit in ``scheduling`` that has ended the generation."""
+        scheduling = self.generation.scheduling
+        deadline = math.inf if scheduling.deadline is None else scheduling.deadline
         # The engine's clock started earlier, so elapsed may be below a deadline that has expired.
         elapsed = time.monotonic() - self._begun
         if (
-            terms.queue_timeout is not None
-            and terms.queue_timeout < deadline
+            scheduling.queue_timeout is not None
+            and scheduling.queue_timeout < deadline
             and elapsed < deadline
         ):
-            limit = round(terms.queue_timeout * 1000)
+            limit = round(scheduling.queue_timeout * 1000)
             return RequestTimeout(
                 f"The request waited longer than its queue_timeout_ms, {limit}.", "queue_timeout"
             )
-        limit = round((terms.deadline or 0) * 1000)
+        limit = round((scheduling.deadline or 0) * 1000)
         return RequestTimeout(
             f"The request took longer than its deadline_ms, {limit}.", "deadline_exceeded"
         )
@@ -269,16 +267,16 @@ def grammar_error() -> BadRequest:
     )
 
 
-def request_of(
-    request_id: str, prompt: list[int], params: SamplingParams, terms: SchedulingOptions
+def make_request(
+    request_id: str, prompt: list[int], params: SamplingParams, scheduling: SchedulingOptions
 ) -> Request:
     return Request(
         request_id,
         prompt,
         params,
-        terms.key,
-        terms.priority,
-        terms.deadline,
-        terms.queue_timeout,
-        terms.cache_salt,
+        scheduling.account.name,
+        scheduling.priority,
+        scheduling.deadline,
+        scheduling.queue_timeout,
+        scheduling.cache_salt,
     )

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from cllm.backends.registry import BACKENDS, import_options
 from cllm.config_file import ALIASES, NOT_NEEDED, split_names
+from cllm.core.params import PARAMETERS
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=ONE_LINE)]
@@ -150,7 +151,10 @@ class Scheduler(Section):
         "text so far, draft_model from model.draft_path.",
     )
     max_draft_tokens: int = Field(
-        default=8, ge=1, le=64, description="Most draft tokens for one sequence in one step."
+        default=8,
+        ge=1,
+        le=64,
+        description="Maximum number of draft tokens for one sequence in one step.",
     )
     max_queue_requests: int | None = Field(
         default=1000,
@@ -163,7 +167,8 @@ class Scheduler(Section):
         default=None,
         ge=0,
         le=10**12,
-        description="The same for prompt tokens; null means no limit.",
+        description="Prompt tokens that may wait ahead of a request; further requests get 429. "
+        "Null means no limit.",
     )
     max_queue_seconds: float | None = Field(
         default=300.0,
@@ -221,7 +226,7 @@ class KV(Section):
         "stores none.",
     )
     disk_cache_mb: int = Field(
-        default=10_000, ge=1, le=10**9, description="Largest size of that folder in MB."
+        default=10_000, ge=1, le=10**9, description="Maximum size of the folder disk_cache in MB."
     )
 
 
@@ -236,7 +241,7 @@ class Cache(Section):
         "off.",
     )
     max_memory_mb: int = Field(
-        default=64, ge=1, le=1_000_000, description="Largest memory for them in MB."
+        default=64, ge=1, le=1_000_000, description="Maximum memory for these answers in MB."
     )
 
 
@@ -251,7 +256,7 @@ class Storage(Section):
         "keeps none.",
     )
     max_responses_mb: int = Field(
-        default=64, ge=1, le=1_000_000, description="Largest memory for them in MB."
+        default=64, ge=1, le=1_000_000, description="Maximum memory for these answers in MB."
     )
     folder: Text | None = Field(
         default="~/.local/state/cllm",
@@ -291,40 +296,38 @@ else:  # a section for each backend that has options
     )
 
 
-class Sampling(Section):
+class NewTokens(Section):
     """Defaults of sampling parameters, for requests that do not set them."""
 
-    temperature: float = Field(
-        default=0.8,
-        ge=0,
-        le=100,
-        description="0 takes the most probable token; higher values vary more.",
-    )
-    top_k: int = Field(
-        default=40,
-        ge=0,
-        le=10_000_000,
-        description="Keep this many of the most probable tokens; 0 is off.",
-    )
-    top_p: float = Field(
-        default=0.95,
-        ge=0,
-        le=1,
-        description="Keep the most probable tokens up to this total probability; 1 is off.",
-    )
-    min_p: float = Field(
-        default=0.05,
-        ge=0,
-        le=1,
-        description="Drop tokens with less than this share of the best token's probability; 0 is "
-        "off.",
-    )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10_000_000,
-        description="Largest number of tokens to generate; null means up to the end of the "
+        description="Maximum number of tokens to generate; null means up to the end of the "
         "context.",
+    )
+
+
+if TYPE_CHECKING:
+    Sampling = NewTokens
+else:  # and the parameters that core/params.py declares with a default for the server
+    Sampling = create_model(
+        "Sampling",
+        __base__=NewTokens,
+        __doc__=NewTokens.__doc__,
+        **{
+            name: (
+                parameter.type,
+                Field(
+                    default=parameter.default,
+                    ge=parameter.bounds[0],
+                    le=parameter.bounds[1],
+                    description=parameter.help,
+                ),
+            )
+            for name, parameter in PARAMETERS.items()
+            if parameter.default is not None
+        },
     )
 
 

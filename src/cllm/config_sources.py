@@ -141,7 +141,7 @@ def from_file(path: Path) -> tuple[dict[str, Given], list[str]]:
             winner = entries[target]
             losers = ", ".join(f"{key}: {show(other.value)}" for key, other in others.items())
             notes.append(
-                f"{winner.origin}: {target} is {show(winner.value)} {how}; not taken: {losers}"
+                f"{winner.origin}: {target} is {show(winner.value)} {how}; ignored: {losers}"
             )
     return entries, notes
 

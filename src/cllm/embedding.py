@@ -85,7 +85,7 @@ async def encode_texts(
 
 
 async def embed(
-    service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions
+    service: Service, texts: list[list[int]], params: Iterable[str], scheduling: SchedulingOptions
 ) -> Embedding:
     """Return the vectors of ``texts`` (token ids), computed alongside generation.
 
@@ -94,8 +94,8 @@ async def embed(
     the call is cancelled, the engine aborts the request.
     """
     if service.info.pooling == "rank":
-        raise unfit("ranks documents (/v1/rerank); it does not give embeddings")
-    rows, num_tokens = await compute(service, texts, params, terms)
+        raise unfit("ranks documents (/v1/rerank); it does not compute embeddings")
+    rows, num_tokens = await compute(service, texts, params, scheduling)
     return Embedding(rows, num_tokens)
 
 
@@ -116,7 +116,7 @@ async def rank(
     service: Service,
     query: str,
     documents: list[str],
-    terms: SchedulingOptions,
+    scheduling: SchedulingOptions,
     param: str = "documents",
 ) -> Ranking:
     """Score each document for ``query``.
@@ -126,11 +126,11 @@ async def rank(
     params = names(param, len(documents))
     if service.info.pooling == "rank":
         pairs = await encode_pairs(service, query, documents, params)
-        rows, num_tokens = await compute(service, pairs, params, terms)
+        rows, num_tokens = await compute(service, pairs, params, scheduling)
         return Ranking(rows[:, 0].tolist(), True, num_tokens)
     params = ["query", *params]
     texts = await encode_texts(service, [query, *documents], params)
-    rows, num_tokens = await compute(service, texts, params, terms)
+    rows, num_tokens = await compute(service, texts, params, scheduling)
     return Ranking((rows[1:] @ rows[0]).tolist(), False, num_tokens)
 
 
@@ -176,7 +176,7 @@ async def encode_pairs(
 
 
 async def compute(
-    service: Service, texts: list[list[int]], params: Iterable[str], terms: SchedulingOptions
+    service: Service, texts: list[list[int]], params: Iterable[str], scheduling: SchedulingOptions
 ) -> tuple[Vectors, int]:
     """Return the model's vector or score for each text, and the number of tokens.
 
@@ -187,21 +187,22 @@ async def compute(
         with service.admission():
             service.engine.check_ready()
             return np.zeros((0, service.info.embedding_size), np.float32), 0
-    request = EmbeddingRequest(f"embd-{secrets.token_hex(12)}", texts, terms.key, terms.priority)
+    name = f"embd-{secrets.token_hex(12)}"
+    request = EmbeddingRequest(name, texts, scheduling.account.name, scheduling.priority)
     num_tokens = sum(map(len, texts))
     begun, outcome = time.monotonic(), "abort"
     with service.admission():
         waiter = service.engine.embed(request)
-    service.metrics.embedding_begun(len(texts), num_tokens)
+    service.metrics.count_embedding_request(len(texts), num_tokens)
     try:
-        vectors = await wait(waiter, terms, service.request_timeout)
+        vectors = await wait(waiter, scheduling, service.request_timeout)
         outcome = "finished"
     except Exception as error:
         outcome = "timeout" if isinstance(error, RequestTimeout) else "error"
         raise
     finally:
         service.engine.forget(waiter)
-        service.metrics.ended(outcome, time.monotonic() - begun)
+        service.metrics.count_outcome(outcome, time.monotonic() - begun)
     return np.frombuffer(b"".join(vectors), "<f4").reshape(len(texts), -1), num_tokens
 
 
@@ -209,7 +210,7 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
     """Raise BadRequest for texts that can never be computed."""
     info = service.info
     if not info.embedding_size:
-        raise unfit("does not give embeddings")
+        raise unfit("does not compute embeddings")
     if (num_tokens := sum(map(len, texts))) > MAX_TOKENS:
         raise too_many(params[0].partition("[")[0], num_tokens)
     for tokens, param in zip(texts, params, strict=True):
@@ -227,25 +228,25 @@ def check(service: Service, texts: list[list[int]], params: list[str]) -> None:
 
 
 async def wait(
-    waiter: Waiter, terms: SchedulingOptions, request_timeout: float | None
+    waiter: Waiter, scheduling: SchedulingOptions, request_timeout: float | None
 ) -> list[bytes]:
     """Return all vectors of a request.
 
     Raises RequestTimeout for the limit that expires first, and EngineError.
     """
     begun = time.monotonic()
-    deadline = terms.deadline if terms.deadline is not None else math.inf
+    deadline = scheduling.deadline if scheduling.deadline is not None else math.inf
     limit = min(deadline, request_timeout if request_timeout is not None else math.inf)
-    if terms.queue_timeout is not None and terms.queue_timeout < limit:
-        futures: set[asyncio.Future[Any]] = {waiter.begun, waiter.done}
+    if scheduling.queue_timeout is not None and scheduling.queue_timeout < limit:
+        futures: set[asyncio.Future[Any]] = {waiter.started, waiter.done}
         if not (
             await asyncio.wait(
-                futures, timeout=terms.queue_timeout, return_when=asyncio.FIRST_COMPLETED
+                futures, timeout=scheduling.queue_timeout, return_when=asyncio.FIRST_COMPLETED
             )
         )[0]:
             message = (
                 f"The request waited longer than its queue_timeout_ms, "
-                f"{round(terms.queue_timeout * 1000)}."
+                f"{round(scheduling.queue_timeout * 1000)}."
             )
             raise RequestTimeout(message, "queue_timeout")
     left = max(0.0, begun + limit - time.monotonic()) if limit < math.inf else None

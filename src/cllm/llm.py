@@ -17,17 +17,16 @@ from functools import cached_property
 from itertools import count
 from typing import Any, Self, TypeVar, cast
 
-import msgspec
 import numpy as np
 
 from cllm.backends.base import Vectors
 from cllm.backends.registry import import_loader
 from cllm.config import OPTIONS, Settings
 from cllm.config_sources import load_settings
-from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Logprobs, TokenOutput
+from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, Logprobs, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import EmbeddingRequest, Request, check_prompt
-from cllm.engine.build import build_backend, build_engine, fitted
+from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Add, Embed
 from cllm.engine.settings import engine_params
 from cllm.engine.shared import SharedEngine
@@ -185,7 +184,7 @@ class LLM:
     def _load(self, settings: Settings, progress: Progress | None = None) -> None:
         model = settings.model
         path = import_loader(settings.backend.name).resolve(model.path, model.quantization)
-        params = fitted(engine_params(settings, path, check_tokens=True))
+        params = fit_memory(engine_params(settings, path, check_tokens=True))
         self._backend = interruptible(lambda report: build_backend(params, report), progress)
         self._chat_template = ChatTemplate(self._backend.vocabulary)
         self.info = self._backend.info
@@ -240,7 +239,7 @@ class LLM:
             special = self._backend.vocabulary.special_tokens
         if bound is not None:
             grammar = message_grammar(bound, special)
-            params = msgspec.structs.replace(params, grammar=grammar, grammar_is_loose=True)
+            params = params.replace_unchecked(grammar=grammar, grammar_is_loose=True)
         return self._collect([prompt], params, plan)[0]
 
     def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Piece]:
@@ -259,7 +258,7 @@ class LLM:
         Raises BadRequest if a text is empty or too long, or if the model does not give embeddings.
         """
         if self.info.pooling == "rank" or not self.info.embedding_size:
-            raise BadRequest("The model does not give embeddings.", param="model")
+            raise BadRequest("This model does not compute embeddings.", param="model")
         some = [texts] if isinstance(texts, str) else texts
         encoded = [
             self._tokenize(text, f"texts[{i}]", parse_special=False) for i, text in enumerate(some)
@@ -267,8 +266,8 @@ class LLM:
         for i, tokens in enumerate(encoded):
             if not 0 < len(tokens) <= self.info.max_embedding_tokens:
                 message = (
-                    f"texts[{i}] has {len(tokens)} tokens; 1 to "
-                    f"{self.info.max_embedding_tokens} are possible."
+                    f"texts[{i}] has {len(tokens)} tokens; it must have 1 to "
+                    f"{self.info.max_embedding_tokens}."
                 )
                 raise BadRequest(message, param=f"texts[{i}]")
         vectors: list[bytes] = []
@@ -276,7 +275,7 @@ class LLM:
         try:
             while len(vectors) < len(encoded):
                 embedded = self._shared.take(inbox)
-                assert isinstance(embedded, Embedded)
+                assert isinstance(embedded, EmbeddingOutput)
                 if embedded.error:
                     raise EngineError(f"the texts could not be embedded: {embedded.error}")
                 vectors += embedded.vectors
@@ -300,7 +299,7 @@ class LLM:
                 )
             except UnicodeEncodeError:
                 raise BadRequest(
-                    f"{param} has a lone surrogate, which is no text.", param=param
+                    f"{param} has a lone surrogate, which is not valid text.", param=param
                 ) from None
 
     def _encode(self, prompts: Prompts) -> list[list[int]]:
@@ -365,7 +364,7 @@ class LLM:
         """Submit the prompts; yield what each output of the engine adds, and what has read it."""
         if not self.info.generates:
             raise BadRequest(
-                "The model gives embeddings; it does not generate text.", param="model"
+                "This model computes embeddings; it does not generate text.", param="model"
             )
         readers: dict[str, tuple[int, OutputReader]] = {}
         requests = []

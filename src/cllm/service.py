@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
-
-from cllm.answer import Answer, Generation, SchedulingOptions, request_of
+from cllm.answer import Answer, Generation, SchedulingOptions, make_request
 from cllm.backends.base import Vocabulary
 from cllm.core.model_info import ModelInfo
 from cllm.core.params import SamplingParams
@@ -71,7 +69,8 @@ class Service:
         self.renderer = Renderer(vocabulary)
         self._chat_form = ChatForm(vocabulary)
         self._grammars = GrammarProcess(
-            lambda: Special(vocabulary.size, vocabulary.special_tokens), metrics.grammar
+            lambda: Special(vocabulary.size, vocabulary.special_tokens),
+            metrics.observe_grammar_check,
         )
         self.request_timeout = request_timeout
         self._recorder = recorder
@@ -109,16 +108,15 @@ class Service:
         self,
         text: str,
         param: str = "prompt",
-        terms: SchedulingOptions | None = None,
+        scheduling: SchedulingOptions | None = None,
         *,
         plain: bool = False,
     ) -> list[int]:
         """Return the tokens of a whole prompt, with control tokens parsed; or, if ``plain``, of a
         part that is text.
 
-        Raises BadRequest for a text that cannot fit by its number of characters alone. Raises
-        QueueFull for a long text that would be rejected on these ``terms``. Neither tokenizes the
-        text.
+        Raises BadRequest for a text that has too many characters to fit, and QueueFull for a long
+        text that would be rejected with these ``scheduling`` options; both without tokenizing it.
         """
         self._check_length(len(text), param)
         tokenize = partial(
@@ -126,7 +124,7 @@ class Service:
         )
         if len(text) < LONG_TEXT:
             return tokenize()
-        self._check_room(len(text), terms)
+        self._check_room(len(text), scheduling)
         return await asyncio.to_thread(tokenize)
 
     async def prepare(
@@ -134,7 +132,7 @@ class Service:
         request_id: str,
         chat: Chat,
         params: SamplingParams,
-        terms: SchedulingOptions,
+        scheduling: SchedulingOptions,
         param: str = "messages",
         answer: Checked = FREE,
     ) -> Generation:
@@ -146,22 +144,20 @@ class Service:
         tool_choice or tools) for a choice of tools that cannot be enforced, and what ``encode``
         raises.
         """
-        params = msgspec.structs.replace(params, grammar=answer.grammar)
-        prompt = await self.encode_chat(chat, terms, param)
+        params = params.replace_unchecked(grammar=answer.grammar)
+        prompt = await self.encode_chat(chat, scheduling, param)
         plan, params, bound = self._chat_form.plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self._grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
-            params = msgspec.structs.replace(
-                params, grammar=checked.grammar, grammar_is_loose=is_loose
-            )
+            params = params.replace_unchecked(grammar=checked.grammar, grammar_is_loose=is_loose)
             answer = Checked("", (*answer.unenforced, *checked.unenforced))
         return Generation(
-            request_id, [prompt], params, terms, param, plan, unenforced=answer.unenforced
+            request_id, [prompt], params, scheduling, param, plan, unenforced=answer.unenforced
         )
 
     async def encode_chat(
-        self, chat: Chat, terms: SchedulingOptions | None = None, param: str = "messages"
+        self, chat: Chat, scheduling: SchedulingOptions | None = None, param: str = "messages"
     ) -> list[int]:
         """Return the tokens of a conversation by the model's template.
 
@@ -171,7 +167,7 @@ class Service:
         length = sum(len(str(message.get("content") or "")) for message in chat.messages)
         self._check_length(length, param)
         if length >= LONG_TEXT or len(chat.messages) >= MANY_MESSAGES:
-            self._check_room(length, terms)
+            self._check_room(length, scheduling)
         text = await self.render_chat(chat)
         num_fenced = text.count(OPEN)  # each fenced part has at least one token
         self._check_length(max(len(text) - 2 * num_fenced, num_fenced * self.longest_piece), param)
@@ -236,15 +232,17 @@ class Service:
     def _least_tokens(self, num_characters: int) -> int:
         return num_characters // self.longest_piece
 
-    def _check_room(self, num_characters: int, terms: SchedulingOptions | None) -> None:
+    def _check_room(self, num_characters: int, scheduling: SchedulingOptions | None) -> None:
         """Raise QueueFull before a long text is tokenized, because that takes longer than a
         rejection may take.
         """
-        if terms is None:
+        if scheduling is None:
             return
         num_tokens = max(1, self._least_tokens(num_characters))
         with self.admission():
-            self.engine.check_room(num_tokens, terms.key, terms.priority, terms.claim)
+            self.engine.check_room(
+                num_tokens, scheduling.account.name, scheduling.priority, scheduling.claim
+            )
 
     @contextmanager
     def admission(self) -> Iterator[None]:
@@ -254,15 +252,15 @@ class Service:
         Raises EngineError, and what the call raises.
         """
         if self.draining:
-            self.metrics.refused("draining")
+            self.metrics.count_rejection("draining")
             raise EngineError("The server is shutting down.")
         try:
             yield
         except QueueFull as error:
-            self.metrics.refused(error.bound)
+            self.metrics.count_rejection(error.bound)
             raise
         except EngineError:
-            self.metrics.refused("not_ready")
+            self.metrics.count_rejection("not_ready")
             raise
 
     def _check(self, generation: Generation) -> None:
@@ -282,13 +280,13 @@ class Service:
         for prompt in generation.prompts:
             check_prompt(prompt, info.vocabulary_size, info.context_length, generation.param)
         if len(generation.prompts) * generation.params.n > MAX_CHOICES:
-            message = f"At most {MAX_CHOICES} choices can be asked for at once."
+            message = f"A request may ask for at most {MAX_CHOICES} choices."
             raise BadRequest(message, param="n", code="invalid_value")
 
     def _check_generates(self) -> None:
         if not self.info.generates:
             message = (
-                "The model gives embeddings (/v1/embeddings, /v1/rerank); it does not "
+                "This model computes embeddings (/v1/embeddings, /v1/rerank); it does not "
                 "generate text."
             )
             raise BadRequest(message, param="model", code="unsupported_model")
@@ -301,12 +299,14 @@ class Service:
         """
         self._check(generation)
         requests = [
-            request_of(f"{generation.request_id}-{i}", prompt, generation.params, generation.terms)
+            make_request(
+                f"{generation.request_id}-{i}", prompt, generation.params, generation.scheduling
+            )
             for i, prompt in enumerate(generation.prompts)
         ]
         try:
             with self.admission():
-                stream = self.engine.submit(requests, generation.terms.claim)
+                stream = self.engine.submit(requests, generation.scheduling.claim)
         except QueueFull:
             if self._recorder is not None:
                 for request in requests:
@@ -314,8 +314,10 @@ class Service:
             raise
         generation.usage.prompt_tokens = sum(map(len, generation.prompts))
         generation.usage.cached_tokens = stream.num_reused_tokens
-        self.metrics.begun(generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled)
-        self.metrics.unenforced(generation.unenforced)
+        self.metrics.count_request(
+            generation.usage.prompt_tokens, stream.num_shared, stream.num_recalled
+        )
+        self.metrics.count_unenforced_keywords(generation.unenforced)
         pieces = self.vocabulary.pieces
         return Answer(
             generation,

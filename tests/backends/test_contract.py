@@ -1,13 +1,14 @@
-"""The contract of backends/base.py: one test for every backend and every layout.
+"""The contract of backends/base.py: each test runs for every backend and layout.
 
-Nothing here relies on a model's answers, only on logits being the same for the same tokens; in
-floating point that means up to a small part of their spread, because the shape of a batch changes
+The tests do not rely on a model's answers, only on equal logits for equal tokens. In floating
+point, equal means up to a small part of the logits' spread, because the shape of a batch changes
 the order of summation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,12 +48,12 @@ CHANGEABLE = ["fake unified", pytest.param("llama.cpp auto", marks=LLAMA)]
 
 @pytest.fixture(scope="module")
 def make_backend(request: pytest.FixtureRequest) -> Callable[[str], Backend]:
-    """``make_backend(kind)``; all of one kind are alike."""
+    """Return ``make_backend(kind)``; all backends of one kind are alike."""
 
     def make(kind: str) -> Backend:
         name, layout = kind.split()
         unified = layout == "unified"
-        sizes = {
+        sizes: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_num_seqs": NUM_SEQS,
             "max_num_batched_tokens": BATCH,
@@ -92,7 +93,7 @@ def backend(kind: str, make_backend: Callable[[str], Backend]) -> Iterator[Backe
 
 
 def num_ids(backend: Backend) -> int:
-    """How many seq_ids can hold tokens."""
+    """Return how many seq_ids can hold tokens."""
     return backend.info.max_num_seqs + backend.info.num_spare_ids
 
 
@@ -108,7 +109,9 @@ class Caller:
         self.operations += [Drop(key) for key in range(NUM_KEYS)]
 
     def seq(self, seq_id: int) -> Sequence:
-        """Under ``seq_id``; its tokens are what the cells hold after the next batch."""
+        """Return the sequence of ``seq_id``; its tokens are what the cells hold after the next
+        batch.
+        """
         if seq_id not in self.seqs:
             self.seqs[seq_id] = Sequence(Request("A", [0], SamplingParams()), 0, 0, CONTEXT)
             self.seqs[seq_id].seq_id = seq_id
@@ -123,14 +126,14 @@ class Caller:
         *,
         samples: bool = True,
     ) -> Row:
-        """Compute ``tokens``, and guesses if any, behind what ``seq_id`` holds."""
+        """Return a row of ``tokens`` and draft tokens that continues ``seq_id``."""
         seq, guesses = self.seq(seq_id), tuple(draft or ())
         start = len(seq.tokens)
         seq.tokens += tokens
         return Row(seq, start, len(tokens), 1 + len(guesses) if samples else 0, guesses)
 
     def whole(self, num_tokens: int, part: int) -> None:
-        """A backend whose state cannot be trimmed is never asked for a part of it."""
+        """Skip the test if it needs part of a state that the backend cannot trim."""
         if 0 < part < num_tokens and not self.backend.info.can_trim:
             pytest.skip("its state is kept or lost as a whole")
 
@@ -173,7 +176,7 @@ def caller(backend: Backend) -> Caller:
 
 
 def alone(backend: Backend, tokens: list[int]) -> np.ndarray:
-    """The logits behind ``tokens``, computed in one go in an empty backend."""
+    """Return the logits after ``tokens``, computed in one step in an empty backend."""
     caller = Caller(backend)
     return caller.forward(caller.row(0, tokens))[0]
 
@@ -183,8 +186,8 @@ def assert_same(logits: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(logits - expected).max() < TOLERANCE * expected.std()
 
 
-def test_info(kind, backend):
-    """The sizes are the ones that were asked for, and the ends are tokens."""
+def test_info_has_the_requested_sizes(kind, backend):
+    """End tokens are in the vocabulary."""
     info = backend.info
     assert (info.context_length, info.max_num_seqs, info.max_num_batched_tokens) == (
         CONTEXT,
@@ -202,10 +205,8 @@ def test_info(kind, backend):
     assert all(0 <= token < info.vocabulary_size for token in info.end_tokens)
 
 
-def test_the_vocabulary(backend):
-    """That of the logits; a grammar allows its end tokens, and its special ones where they are
-    named.
-    """
+def test_vocabulary_matches_the_logits(backend):
+    """A grammar allows its end tokens, and special tokens where it names them."""
     vocabulary, ends = backend.vocabulary, backend.info.end_tokens
     assert vocabulary.size == len(vocabulary.pieces) == backend.info.vocabulary_size
     tokenizer = vocabulary.grammar_tokenizer(ends)
@@ -214,7 +215,7 @@ def test_the_vocabulary(backend):
         matcher = Grammar(text, tokenizer).matcher()
         for token in vocabulary.tokenize(written, add_special=False, parse_special=False):
             matcher.consume(token)
-        return set(np.unpackbits(matcher.allowed(), bitorder="little").nonzero()[0].tolist())
+        return set(np.unpackbits(matcher.compute_mask(), bitorder="little").nonzero()[0].tolist())
 
     token, text = max(vocabulary.special_tokens.items(), key=lambda entry: entry[1])
     assert allowed(f"start: <[{token}]>") == allowed(f"start: {text}") == {token}
@@ -227,8 +228,8 @@ def test_the_vocabulary(backend):
     )
 
 
-def test_shape_of_logits(backend, caller):
-    """float32 of shape (number of sampling rows, vocabulary), and the caller may write to them."""
+def test_logits_have_one_row_per_sample(backend, caller):
+    """float32, (number of samples, vocabulary size). The caller may write to them."""
     rows = [
         caller.row(0, TEXTS[0]),
         caller.row(1, TEXTS[1], samples=False),
@@ -243,7 +244,7 @@ def test_shape_of_logits(backend, caller):
 
 
 def test_different_texts_have_different_logits(backend):
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     logits = [alone(backend, text) for text in TEXTS]
     for i, one in enumerate(logits):
         for other in logits[:i]:
@@ -251,15 +252,15 @@ def test_different_texts_have_different_logits(backend):
 
 
 def test_in_company_as_alone(backend, caller):
-    """Logits come in the order of the rows and do not depend on the other rows."""
+    """They are in the order of the rows."""
     expected = [alone(backend, text) for text in TEXTS]
     logits = caller.forward(*[caller.row(i, text) for i, text in enumerate(TEXTS)])
     for got, wanted in zip(logits, expected, strict=True):
         assert_same(got, wanted)
 
 
-def test_rows_that_sample_and_rows_that_do_not(backend, caller):
-    """Rows without logits leave no gap, wherever they stand; single tokens and long rows mix."""
+def test_rows_without_samples_leave_no_gap_in_the_logits(backend, caller):
+    """Single tokens and long rows mix in any order."""
     expected = [alone(backend, [*text, 6, 7]) for text in TEXTS]
     caller.forward(*[caller.row(i, text, samples=False) for i, text in enumerate(TEXTS[:3])])
     rows = [
@@ -273,8 +274,8 @@ def test_rows_that_sample_and_rows_that_do_not(backend, caller):
     assert_same(caller.forward(caller.row(0, [7])), expected[0][None])
 
 
-def test_no_row_samples(backend, caller):
-    """A batch in which nobody samples gives no logits, and its cells are filled."""
+def test_batch_without_samples_fills_cells(backend, caller):
+    """It returns no logits."""
     logits = caller.forward(caller.row(0, TEXTS[0], samples=False))
     assert logits.shape == (0, backend.info.vocabulary_size)
     assert_same(caller.forward(caller.row(0, [6]))[0], alone(backend, [*TEXTS[0], 6]))
@@ -282,7 +283,6 @@ def test_no_row_samples(backend, caller):
 
 @pytest.mark.parametrize("chunks", [[1, 9], [9, 1], [3, 3, 4], [1] * 10])
 def test_in_chunks_as_whole(backend, caller, chunks):
-    """A prompt computed in any chunks ends with the logits of the whole."""
     expected = alone(backend, TEXTS[0])
     at = 0
     for size in chunks:
@@ -291,8 +291,7 @@ def test_in_chunks_as_whole(backend, caller, chunks):
     assert_same(logits[0], expected)
 
 
-def test_trim_to_a_prefix(backend, caller):
-    """After a trim the kept tokens are there and the others are not."""
+def test_trim_keeps_the_prefix_only(backend, caller):
     expected = alone(backend, [*TEXTS[0][:4], 1, 2])
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.trim(0, 4)
@@ -301,10 +300,8 @@ def test_trim_to_a_prefix(backend, caller):
     assert_same(logits[1], alone(backend, [*TEXTS[1], 9]))
 
 
-def test_trim_to_nothing(backend, caller):
-    """An emptied seq_id starts anew, one already empty stays so, and its neighbour keeps
-    everything.
-    """
+def test_trim_to_nothing_empties_only_that_seq_id(backend, caller):
+    """An empty seq_id can be trimmed again."""
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.trim(0, 0)
     caller.operations.append(Trim(3, 0))
@@ -315,8 +312,7 @@ def test_trim_to_nothing(backend, caller):
     assert_same(caller.forward(caller.row(1, [9]))[0], logits[1])
 
 
-def test_a_full_batch_and_a_full_sequence(backend, caller):
-    """As many tokens as allowed are computed in one step, and a sequence may fill its context."""
+def test_largest_batch_and_longest_sequence_are_computed(backend, caller):
     caller.forward(*[caller.row(i, [3] * (BATCH // NUM_SEQS)) for i in range(NUM_SEQS)])
     caller.trim(0, 0)
     for _ in range(CONTEXT // BATCH):
@@ -327,10 +323,8 @@ def test_a_full_batch_and_a_full_sequence(backend, caller):
 # --- guesses ------------------------------------------------------------------------------------
 
 
-def test_every_guess_is_sampled(backend, caller):
-    """A row with guesses gives the logits behind its token and behind each guess, in the order of
-    the batch.
-    """
+def test_every_draft_token_has_logits(backend, caller):
+    """They follow those of the row's last token, in the order of the batch."""
     token, *draft = TEXTS[1][:3]
     guessed = [alone(backend, [*TEXTS[0], *TEXTS[1][:count]]) for count in (1, 2, 3)]
     before, behind = alone(backend, [*TEXTS[1], 9]), alone(backend, [*TEXTS[2], 9])
@@ -340,8 +334,8 @@ def test_every_guess_is_sampled(backend, caller):
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_wrong_guesses_are_taken_back(backend, caller, num_right):
-    """They fill cells; trimmed, they were never there, and those that were right stay."""
+def test_rejected_draft_tokens_leave_no_trace_after_a_trim(backend, caller, num_right):
+    """Accepted ones stay."""
     draft = [7, 90, 91]
     expected = alone(backend, [*TEXTS[0], 6, *draft[:num_right], 8])
     caller.forward(caller.row(0, TEXTS[0]))
@@ -351,8 +345,7 @@ def test_wrong_guesses_are_taken_back(backend, caller, num_right):
     assert_same(caller.forward(caller.row(0, [8]))[0], expected)
 
 
-def test_as_many_samples_as_allowed(backend, caller):
-    """max_num_samples positions in one step, of one row or of several."""
+def test_max_num_samples_can_be_used_by_one_row_or_several(backend, caller):
     count = backend.info.max_num_samples
     logits = caller.forward(caller.row(0, [3], [3] * (count - 1)))
     assert len(logits) == count
@@ -368,8 +361,8 @@ def test_as_many_samples_as_allowed(backend, caller):
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
-def test_a_copy_is_a_prefix(backend, caller, count):
-    """The target goes on from the first tokens of the source, and the source from all of them."""
+def test_copy_and_source_continue_independently(backend, caller, count):
+    """The target continues after the copied tokens, the source after all of its own."""
     expected = [alone(backend, [*TEXTS[0], 6]), alone(backend, [*TEXTS[0][:count], 7, 8])]
     caller.forward(caller.row(0, TEXTS[0]))
     caller.copy(0, 2, count)
@@ -377,8 +370,8 @@ def test_a_copy_is_a_prefix(backend, caller, count):
 
 
 @pytest.mark.parametrize(("goes", "stays"), [(0, 1), (1, 0)])
-def test_a_copy_outlives_its_source(backend, caller, goes, stays):
-    """And the source its copy, whatever is computed where the other was."""
+def test_copy_and_source_outlive_each_other(backend, caller, goes, stays):
+    """Whatever is computed in the other seq_id afterwards."""
     expected = [alone(backend, TEXTS[1]), alone(backend, [*TEXTS[0], 6])]
     caller.forward(caller.row(0, TEXTS[0]))
     caller.copy(0, 1, 10)
@@ -387,8 +380,7 @@ def test_a_copy_outlives_its_source(backend, caller, goes, stays):
     assert_same(caller.forward(caller.row(stays, [6]))[0], expected[1])
 
 
-def test_operations_are_carried_out_in_order(backend, caller):
-    """Each finds what those before have left, and the rows find what the last has left."""
+def test_operations_run_in_order_before_the_rows(backend, caller):
     left = [TEXTS[0][:7], TEXTS[1][:2], TEXTS[1], TEXTS[1][:5]]
     expected = [alone(backend, [*tokens, 9]) for tokens in left]
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
@@ -406,8 +398,7 @@ def test_operations_are_carried_out_in_order(backend, caller):
     assert_same(caller.forward(*[caller.row(i, [9]) for i in range(NUM_SEQS)]), np.stack(expected))
 
 
-def test_operations_alone(backend, caller):
-    """Without rows there are no logits, but the operations are carried out."""
+def test_batch_of_operations_returns_no_logits(backend, caller):
     expected = alone(backend, [*TEXTS[0][:4], 9])
     caller.forward(caller.row(0, TEXTS[0]))
     caller.copy(0, 1, 4)
@@ -417,9 +408,7 @@ def test_operations_alone(backend, caller):
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
 def test_shared_cells_count_once(backend, caller):
-    """In the unified layout a copy takes no cells; they are in use as long as one seq_id has them,
-    and free then.
-    """
+    """In the unified layout a copy takes no cells. A cell is free once no seq_id uses it."""
     spare = range(NUM_SEQS, NUM_SEQS + 6)
     caller.fill(0, 200)
     for seq_id in spare:
@@ -441,8 +430,8 @@ def test_shared_cells_count_once(backend, caller):
 
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
-def test_spare_seq_ids_hold_tokens(backend, caller):
-    """Prefixes stay there, as a whole or in part, and come back from there."""
+def test_spare_seq_ids_keep_prefixes(backend, caller):
+    """They can be copied there and back, as a whole or in part."""
     expected = [alone(backend, [*TEXTS[0][:count], 9]) for count in (10, 4, 3)]
     caller.forward(caller.row(0, TEXTS[0]))
     first, last = NUM_SEQS, num_ids(backend) - 1
@@ -461,10 +450,8 @@ def test_spare_seq_ids_hold_tokens(backend, caller):
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
-def test_a_snapshot_comes_back(backend, caller, count):
-    """All of it or its first tokens, under any seq_id, in place of what is there, as often as one
-    likes.
-    """
+def test_snapshot_is_loaded_as_a_whole_or_in_part(backend, caller, count):
+    """Under any seq_id, in place of its tokens, any number of times."""
     expected = [alone(backend, [*TEXTS[0][:count], 9]), alone(backend, [*TEXTS[0], 9])]
     caller.forward(caller.row(2, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.save(2, 0)
@@ -475,8 +462,8 @@ def test_a_snapshot_comes_back(backend, caller, count):
     assert_same(caller.forward(caller.row(1, [9]), caller.row(3, [9])), np.stack(expected))
 
 
-def test_saving_changes_nothing(backend, caller):
-    """The sequence goes on; its snapshot stays what it was."""
+def test_saving_does_not_change_the_sequence(backend, caller):
+    """The sequence continues, and its snapshot stays the same."""
     expected = [alone(backend, [*TEXTS[0], 6]), alone(backend, [*TEXTS[0], 9])]
     caller.forward(caller.row(0, TEXTS[0]))
     caller.save(0, 1)
@@ -485,8 +472,8 @@ def test_saving_changes_nothing(backend, caller):
     assert_same(caller.forward(caller.row(1, [9]))[0], expected[1])
 
 
-def test_a_dropped_snapshot_is_gone(backend, caller):
-    """The others stay; to drop what is not there is nothing."""
+def test_drop_deletes_only_that_snapshot(backend, caller):
+    """Dropping a snapshot that does not exist has no effect."""
     expected = alone(backend, [*TEXTS[1], 9])
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.save(0, 0)
@@ -502,8 +489,8 @@ def test_a_dropped_snapshot_is_gone(backend, caller):
 
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
-def test_snapshots_of_spare_seq_ids(backend, caller):
-    """What lies there can be saved, and be loaded there, and the others do not notice."""
+def test_spare_seq_ids_can_be_saved_and_loaded(backend, caller):
+    """Other sequences are not affected."""
     expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], TEXTS[0][:5])]
     caller.forward(caller.row(0, TEXTS[0]))
     first, last = NUM_SEQS, num_ids(backend) - 1
@@ -518,8 +505,8 @@ def test_snapshots_of_spare_seq_ids(backend, caller):
     assert_same(caller.forward(*[caller.row(i, [9]) for i in range(3)]), np.stack(expected))
 
 
-def test_the_bytes_of_a_snapshot(backend, caller):
-    """They do not change, whatever becomes of the sequence; what was not saved has none."""
+def test_snapshot_bytes_do_not_change(backend, caller):
+    """Whatever the sequence does next. An unknown snapshot has none."""
     caller.forward(caller.row(0, TEXTS[0]))
     caller.save(0, 3)
     caller.forward()
@@ -536,10 +523,8 @@ def test_the_bytes_of_a_snapshot(backend, caller):
 
 
 @pytest.mark.parametrize("kind", LLAMA_KINDS, indirect=True)
-def test_the_size_of_a_state(backend, caller):
-    """It can be told before saving, to a few bytes of heads: a fixed part, and a part for each
-    token.
-    """
+def test_size_of_a_state_is_known_before_saving(backend, caller):
+    """A fixed part, and a part for each token, up to a few bytes of headers."""
     info = backend.info
     for count in (1, 5, 10):
         caller.trim(1, 0)
@@ -556,10 +541,10 @@ def install_snapshot(backend: Backend, key: int, data: bytes) -> None:
     backend.install_snapshot(key, buffer)
 
 
-def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
-    """Its bytes are adopted by another backend that has the same fingerprint, and are the same
-    there.
-    """
+def test_snapshot_is_loaded_by_another_backend_with_the_same_fingerprint(
+    kind, backend, make_backend, caller
+):
+    """Its bytes are the same there."""
     part = TEXTS[0][: 7 if backend.info.can_trim else None]
     expected = alone(backend, [*part, 9])
     other = make_backend(kind)
@@ -578,8 +563,8 @@ def test_a_snapshot_moves_house(kind, backend, make_backend, caller):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "too long", "no state"])
-def test_bytes_that_are_no_snapshot(backend, caller, damage):
-    """To load them is an error, and costs the others nothing."""
+def test_invalid_snapshot_is_an_error_on_load(backend, caller, damage):
+    """Other sequences keep their cells."""
     expected = alone(backend, [*TEXTS[1], 9])
     caller.forward(caller.row(0, TEXTS[0]), caller.row(1, TEXTS[1]))
     caller.save(0, 0)
@@ -599,9 +584,7 @@ def test_bytes_that_are_no_snapshot(backend, caller, damage):
 
 @pytest.mark.parametrize("kind", CHANGEABLE)
 def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
-    """The cells are empty afterwards; what was saved, under whatever seq_id, is loaded into either
-    layout.
-    """
+    """The cells are empty afterwards. Snapshots of any seq_id can be loaded into either layout."""
     backend = make_backend(kind)
     expected = [alone(backend, [*tokens, 9]) for tokens in (TEXTS[1], TEXTS[0], [], TEXTS[0][:4])]
     for layout in ("partitioned", "unified", "partitioned"):
@@ -633,55 +616,55 @@ def test_snapshots_outlive_a_change_of_layout(kind, make_backend):
 # --- faults -------------------------------------------------------------------------------------
 
 
-def too_many_tokens(caller: Caller) -> None:
+def exceed_max_num_batched_tokens(caller: Caller) -> None:
     caller.forward(caller.row(0, [3] * BATCH), caller.row(1, [3]))
 
 
-def a_seq_id_too_high(caller: Caller) -> None:
+def use_too_high_seq_id(caller: Caller) -> None:
     caller.forward(caller.row(NUM_SEQS, [3]))
 
 
-def a_negative_seq_id(caller: Caller) -> None:
+def use_negative_seq_id(caller: Caller) -> None:
     caller.forward(caller.row(0, [3]), caller.row(-1, [3]))
 
 
-def too_many_samples(caller: Caller) -> None:
+def exceed_max_num_samples(caller: Caller) -> None:
     caller.forward(caller.row(0, [3], [3] * caller.backend.info.max_num_samples))
 
 
-def a_row_without_tokens(caller: Caller) -> None:
+def add_row_without_tokens(caller: Caller) -> None:
     caller.forward(caller.row(0, [], samples=False))
 
 
-def a_copy_of_more_than_there_is(caller: Caller) -> None:
+def copy_more_tokens_than_exist(caller: Caller) -> None:
     caller.forward(caller.row(0, [3, 4]))
     caller.copy(0, 1, 3)
     caller.seq(1).tokens.append(3)
     caller.forward(caller.row(1, [3]))
 
 
-def a_load_of_more_than_there_is(caller: Caller) -> None:
+def load_more_tokens_than_exist(caller: Caller) -> None:
     caller.forward(caller.row(0, [3, 4]))
     caller.save(0, 0)
     caller.load(0, 1, [3, 4, 5])
     caller.forward(caller.row(1, [3]))
 
 
-def a_gap(caller: Caller) -> None:
+def leave_gap(caller: Caller) -> None:
     caller.forward(caller.row(0, [3, 4]))
     caller.seqs[0].tokens += [3, 4]
     caller.forward(caller.row(0, [5]))
 
 
-def a_token_of_no_vocabulary(caller: Caller) -> None:
+def use_token_outside_the_vocabulary(caller: Caller) -> None:
     caller.forward(caller.row(0, [caller.backend.info.vocabulary_size]))
 
 
-def a_negative_token(caller: Caller) -> None:
+def use_negative_token(caller: Caller) -> None:
     caller.forward(caller.row(0, [3, -1]))
 
 
-def more_than_all_cells(caller: Caller) -> None:
+def exceed_num_cells(caller: Caller) -> None:
     if caller.backend.info.state_bytes_per_token == 0 and not caller.backend.info.can_trim:
         pytest.skip("a state that does not grow has no cells")
     for at in range(NUM_SEQS * CONTEXT // BATCH):
@@ -690,25 +673,23 @@ def more_than_all_cells(caller: Caller) -> None:
 
 
 FAULTS = [
-    too_many_tokens,
-    a_seq_id_too_high,
-    a_negative_seq_id,
-    too_many_samples,
-    a_row_without_tokens,
-    a_copy_of_more_than_there_is,
-    a_load_of_more_than_there_is,
-    a_gap,
-    a_token_of_no_vocabulary,
-    a_negative_token,
-    more_than_all_cells,
+    exceed_max_num_batched_tokens,
+    use_too_high_seq_id,
+    use_negative_seq_id,
+    exceed_max_num_samples,
+    add_row_without_tokens,
+    copy_more_tokens_than_exist,
+    load_more_tokens_than_exist,
+    leave_gap,
+    use_token_outside_the_vocabulary,
+    use_negative_token,
+    exceed_num_cells,
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
-    """A caller who breaks the contract gets EngineError, and the batch after it is computed as
-    ever.
-    """
+def test_contract_violation_raises_engine_error(backend, caller, fault):
+    """The next batch is computed as usual."""
     expected = alone(backend, TEXTS[0])
     with pytest.raises(EngineError):
         fault(caller)
@@ -728,10 +709,10 @@ def test_a_fault_is_an_error_and_no_crash(backend, caller, fault):
     ids=["trim", "copy from", "copy to", "save", "load", "no snapshot"],
 )
 @pytest.mark.parametrize("negative", [False, True])
-def test_an_operation_on_nobody_is_an_error(backend, caller, operation, negative):
-    """A seq_id or a snapshot that does not exist is refused; those that were not named keep what
-    they have.
-    """
+def test_operation_on_an_unknown_seq_id_or_snapshot_is_an_error(
+    backend, caller, operation, negative
+):
+    """All others keep their cells."""
     expected = alone(backend, [*TEXTS[1], 9])
     caller.forward(caller.row(1, TEXTS[1]), caller.row(2, TEXTS[2]))
     caller.save(2, 0)
@@ -742,10 +723,8 @@ def test_an_operation_on_nobody_is_an_error(backend, caller, operation, negative
 
 
 @pytest.mark.parametrize("kind", UNIFIED, indirect=True)
-def test_a_load_without_room_for_the_whole_snapshot(backend, caller):
-    """The caller's fault, even if the part that is wanted would fit; with room it takes cells for
-    that part alone.
-    """
+def test_load_needs_room_for_the_whole_snapshot(backend, caller):
+    """It is an error even if the wanted part would fit. Afterwards, only that part occupies cells."""
     caller.fill(0, 200)
     caller.save(0, 0)
     for seq_id in (1, 2, 3):
@@ -761,10 +740,9 @@ def test_a_load_without_room_for_the_whole_snapshot(backend, caller):
         caller.forward(caller.row(0, [3]))
 
 
-def test_an_error_costs_the_others_nothing(backend, caller):
-    """Sequences that were not in the batch of an error keep their cells."""
+def test_error_in_one_batch_keeps_the_cells_of_other_sequences(backend, caller):
     caller.forward(caller.row(1, TEXTS[1]))
     with pytest.raises(EngineError):
-        a_gap(caller)
+        leave_gap(caller)
     logits = caller.forward(caller.row(1, [9]))
     assert_same(logits[0], alone(backend, [*TEXTS[1], 9]))

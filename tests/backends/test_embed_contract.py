@@ -1,4 +1,6 @@
-"""What backends/base.py says of ``embed``: one test for every backend and every kind of pooling."""
+"""The contract of ``embed`` in backends/base.py: each test runs for every backend and kind of
+pooling.
+"""
 
 from __future__ import annotations
 
@@ -71,33 +73,33 @@ def close(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.linalg.norm(one - other) <= 0.02 * np.linalg.norm(one) + 1e-6)
 
 
-def test_shape(backend) -> None:
+def test_embed_returns_one_row_per_chunk(backend) -> None:
     vectors = backend.embed([whole(text) for text in TEXTS])
     assert vectors.shape == (len(TEXTS), backend.info.embedding_size)
     assert vectors.dtype == np.float32
     assert np.isfinite(vectors).all()
 
 
-def test_the_result_is_the_callers_own(backend) -> None:
+def test_caller_may_change_the_result(backend) -> None:
     first = backend.embed([whole(TEXTS[0])])
     kept = first.copy()
     backend.embed([whole(TEXTS[1])])
     assert (first == kept).all()
 
 
-def test_different_texts_differ(backend) -> None:
+def test_different_texts_have_different_embeddings(backend) -> None:
     vectors = [alone(backend, text) for text in TEXTS]
     assert not any(close(vectors[i], vectors[j]) for i in range(len(TEXTS)) for j in range(i))
 
 
-def test_in_company_as_alone(backend) -> None:
+def test_embedding_does_not_depend_on_other_texts(backend) -> None:
     together = backend.embed([whole(text) for text in TEXTS])
     assert all(
         close(alone(backend, text), vector) for text, vector in zip(TEXTS, together, strict=True)
     )
 
 
-def test_as_many_as_allowed(backend) -> None:
+def test_max_chunks_fit_in_one_call(backend) -> None:
     texts = [[1 + i % 50, 2 + i] for i in range(MAX_CHUNKS)]
     together = backend.embed([whole(text) for text in texts])
     assert all(
@@ -106,12 +108,12 @@ def test_as_many_as_allowed(backend) -> None:
 
 
 def pooled(backend: Backend, parts: list[np.ndarray]) -> np.ndarray:
-    return {"mean": sum(parts), "cls": parts[0]}.get(backend.info.pooling, parts[-1])
+    return {"mean": np.sum(parts, axis=0), "cls": parts[0]}.get(backend.info.pooling, parts[-1])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_in_chunks_as_whole(backend, size) -> None:
-    """Also with other texts behind the last chunk, in the same bite and in the next."""
+def test_chunked_text_has_the_embedding_of_the_whole(backend, size) -> None:
+    """Also with other texts after the last chunk, in the same call and in the next."""
     if backend.info.embeds_whole:
         pytest.skip("texts are not cut")
     parts = []
@@ -122,15 +124,15 @@ def test_in_chunks_as_whole(backend, size) -> None:
         parts.append(rows[0])
         for row in rows[1:]:
             assert close(row, alone(backend, TEXTS[2]))
-    bite = backend.info.embedding_bite
+    size = backend.info.max_embedding_batch_tokens
     expected = [
-        backend.embed([Chunk(LONG[start : start + bite], start, len(LONG))])[0]
-        for start in range(0, len(LONG), bite)
+        backend.embed([Chunk(LONG[start : start + size], start, len(LONG))])[0]
+        for start in range(0, len(LONG), size)
     ]
     assert close(pooled(backend, expected), pooled(backend, parts))
 
 
-def test_a_text_that_was_not_finished_leaves_nothing(backend) -> None:
+def test_unfinished_text_does_not_affect_the_next_one(backend) -> None:
     if backend.info.embeds_whole:
         pytest.skip("texts are not cut")
     expected = alone(backend, TEXTS[0])
@@ -138,15 +140,15 @@ def test_a_text_that_was_not_finished_leaves_nothing(backend) -> None:
     assert close(alone(backend, TEXTS[0]), expected)
 
 
-def test_the_longest_text(backend) -> None:
+def test_longest_text_is_embedded(backend) -> None:
     longest = (LONG * 2)[: backend.info.max_embedding_tokens]
-    bite = len(longest) if backend.info.embeds_whole else backend.info.embedding_bite
-    for start in range(0, len(longest), bite):
-        row = backend.embed([Chunk(longest[start : start + bite], start, len(longest))])[0]
+    size = len(longest) if backend.info.embeds_whole else backend.info.max_embedding_batch_tokens
+    for start in range(0, len(longest), size):
+        row = backend.embed([Chunk(longest[start : start + size], start, len(longest))])[0]
         assert np.isfinite(row).all()
 
 
-def test_generation_does_not_notice(backend) -> None:
+def test_embedding_does_not_change_generation(backend) -> None:
     if not backend.info.generates:
         pytest.skip("it does not generate")
 
@@ -163,7 +165,7 @@ def test_generation_does_not_notice(backend) -> None:
     assert np.allclose(decode(embeds=False), decode(embeds=True), atol=1e-3)
 
 
-def test_an_encoder_does_not_generate(backend) -> None:
+def test_encoder_rejects_forward(backend) -> None:
     if backend.info.generates:
         pytest.skip("it generates")
     seq = Sequence(Request("A", [0], SamplingParams()), 0, 0, CONTEXT)
@@ -189,7 +191,7 @@ def test_an_encoder_does_not_generate(backend) -> None:
     ],
     ids=str,
 )
-def test_what_would_abort_the_process_is_an_error(backend, chunks) -> None:
+def test_invalid_chunks_raise_engine_error(backend, chunks) -> None:
     with pytest.raises(EngineError):
         backend.embed(chunks)
     assert np.isfinite(alone(backend, TEXTS[0])).all()

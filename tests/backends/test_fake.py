@@ -1,4 +1,4 @@
-"""What only the fake backend does: it counts on, costs what its model says, and breaks on
+"""The fake backend's own behaviour: it counts up, takes the time of its cost model, and fails on
 request.
 """
 
@@ -21,8 +21,8 @@ def sequence(tokens: list[int], seq_id: int = 0) -> Sequence:
     return seq
 
 
-def test_it_counts_on():
-    """After the token t comes t + 1, after 255 comes 0, and END after ``length`` tokens."""
+def test_next_token_is_the_last_one_plus_1():
+    """After 255 comes 0, and END after ``length`` tokens."""
     backend = FakeBackend(length=3)
     seq = sequence([7, 254])
     answers = []
@@ -34,16 +34,18 @@ def test_it_counts_on():
     assert answers == [255, 0, 1, END]
 
 
-def test_it_counts_on_behind_each_guess():
-    """Whether the guess was right or wrong; END after ``length`` tokens, guesses included."""
+def test_next_token_after_each_draft_token_is_it_plus_1():
+    """Whether the draft token was right or wrong. END comes after ``length`` tokens, including
+    draft tokens.
+    """
     backend = FakeBackend(length=3)
     logits = backend.forward(Batch([Row(sequence([7]), 0, 1, 4, (8, 50, 51))], []))
     assert logits.argmax(1).tolist() == [8, 9, 51, END]
 
 
-def test_a_step_costs_what_the_cost_model_says():
-    """A fixed part, a part for each decoding row and for each guess, a part for each other token;
-    by ``sleep``.
+def test_step_sleeps_for_its_cost():
+    """A fixed part, a part for each decoding row and each draft token, and a part for each other
+    token.
     """
     spent = []
     backend = FakeBackend(costs=Costs(step=100, row=10, token=1), sleep=spent.append)
@@ -55,24 +57,22 @@ def test_a_step_costs_what_the_cost_model_says():
     assert spent == [105, 117, 130]
 
 
-def test_it_fails_when_told_to():
-    """The step with the number raise_at_step raises EngineError, and no other does."""
+def test_step_raises_at_raise_at_step():
+    """No other step raises."""
     backend = FakeBackend(faults=Faults(raise_at_step=2))
     batch = Batch([Row(sequence([1]), 0, 1, 1)], [Trim(0, 0)])
     backend.forward(batch)
-    with pytest.raises(EngineError, match="told to fail"):
+    with pytest.raises(EngineError, match="fails as configured"):
         backend.forward(batch)
     backend.forward(batch)
 
 
-def test_it_checks_its_caller():
-    """Rows that do not start where the cells end, and tokens of no vocabulary, are the caller's
-    fault.
-    """
+def test_rows_are_checked():
+    """Rows must start where the cells end, and their tokens must be in the vocabulary."""
     backend = FakeBackend()
     with pytest.raises(EngineError, match="holds 0 tokens, but the row starts at 1"):
         backend.forward(Batch([Row(sequence([1, 2]), 1, 1, 1)], []))
-    with pytest.raises(EngineError, match="outside of the vocabulary"):
+    with pytest.raises(EngineError, match="outside the vocabulary"):
         backend.forward(Batch([Row(sequence([VOCABULARY_SIZE]), 0, 1, 1)], []))
 
 
@@ -85,8 +85,8 @@ def test_it_checks_its_caller():
     ],
     ids=["onto others", "more than there are", "more than were saved"],
 )
-def test_it_checks_operations(operation, complaint):
-    """A copy goes to an empty seq_id, and nobody gets more than there is."""
+def test_operations_are_checked(operation, complaint):
+    """A copy needs an empty target, and cannot take more tokens than its source has."""
     backend = FakeBackend()
     backend.forward(
         Batch([Row(sequence([1] * 5), 0, 5, 1), Row(sequence([1] * 5, 1), 0, 5, 1)], [])
@@ -99,9 +99,9 @@ def test_it_checks_operations(operation, complaint):
 @pytest.mark.parametrize(
     "operation", [Trim(0, 4), Copy(0, 1, 4), Load(0, 1, 4)], ids=["trim", "copy", "load"]
 )
-def test_state_is_kept_or_lost_as_a_whole(operation: Operation):
-    """With can_trim=False it behaves like a recurrent model: a part of a state cannot be had, all
-    of it can.
+def test_untrimmable_state_is_kept_or_lost_as_a_whole(operation: Operation):
+    """With can_trim=False the fake behaves like a recurrent model: it can copy a whole state, but
+    no part of one.
     """
     backend = FakeBackend(can_trim=False)
     backend.forward(Batch([Row(sequence([1] * 5), 0, 5, 1)], [Trim(0, 0)]))
@@ -116,8 +116,8 @@ def test_state_is_kept_or_lost_as_a_whole(operation: Operation):
     assert backend.forward(Batch(rows, [])).argmax(1).tolist() == [10, 2, 2]
 
 
-def test_its_vocabulary_has_a_token_for_each_byte():
-    """Text becomes its UTF-8 bytes and comes back; control tokens have no text of their own."""
+def test_vocabulary_has_a_token_for_each_byte():
+    """Text becomes its UTF-8 bytes and back. Control tokens have no text."""
     vocabulary = FakeVocabulary()
     assert len(vocabulary.pieces) == vocabulary.size == VOCABULARY_SIZE
     tokens = vocabulary.tokenize("aß\0👍", add_special=True, parse_special=False)
@@ -126,7 +126,7 @@ def test_its_vocabulary_has_a_token_for_each_byte():
 
 
 def test_control_tokens_are_parsed_on_request_only():
-    """Their names are control tokens for the template's text, and plain letters for the user's."""
+    """Their names are control tokens in a template's text, and plain letters in a user's text."""
     vocabulary = FakeVocabulary()
     text = "a<|im_end|>b<|im_start|><|im_end|>"
     assert vocabulary.tokenize(text, add_special=False, parse_special=True) == [

@@ -1,4 +1,4 @@
-"""Backends bring their options and a loader; nothing else knows them."""
+"""Backends bring their options and a loader; no other module knows them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_backend_is_a_folder_and_a_line(tmp_path: Path) -> None:
+def test_backend_needs_only_a_folder_and_a_line(tmp_path: Path) -> None:
     """Its options reach the settings, the page that describes them, and the engine."""
     folder = tmp_path / "toy"
     folder.mkdir()
@@ -76,8 +76,8 @@ def test_a_backend_is_a_folder_and_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_importing_the_settings_imports_only_options() -> None:
-    """Neither what computes nor what loads it: every command imports the settings."""
+def test_settings_import_only_the_options_of_backends() -> None:
+    """Every command imports the settings, so they must not import what computes or loads."""
     script = "import json, sys, cllm.config; print(json.dumps(list(sys.modules)))"
     modules = json.loads(run(script))
     assert {name for name in modules if name.startswith("cllm.backends.")} == {
@@ -85,13 +85,13 @@ def test_importing_the_settings_imports_only_options() -> None:
         *(f"cllm.backends.{name}" for name in BACKENDS),
         *(f"cllm.backends.{name}.options" for name in BACKENDS),
     }
-    assert not {"numpy", "llama_cpp", "msgspec"} & {*modules}
+    assert not {"numpy", "llama_cpp"} & {*modules}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_importing_a_loader_is_quick(name: str) -> None:
-    """``cllm serve`` does so before it starts to load, and so does the engine process, which needs
-    no pydantic.
+def test_loader_does_not_import_what_it_loads(name: str) -> None:
+    """``cllm serve`` imports a loader before it starts to load, and so does the engine process,
+    which needs no pydantic.
     """
     script = f"""
 import json, sys, cllm.backends.{name}.loader
@@ -100,7 +100,7 @@ print(json.dumps(list(sys.modules)))"""
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_loader_has_the_functions_of_the_protocol(name: str) -> None:
+def test_loader_implements_the_protocol(name: str) -> None:
     loader = import_loader(name)
     functions = {
         function: inspect.signature(member)
@@ -117,8 +117,8 @@ def test_a_loader_has_the_functions_of_the_protocol(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_options_are_as_strict_as_other_settings(name: str) -> None:
-    """Every backend with options has a section of the settings, with the rules of all sections."""
+def test_backend_options_follow_the_rules_of_all_settings(name: str) -> None:
+    """Every backend with options has a section of the settings."""
     has_options = bool(import_options(name).Options.model_fields)
     assert (name in BACKEND_SECTIONS) == has_options
     if has_options:
@@ -127,15 +127,14 @@ def test_options_are_as_strict_as_other_settings(name: str) -> None:
             BACKEND_SECTIONS[name](unknown=1)
 
 
-def test_options_reach_the_engine() -> None:
-    """All of those of the chosen backend; the fake backend has none, and needs no file."""
+def test_options_of_the_chosen_backend_reach_the_engine() -> None:
+    """The fake backend has no options and needs no file."""
     tree = load_settings(None, {}, {"backend.name": "fake", "backend.llama_cpp.n_ubatch": 64})
     assert engine_params(tree.settings, None) == EngineParams(backend="fake", log_level="info")
 
 
 @pytest.mark.llama
-def test_options_of_a_model_file(builtin_path: Path) -> None:
-    """And the sizes that its header gives."""
+def test_options_and_sizes_of_a_model_file_reach_the_engine(builtin_path: Path) -> None:
     settings = load_settings(None, {}, {"backend.llama_cpp.n_ubatch": 64}).settings
     params = engine_params(settings, builtin_path)
     assert params.options == {**import_options("llama_cpp").Options().model_dump(), "n_ubatch": 64}

@@ -25,7 +25,7 @@ def answer(finish_reason: str | None, usage: Usage | None) -> Answer:
     return answer
 
 
-def test_what_a_load_comes_to() -> None:
+def test_load_results_are_summarized() -> None:
     """A stream without a count of tokens has all of them if it ended for its length; other failures
     are failures.
     """
@@ -49,7 +49,7 @@ def test_what_a_load_comes_to() -> None:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_three_small_rounds(builtin_path: Path) -> None:
+def test_comparison_measures_three_rounds(builtin_path: Path) -> None:
     """Every system in every round, each with what it is compared by."""
     folder = ROOT / FOLDER
     if not (find("llama-server", folder) and find("llama-batched-bench", folder)):

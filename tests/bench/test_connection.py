@@ -155,7 +155,7 @@ def asked(
         [b"HTTP/1.1 100 Continue\r\n\r\n" + with_length(BODY)],
     ],
 )
-def test_bodies(runner: asyncio.Runner, pieces: list[bytes]) -> None:
+def test_body_is_read_for_each_framing(runner: asyncio.Runner, pieces: list[bytes]) -> None:
     """With a length, in chunks, or until the connection is closed."""
     answer = asked(runner, sends(*pieces))
     assert (answer.failure, answer.output_tokens, len(answer.content_times)) == ("", 2, 2)
@@ -164,13 +164,13 @@ def test_bodies(runner: asyncio.Runner, pieces: list[bytes]) -> None:
 class Pipe(asyncio.Transport):
     """Where an answer is put in by hand, without a loop's turns between."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: object) -> None:
         pass
 
 
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)), sizes=st.lists(st.integers(1, 60), max_size=8))
-def test_chunks_may_be_cut_anywhere(cuts: list[int], sizes: list[int]) -> None:
+def test_chunks_split_anywhere_are_joined(cuts: list[int], sizes: list[int]) -> None:
     """Wherever the server cuts chunks and the network packets, the body is the same."""
 
     async def test() -> None:
@@ -196,7 +196,7 @@ def test_chunks_may_be_cut_anywhere(cuts: list[int], sizes: list[int]) -> None:
     asyncio.run(test())
 
 
-def test_events_of_one_packet_have_one_time(runner: asyncio.Runner) -> None:
+def test_events_of_one_packet_share_arrival_time(runner: asyncio.Runner) -> None:
     answer = asked(runner, sends(CHUNKED + chunk(BODY[:100]) + chunk(BODY[100:]) + b"0\r\n\r\n"))
     assert answer.content_times[0] == answer.content_times[1] > answer.sent
 
@@ -232,14 +232,16 @@ def test_events_of_one_packet_have_one_time(runner: asyncio.Runner) -> None:
         (sends(then=5), "timeout", ""),
     ],
 )
-def test_failures(runner: asyncio.Runner, script: Script, reason: str, detail: str) -> None:
+def test_broken_responses_raise_with_reason(
+    runner: asyncio.Runner, script: Script, reason: str, detail: str
+) -> None:
     """Whatever comes is an answer."""
     answer = asked(runner, script, timeout=0.2 if reason == "timeout" else PATIENCE)
     assert answer.failure == reason
     assert detail in answer.detail
 
 
-def test_nobody_listens(runner: asyncio.Runner) -> None:
+def test_refused_connection_is_reported(runner: asyncio.Runner) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listening
         port = taken.getsockname()[1]
@@ -252,13 +254,13 @@ def test_nobody_listens(runner: asyncio.Runner) -> None:
 @pytest.mark.parametrize(
     "url", ["", "host", "ftp://host", "http://", "http://:80", "http://host:99999", "http://a..b"]
 )
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(ValueError):
         Connections(url, {})
 
 
-def test_no_http_at_all() -> None:
-    """A person reads one line."""
+def test_other_protocol_is_reported() -> None:
+    """The error is one readable line."""
 
     async def test() -> None:
         async with serving(sends(b"SSH-2.0-OpenSSH\r\n")) as url:
@@ -268,7 +270,7 @@ def test_no_http_at_all() -> None:
         asyncio.run(test())
 
 
-def test_a_bug_is_no_failure_of_the_server(runner: asyncio.Runner) -> None:
+def test_client_bug_is_raised(runner: asyncio.Runner) -> None:
     def feed(data: bytes, now: float) -> bool:
         raise ZeroDivisionError
 
@@ -331,7 +333,7 @@ def requested(
         ([with_length(b"good") + with_length(b"bad")] * 3, 3),
     ],
 )
-def test_connections_are_used_again(
+def test_connections_are_reused(
     runner: asyncio.Runner, pieces: list[bytes], num_connections: int
 ) -> None:
     """Unless one side says close, or one has said more than was asked for."""
@@ -340,22 +342,22 @@ def test_connections_are_used_again(
     assert (script.num_connections, script.num_ended) == (num_connections, num_connections)
 
 
-def test_no_keep_alive(runner: asyncio.Runner) -> None:
+def test_keep_alive_can_be_disabled(runner: asyncio.Runner) -> None:
     script = Counting(*[with_length(b"good")] * 3)
     requested(runner, script, 3, keep_alive=False)
     assert (script.num_connections, script.num_ended) == (3, 3)
     assert all("Connection: close\r\n" in head for head in script.heads)
 
 
-def test_a_server_closes_idle_connections(runner: asyncio.Runner) -> None:
+def test_closed_idle_connection_is_replaced(runner: asyncio.Runner) -> None:
     """That is noticed before the next request is sent."""
     script = Counting(*[with_length(b"good")] * 3, closes=True)
     requested(runner, script, 3, pause=0.02)
     assert (script.num_connections, len(script.heads)) == (3, 3)
 
 
-def test_nothing_is_sent_twice(runner: asyncio.Runner) -> None:
-    """A request that may have been received is lost with its connection."""
+def test_request_is_never_sent_twice(runner: asyncio.Runner) -> None:
+    """A request that the server may have received fails with its connection."""
     script = Counting(with_length(b"good"))
 
     async def test() -> None:
@@ -370,7 +372,7 @@ def test_nothing_is_sent_twice(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.parametrize("seconds", [5.0, 0.1])
-def test_who_goes_away_is_seen(runner: asyncio.Runner, seconds: float) -> None:
+def test_server_sees_client_disconnect(runner: asyncio.Runner, seconds: float) -> None:
     """As the task wants, or because of the time."""
     gone = asyncio.Event()
 
@@ -395,7 +397,7 @@ def test_who_goes_away_is_seen(runner: asyncio.Runner, seconds: float) -> None:
 # What is sent.
 
 
-def test_a_request(runner: asyncio.Runner) -> None:
+def test_request_has_expected_bytes(runner: asyncio.Runner) -> None:
     """All of it; the path has the URL's prefix."""
     requests: list[tuple[str, bytes]] = []
 
@@ -426,7 +428,7 @@ def test_a_request(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-def test_ipv6(runner: asyncio.Runner) -> None:
+def test_ipv6_address_is_supported(runner: asyncio.Runner) -> None:
     script = Counting(with_length(BODY))
 
     async def test() -> Answer:
@@ -457,7 +459,9 @@ def tls_with(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def test_tls(runner: asyncio.Runner, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_connection_works(
+    runner: asyncio.Runner, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who is trusted is asked, over one connection."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     script = Counting(with_length(b"good"), with_length(BODY))
@@ -472,7 +476,7 @@ def test_tls(runner: asyncio.Runner, certificate: Path, monkeypatch: pytest.Monk
     assert script.num_connections == 1
 
 
-def test_a_certificate_of_nobody(runner: asyncio.Runner, certificate: Path) -> None:
+def test_untrusted_certificate_is_rejected(runner: asyncio.Runner, certificate: Path) -> None:
     async def test() -> Answer:
         async with serving(sends(with_length(BODY)), tls_with(certificate)) as url:
             return await ask(url)
@@ -482,7 +486,7 @@ def test_a_certificate_of_nobody(runner: asyncio.Runner, certificate: Path) -> N
     assert "its certificate is not trusted: self" in answer.detail
 
 
-def test_no_tls(runner: asyncio.Runner) -> None:
+def test_https_to_plain_server_is_reported(runner: asyncio.Runner) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read(1)

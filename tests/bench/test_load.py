@@ -152,7 +152,7 @@ def serving(handler: Callable, models: object = None) -> Iterator[str]:
 # Against cLLM.
 
 
-def test_a_real_server(fake_server: str) -> None:
+def test_load_against_real_server_succeeds(fake_server: str) -> None:
     """Every request has exactly its tokens, and the numbers agree with each other."""
     model = find_model(Target(fake_server))
     assert model == "fake"
@@ -170,7 +170,7 @@ def test_a_real_server(fake_server: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_client_costs_little(fake_server: str) -> None:
+def test_client_uses_little_cpu(fake_server: str) -> None:
     """Under 100 µs of CPU a chunk, all of the client's included, with one token a chunk from 64
     streams.
     """
@@ -189,7 +189,7 @@ def test_wrong_answers_are_failures(fake_server: str) -> None:
     assert " instead of " in report.examples["wrong answer"]
 
 
-def test_refused_requests_are_failures(fake_server: str) -> None:
+def test_rejected_requests_are_failures(fake_server: str) -> None:
     report = measure(fake_server, words(2, model="another"))
     assert report.failures == {"HTTP 404": 2}
     assert "'another' does not exist" in report.examples["HTTP 404"]
@@ -224,7 +224,9 @@ def test_refused_requests_are_failures(fake_server: str) -> None:
         ),
     ],
 )
-def test_failures(handler: Callable, reason: str, detail: str) -> None:
+def test_failed_responses_are_counted_by_reason(
+    handler: Callable, reason: str, detail: str
+) -> None:
     """Each way to fail has its name, spoils no other request and no latency."""
     turns = iter(range(100))
 
@@ -243,7 +245,7 @@ def test_failures(handler: Callable, reason: str, detail: str) -> None:
     assert report.e2e_ms.p99 < 1000
 
 
-def test_nothing_succeeds() -> None:
+def test_report_without_successes_is_valid() -> None:
     with serving(breaks_down) as url:
         report = measure(url, words(2))
     assert (report.num_failed, report.output_tokens, report.ttft_ms, report.tokens_per_chunk) == (
@@ -255,7 +257,7 @@ def test_nothing_succeeds() -> None:
     assert any("2 failed: HTTP 500, such as: " in line for line in results(report))
 
 
-def test_right_answers() -> None:
+def test_correct_answers_are_verified() -> None:
     """Text is compared as it was meant, however it was cut and escaped."""
     answer = ' finish_reason": "stop"' + '"usage":{' + '"error":{"' + "\n\ndata: ü"
     with serving(sends(*GOOD)) as url:
@@ -263,7 +265,7 @@ def test_right_answers() -> None:
     assert report.failures == {"wrong answer": 1}
 
 
-def test_concurrency_and_connections() -> None:
+def test_concurrency_and_connection_reuse_are_respected() -> None:
     """Never more requests at a time than asked for, nor more connections; the key goes with every
     request.
     """
@@ -287,7 +289,7 @@ def test_concurrency_and_connections() -> None:
     assert Counter(answer.failure for answer in outcome.answers) == {"": 15}
 
 
-def test_nobody_listens() -> None:
+def test_unreachable_server_raises() -> None:
     with serving(sends()) as url:
         pass
     assert measure(url, words(2)).failures == {"cannot connect": 2}
@@ -298,7 +300,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("models", [{"data": []}, {}, [1]])
-def test_no_model_is_named(models: object) -> None:
+def test_server_without_models_raises(models: object) -> None:
     with serving(sends(), models) as url:
         assert find_model(Target(url), "mine") == "mine"
         with pytest.raises(StartupError, match="name it with --model"):
@@ -306,7 +308,7 @@ def test_no_model_is_named(models: object) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "ftp://host", "http://", "nonsense"])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(StartupError, match="cannot be measured"):
         find_model(Target(url))
 
@@ -317,7 +319,7 @@ def test_what_is_no_url(url: str) -> None:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("compact", [False, True])
-def test_bytes_may_be_cut_anywhere(size: int, newline: bytes, compact: bool) -> None:
+def test_stream_split_anywhere_is_read(size: int, newline: bytes, compact: bool) -> None:
     stream = b": ping\n\n".join(GOOD)
     if compact:
         stream = stream.replace(b'": ', b'":').replace(b"data: ", b"data:", 1)
@@ -343,7 +345,7 @@ def timed(sent: float, content_times: list[float], ended: float, tokens: int) ->
     return answer
 
 
-def test_definitions() -> None:
+def test_metrics_follow_their_definitions() -> None:
     """Numbers that one can check by hand."""
     answers = [
         timed(0.0, [1.0, 1.5, 3.5], 4.0, 4),
@@ -362,7 +364,7 @@ def test_definitions() -> None:
     assert len(remarks(report)) == 1
 
 
-def test_a_busy_client_is_said() -> None:
+def test_busy_client_gives_warning() -> None:
     report = summarize(
         Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.9), url="u", model="m", settings={}
     )
@@ -372,7 +374,7 @@ def test_a_busy_client_is_said() -> None:
 # What is asked for.
 
 
-def test_words() -> None:
+def test_word_tasks_have_given_length() -> None:
     first, again, other = words(20), words(20), words(20, seed=1)
     assert first == again != other
     assert {len(prompt_of(task)) for task in first} == {5}
@@ -386,7 +388,7 @@ def test_words() -> None:
     )
 
 
-def test_shared_words() -> None:
+def test_word_tasks_share_prefix() -> None:
     prompts = [prompt_of(task) for task in words(20, shared_words=3)]
     assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
     assert len({prompt[3] for prompt in prompts}) > 10
@@ -395,7 +397,7 @@ def test_shared_words() -> None:
         words(1, shared_words=6)
 
 
-def test_questions() -> None:
+def test_question_tasks_have_answers() -> None:
     tasks = question_tasks(2 * len(QUESTION_KINDS), model="m", max_tokens=9, seed=0)
     assert len({task.body for task in tasks}) == len(tasks)
     assert all(task.answer for task in tasks)
@@ -404,7 +406,7 @@ def test_questions() -> None:
     assert (body["temperature"], body["max_tokens"], "ignore_eos" in body) == (0, 9, False)
 
 
-def test_every_workload_has_as_many_requests_as_asked_for() -> None:
+def test_every_workload_makes_given_number_of_requests() -> None:
     """And is the same for the same seed, in all that is sent."""
     for make, _ in WORKLOADS.values():
         for count in (1, 7, 8):
@@ -415,7 +417,7 @@ def test_every_workload_has_as_many_requests_as_asked_for() -> None:
             assert [task.body for task in tasks] == [task.body for task in again]
 
 
-def test_a_chat_has_lengths_of_its_own() -> None:
+def test_chat_workload_varies_lengths() -> None:
     tasks = WORKLOADS["chat"][0](200, Words(model="m", prompt_words=50, max_tokens=30))
     lengths = sorted(len(prompt_of(task)) for task in tasks)
     assert lengths[0] < 20
@@ -427,12 +429,12 @@ def test_a_chat_has_lengths_of_its_own() -> None:
     assert answers[-1] > 80
 
 
-def test_long_prefill() -> None:
+def test_long_prefill_mixes_prompt_lengths() -> None:
     tasks = WORKLOADS["long-prefill"][0](10, Words(model="m", prompt_words=4, max_tokens=6))
     assert [len(prompt_of(task)) for task in tasks] == [4, 4, 4, 4, 100, 4, 4, 4, 4, 100]
 
 
-def test_arrivals() -> None:
+def test_arrivals_follow_the_rate() -> None:
     """The rate is what was asked for, and bursts come in bursts."""
     assert arrival_times(4, 2.0, "even", 0) == [0.0, 0.5, 1.0, 1.5]
     gaps = {}
@@ -444,7 +446,7 @@ def test_arrivals() -> None:
     assert gaps["bursty"][2000] < 0.3 * gaps["poisson"][2000]
 
 
-def test_talks_say_what_was_answered() -> None:
+def test_conversations_repeat_the_answers() -> None:
     """Each turn sends the answers before it; the turns count as requests."""
     bodies: list[dict] = []
 
@@ -465,7 +467,7 @@ def test_talks_say_what_was_answered() -> None:
     assert {message["content"] for message in longest[1::2]} == {"so it is"}
 
 
-def test_a_shared_prefix_is_that_of_words() -> None:
+def test_shared_prefix_has_given_number_of_words() -> None:
     options = Words(model="m", prompt_words=8, shared_words=6, max_tokens=6)
     prompts = [prompt_of(task) for task in WORKLOADS["shared-prefix"][0](10, options)]
     assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
@@ -481,7 +483,9 @@ def test_a_shared_prefix_is_that_of_words() -> None:
         ("soon", {"HTTP 429 without Retry-After": 2}),
     ],
 )
-def test_overload(retry_after: str | None, failures: dict[str, int]) -> None:
+def test_rejections_with_retry_after_are_expected(
+    retry_after: str | None, failures: dict[str, int]
+) -> None:
     """To be refused is right if it is said when to come again; what is taken must succeed."""
     turns = iter(range(100))
     headers = {} if retry_after is None else {"Retry-After": retry_after}
@@ -503,20 +507,20 @@ def test_overload(retry_after: str | None, failures: dict[str, int]) -> None:
         assert measure(url, tasks).failures == {"HTTP 500": 4}
 
 
-def test_no_overload_is_said() -> None:
+def test_report_remarks_on_missing_overload() -> None:
     outcome = Outcome([timed(0, [1], 1, 1)], wall=1.0, cpu=0.1)
     report = summarize(outcome, url="u", model="m", settings={"workload": "overload"})
     assert "no overload" in remarks(report)[-1]
 
 
-def test_a_talk_ends_with_a_failure() -> None:
+def test_conversation_ends_after_failure() -> None:
     tasks = WORKLOADS["multi-turn"][0](TURNS, Words(model="m", prompt_words=3, max_tokens=4))
     with serving(breaks_down) as url:
         outcome = run_load(Target(url), tasks, concurrency=1, warmup=0, progress=lambda _: None)
     assert [answer.failure for answer in outcome.answers] == ["HTTP 500"]
 
 
-def test_clients_that_go_away() -> None:
+def test_disconnecting_clients_are_counted() -> None:
     """They are neither successes nor failures, and the server sees them go."""
     gone: list[bool] = []
 
@@ -543,7 +547,7 @@ def test_clients_that_go_away() -> None:
     assert any("3 were cancelled" in line for line in results(report))
 
 
-def test_an_open_loop_waits_for_nobody() -> None:
+def test_open_loop_sends_without_waiting() -> None:
     """Requests are sent at their times, though none is answered yet; what is refused is told
     apart.
     """
@@ -569,7 +573,7 @@ def test_an_open_loop_waits_for_nobody() -> None:
     assert (report.num_succeeded, report.num_refused, report.num_failed) == (4, 2, 2)
 
 
-def test_goodput() -> None:
+def test_goodput_counts_requests_within_limits() -> None:
     """Requests that keep both limits, a second."""
     answers = [timed(0, [1, 2], 2, 3), timed(0, [3, 4], 4, 3)]
     for settings, expected in (

@@ -11,7 +11,7 @@ import pytest
 from cllm.backends.llama_cpp.quantize import quantize
 from cllm.bench.make_model import QUANTS, SHAPES, make_model, tensors, vocabulary
 from cllm.errors import StartupError
-from cllm.models.gguf import kv_bytes_per_token, read_header
+from cllm.models.gguf import compute_kv_bytes_per_token, read_header
 
 # In a process of its own: a wrong call of libllama ends the process, and its log callback is one
 # for all.
@@ -70,14 +70,14 @@ def test_quantized_model_works(tmp_path: Path) -> None:
     assert header.architecture == "qwen3"
     assert {tensor.type for tensor in header.tensors} == {"F32", "Q4_K", "Q6_K"}
     assert header.array_lengths["tokenizer.ggml.tokens"] == shape.vocabulary
-    assert kv_bytes_per_token(header) == 2 * 2 * shape.layers * shape.kv_heads * shape.head
+    assert compute_kv_bytes_per_token(header) == 2 * 2 * shape.layers * shape.kv_heads * shape.head
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_same_seed_same_file(tmp_path: Path) -> None:
+def test_same_seed_gives_same_file(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make(tmp_path / name, "f16", seed=seed)
     first, second, third = ((tmp_path / name).read_bytes() for name in "abc")
@@ -85,7 +85,7 @@ def test_same_seed_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupt_leaves_no_files(tmp_path: Path) -> None:
     def interrupt(stage: str, share: float) -> None:
         if stage == "quantizing":
             raise KeyboardInterrupt
@@ -96,7 +96,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_llama_cpp_says_why_not(tmp_path: Path) -> None:
+def test_llama_cpp_reason_is_reported(tmp_path: Path) -> None:
     (tmp_path / "source.gguf").write_bytes(b"nonsense")
     with pytest.raises(StartupError, match=r"could not quantize to Q8_0: .*failed to quantize"):
         quantize(
@@ -116,13 +116,15 @@ def test_llama_cpp_says_why_not(tmp_path: Path) -> None:
         ("tiny", "q8_0", "none", "There is no folder"),
     ],
 )
-def test_refusals(tmp_path: Path, shape: str, quant: str, folder: str, words: str) -> None:
+def test_invalid_arguments_raise(
+    tmp_path: Path, shape: str, quant: str, folder: str, words: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         make_model(shape, quant, tmp_path / folder / "m.gguf", progress=lambda stage, share: None)
     assert words in str(caught.value)
 
 
-def test_needs_the_bench_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bench_extra_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(StartupError, match="needs the extra `bench`"):
         make(tmp_path / "m.gguf", "q8_0")
@@ -130,7 +132,7 @@ def test_needs_the_bench_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_vocabulary(name: str) -> None:
+def test_vocabulary_is_valid(name: str) -> None:
     size = SHAPES[name].vocabulary
     tokens, merges = vocabulary(size)
     assert len(tokens) == len(set(tokens)) == size
@@ -139,7 +141,7 @@ def test_vocabulary(name: str) -> None:
     assert all(len(merge.split(" ")) == 2 for merge in merges)
 
 
-def test_sizes_of_real_models() -> None:
+def test_shapes_have_sizes_of_real_models() -> None:
     """Parameters as their publishers count them."""
     counts = {
         name: sum(int.__mul__(*(*dims, 1)[:2]) for _, dims in tensors(shape))

@@ -23,8 +23,8 @@ def params(builtin_path: Path) -> EngineParams:
     return EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
 
 
-def test_one_child_measures_many(params: EngineParams, tmp_path: Path) -> None:
-    """Each job has its own context; the same model is the same, and cells of four bits are not."""
+def test_one_child_measures_many_candidates(params: EngineParams, tmp_path: Path) -> None:
+    """Each job has its own context. The same model has zero divergence; 4-bit cells do not."""
     tokens = [40 + i % 50 for i in range(540)]  # more than a window
     with Bench() as bench:
         for change in (
@@ -47,7 +47,7 @@ def test_one_child_measures_many(params: EngineParams, tmp_path: Path) -> None:
     assert child.poll() is not None
 
 
-def test_who_dies_says_why_and_the_next_one_lives(
+def test_crashed_child_is_reported_and_replaced(
     params: EngineParams, tiny_model, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing")
@@ -71,7 +71,7 @@ def test_who_dies_says_why_and_the_next_one_lives(
         bench.measure(params, WORK)
 
 
-def test_who_never_ends_is_ended(params: EngineParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_child_is_stopped(params: EngineParams, monkeypatch: pytest.MonkeyPatch) -> None:
     with Bench() as bench:
         bench.measure(params, WORK)
         monkeypatch.setattr("cllm.bench.measure.TIMEOUT", 0.2)

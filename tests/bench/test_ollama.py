@@ -41,7 +41,7 @@ def measure(
     return summarize(outcome, url=server.url, model=MODEL, settings={})
 
 
-def test_a_run(server: OllamaServer) -> None:
+def test_load_against_ollama_succeeds(server: OllamaServer) -> None:
     """The model is found, options have Ollama's names, tokens are counted by the server."""
     assert find_model(Target(server.url, api="ollama")) == MODEL
     report = measure(server)
@@ -57,7 +57,7 @@ def test_a_run(server: OllamaServer) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 61, 10_000])
-def test_bytes_may_be_cut_anywhere(server: OllamaServer, piece: int) -> None:
+def test_stream_split_anywhere_is_read(server: OllamaServer, piece: int) -> None:
     """Text that looks like an end or an error is text; what a model thinks has come, but is no
     answer.
     """
@@ -89,7 +89,9 @@ def test_bytes_may_be_cut_anywhere(server: OllamaServer, piece: int) -> None:
         ([*TEXT, b'{"done":true,"eval_count":"4"}\n'], "broken event", "Expected `int`"),
     ],
 )
-def test_failures(server: OllamaServer, answer: list[bytes], reason: str, detail: str) -> None:
+def test_failed_responses_are_counted_by_reason(
+    server: OllamaServer, answer: list[bytes], reason: str, detail: str
+) -> None:
     server.answer = answer
     report = measure(server)
     assert report.failures == {reason: 4}
@@ -97,7 +99,7 @@ def test_failures(server: OllamaServer, answer: list[bytes], reason: str, detail
     assert report.output_tokens == 0
 
 
-def test_an_early_stop_is_a_success(server: OllamaServer) -> None:
+def test_early_stop_is_a_success(server: OllamaServer) -> None:
     """The server cannot be told to go on; the report says how many tokens came."""
     server.answer = [*TEXT[:2], last("stop", 3)]
     report = measure(server)
@@ -105,7 +107,7 @@ def test_an_early_stop_is_a_success(server: OllamaServer) -> None:
     assert "  4 of them ended before the tokens asked for; 3.0 tokens on average" in results(report)
 
 
-def test_refusals(server: OllamaServer) -> None:
+def test_rejected_requests_are_failures(server: OllamaServer) -> None:
     """Ollama does not say when to come again: that is no right refusal, not even in an overload."""
     server.status = 503
     report = measure(server)
@@ -114,14 +116,14 @@ def test_refusals(server: OllamaServer) -> None:
     assert measure(server, workload="overload").failures == {"HTTP 503 without Retry-After": 4}
 
 
-def test_another_model(server: OllamaServer) -> None:
+def test_unknown_model_is_a_failure(server: OllamaServer) -> None:
     words = Words(api="ollama", model="other", prompt_words=5, max_tokens=4)
     report = measure(server, WORKLOADS["words"][0](2, words))
     assert report.failures == {"HTTP 404": 2}
     assert "model 'other' not found" in report.examples["HTTP 404"]
 
 
-def test_talks_say_what_was_answered(server: OllamaServer) -> None:
+def test_conversations_repeat_the_answers(server: OllamaServer) -> None:
     report = measure(server, workload="multi-turn")
     assert report.num_succeeded == 4
     said = [
@@ -132,7 +134,7 @@ def test_talks_say_what_was_answered(server: OllamaServer) -> None:
     assert said == [" 0 1 2 3"] * 3
 
 
-def test_questions(server: OllamaServer) -> None:
+def test_answers_are_verified(server: OllamaServer) -> None:
     report = measure(server, question_tasks(2, model=MODEL, max_tokens=9, seed=0, api="ollama"))
     assert report.failures == {"wrong answer": 2}
     assert server.bodies[0]["options"] == {"num_predict": 9, "temperature": 0}

@@ -21,7 +21,7 @@ def program(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="programs are called otherwise")
-def test_the_folder_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_folder_precedes_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     folder = tmp_path / "folder"
     assert find("llama-server", folder) is None
@@ -37,15 +37,13 @@ def test_the_folder_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find("llama-server", folder) == on_path
 
 
-def test_a_folder_of_here_is_found_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_folder_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program(tmp_path / "bin", "llama-bench")
     assert find("llama-bench", Path("bin")) == tmp_path / "bin" / "llama-bench"
 
 
-def test_the_example_server_says_what_it_lacks(
+def test_example_server_reports_missing_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StartupError, match="is not there"):
@@ -58,16 +56,14 @@ def test_the_example_server_says_what_it_lacks(
     assert find_example_server(tmp_path) == tmp_path / EXAMPLE_SERVER
 
 
-def test_peers_are_built_in_a_checkout_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_requires_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     with pytest.raises(StartupError, match="checkout"):
         build(tmp_path / "peers", print)
     assert not (tmp_path / "peers").exists()
 
 
-def test_sources_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_reused_from_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sdist of the very version that uv.lock names, if uv has it; nothing is fetched then."""
     version = peers.locked_package()["version"]
     sdist = tmp_path / "sdists-v1" / "pypi" / peers.PACKAGE / version / "x" / "src"

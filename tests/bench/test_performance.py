@@ -99,7 +99,7 @@ def by_name() -> dict[str, Figure]:
     return {figure.name: figure for figure in figures(made_up())}
 
 
-def test_figures() -> None:
+def test_figures_are_computed_from_rounds() -> None:
     """Ratios and differences within a round; each has its target."""
     found = by_name()
     decoding = found["decoding, engine in process / llama-batched-bench, 8"]
@@ -128,9 +128,7 @@ def test_figures() -> None:
 @pytest.mark.parametrize(
     ("used", "target"), [("AVX, AVX2", 1.2), ("AVX2, AVX512", None), ("NEON", None)]
 )
-def test_the_gain_of_the_compiler_switches_has_a_target_where_avx2_is_the_widest(
-    used: str, target: float
-) -> None:
+def test_compiler_gain_has_target_with_avx2_only(used: str, target: float) -> None:
     """The kernels of prompts are compiled badly without them; decoding gains little."""
     results = made_up()
     results.machine["llama.cpp uses"] = used
@@ -140,7 +138,7 @@ def test_the_gain_of_the_compiler_switches_has_a_target_where_avx2_is_the_widest
     assert found["llama-bench tg64, cLLM's compiler switches / default build"].target is None
 
 
-def test_one_failure_misses_the_target() -> None:
+def test_single_failure_misses_target() -> None:
     """Also over kept connections; those of others do not count."""
     results = made_up()
     name = "share of cLLM's requests that succeed"
@@ -149,7 +147,7 @@ def test_one_failure_misses_the_target() -> None:
     assert {figure.name: figure.met for figure in figures(results)}[name] is False
 
 
-def test_nothing_measured_is_no_figure() -> None:
+def test_missing_measurements_give_no_figure() -> None:
     results = msgspec.structs.replace(
         made_up(), runs=[], kept=[], curve=[], depths=[], shared=[], default_bench={}
     )
@@ -158,7 +156,7 @@ def test_nothing_measured_is_no_figure() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=1, max_size=5))
-def test_pairs_are_of_one_round(speeds: list[tuple[float, float]]) -> None:
+def test_ratios_use_values_of_one_round(speeds: list[tuple[float, float]]) -> None:
     """Whatever order they were measured in; a round without the other is left out."""
     runs = [run(CLLM, i, a) for i, (a, _) in enumerate(speeds)]
     runs += [run(LLAMA_SERVER, i, b) for i, (_, b) in reversed(list(enumerate(speeds)))]
@@ -168,13 +166,13 @@ def test_pairs_are_of_one_round(speeds: list[tuple[float, float]]) -> None:
     ]
 
 
-def test_spread() -> None:
+def test_spread_is_computed() -> None:
     assert spread([3.0, 1.0, 20.0]) == "3.000 (1.000 to 20.0)"
     assert spread([1234.5], " MB") == "1,234 MB"
     assert spread([]) == ""
 
 
-def test_the_page(tmp_path: Path) -> None:
+def test_page_shows_figures_and_targets(tmp_path: Path) -> None:
     """It shows every picture that was written, and no table is broken by what a cell holds."""
     path = tmp_path / "performance.md"
     written = write_page(made_up(), path)
@@ -198,7 +196,7 @@ def test_the_page(tmp_path: Path) -> None:
     assert "16.0" in text, "host µs a row: what is not llama.cpp's"
 
 
-def test_notes_are_kept(tmp_path: Path) -> None:
+def test_rewriting_page_keeps_notes(tmp_path: Path) -> None:
     path = tmp_path / "performance.md"
     write_page(made_up(), path)
     mine = "<!-- notes: context -->\n\nThe knee at 512\nis \\1 tile.\n\n<!-- end of notes -->"
@@ -225,6 +223,6 @@ def test_results_can_be_read_again(tmp_path: Path) -> None:
         read_results(tmp_path / "c")
 
 
-def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_page_raises(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be written"):
         write_page(made_up(), tmp_path / "none" / "performance.md")

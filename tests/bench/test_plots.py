@@ -49,7 +49,7 @@ def texts(svg: bytes) -> list[str]:
     ]
 
 
-def test_the_same_picture_has_the_same_bytes() -> None:
+def test_same_figure_gives_same_bytes() -> None:
     pictures = [
         picture(load_figure({"a": report()}), suffix) for suffix in (".svg", ".png", ".svg", ".png")
     ]
@@ -57,7 +57,7 @@ def test_the_same_picture_has_the_same_bytes() -> None:
     assert pictures[1].startswith(b"\x89PNG")
 
 
-def test_load_figure() -> None:
+def test_load_figure_shows_report() -> None:
     """Every axis is named with its unit; with several reports each has a line in each panel, and a
     name.
     """
@@ -76,7 +76,7 @@ def test_load_figure() -> None:
     assert list(first.get_ydata()) == list(range(101))
 
 
-def test_a_long_tail_squeezes_nothing() -> None:
+def test_long_tail_uses_log_scale() -> None:
     tail = report()
     tail.percentiles_ms["ttft"][-1] = 1e5
     scales = [axes.get_xscale() for axes in load_figure({"a": tail}).axes]
@@ -92,7 +92,7 @@ def test_old_and_empty_reports_can_be_drawn() -> None:
     assert "0 of 0" in report_page(empty)
 
 
-def test_curves() -> None:
+def test_curve_figure_shows_each_series() -> None:
     """Medians, and the spread as bars of error, for as many lines as one likes."""
     lines = {f"_server {i}": {1: [1.0, 2.0, 6.0], 8: [4.0 + i]} for i in range(8)}
     figure = curves(lines, x="requests at a time", y="tokens/s")
@@ -105,7 +105,7 @@ def test_curves() -> None:
     )
 
 
-def test_bars() -> None:
+def test_bar_figure_shows_each_system() -> None:
     groups = {
         "1 sequence": {"backend": [1.0], "+ HTTP": [0.8, 0.9, 0.7]},
         "8": {"backend": [1.0], "+ HTTP": [0.9]},
@@ -144,7 +144,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize(
     "content", [report_page(report(model=EVIL)), diff_page(report(), report(model=EVIL))]
 )
-def test_a_page_needs_nothing_else(content: str) -> None:
+def test_page_is_self_contained(content: str) -> None:
     """No network and no script; foreign text is text."""
     page = Page(content)
     assert not page.tags & {"script", "link", "img", "iframe", "object", "image"}
@@ -162,20 +162,20 @@ def test_a_page_needs_nothing_else(content: str) -> None:
         assert word in page.text
 
 
-def test_the_difference_on_a_page() -> None:
+def test_diff_page_shows_difference() -> None:
     page = Page(diff_page(report(), report(slow=2)))
     assert "after / before" in page.text
     assert "E2E p50 ms" in page.text
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "png", "a.png.gz"])
-def test_only_png_and_svg(name: str) -> None:
+def test_other_formats_are_rejected(name: str) -> None:
     assert checked_picture(Path("a.PNG")) == Path("a.PNG")
     with pytest.raises(StartupError, match="a picture's name ends in"):
         checked_picture(Path(name))
 
 
-def test_needs_the_bench_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bench_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "cllm.bench.plots")
     with pytest.raises(StartupError, match="need the extra `bench`"):

@@ -25,7 +25,7 @@ def plain_kl(first: list[float], second: list[float]) -> float:
 
 
 @given(LOGITS, LOGITS)
-def test_as_the_plain_sum(first: np.ndarray, second: np.ndarray) -> None:
+def test_quality_matches_direct_sum(first: np.ndarray, second: np.ndarray) -> None:
     divergence, same = compare(first, second)
     expected = [plain_kl(a, b) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
     assert divergence == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -36,13 +36,13 @@ def test_as_the_plain_sum(first: np.ndarray, second: np.ndarray) -> None:
 
 
 @given(LOGITS)
-def test_the_same_costs_nothing(logits: np.ndarray) -> None:
+def test_equal_logits_have_zero_divergence(logits: np.ndarray) -> None:
     divergence, same = compare(logits, logits)
     assert (divergence == 0).all()
     assert same.all()
 
 
-def test_large_logits_and_tokens_that_cannot_be() -> None:
+def test_large_and_infinite_logits_are_finite() -> None:
     """Neither overflows nor is undefined."""
     first = np.array([[1000.0, 999.0, -np.inf]], np.float32)
     divergence, _ = compare(first, np.array([[1.0, 0.0, -5.0]], np.float32))

@@ -36,7 +36,7 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS)
-def test_a_timeline_loses_nothing(answers: list[Answer]) -> None:
+def test_timeline_counts_every_token(answers: list[Answer]) -> None:
     """All tokens and all the time that requests were running are in its bins."""
     timeline = Timeline.of(answers, answers)
     waited = sum(answer.ended - answer.sent for answer in answers)
@@ -52,7 +52,7 @@ def test_a_timeline_loses_nothing(answers: list[Answer]) -> None:
     )
 
 
-def test_a_timeline() -> None:
+def test_timeline_has_expected_intervals() -> None:
     """By hand: one request of 2 s with 4 tokens in 2 chunks, another that begins and ends half
     way.
     """
@@ -65,7 +65,7 @@ def test_a_timeline() -> None:
     ]
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_computed() -> None:
     report = report_of([answered(0, [i / 100], 1) for i in range(101)])
     assert (
         report.percentiles_ms["ttft"]
@@ -91,7 +91,7 @@ def test_old_reports_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"percentiles_ms": {"ttft": [1.0]}}, {"timeline": {"bin_s": 1, "running": []}}]
 )
-def test_what_is_no_report(tmp_path: Path, wrong: dict) -> None:
+def test_invalid_report_raises(tmp_path: Path, wrong: dict) -> None:
     content = msgspec.to_builtins(report_of([answered(0, [1, 1], 4)])) | wrong
     (tmp_path / "wrong").write_bytes(msgspec.json.encode(content))
     with pytest.raises(StartupError, match="no report"):

@@ -51,7 +51,7 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_another_head_and_nothing_else(tmp_path: Path) -> None:
+def test_requantized_head_leaves_body_unchanged(tmp_path: Path) -> None:
     """All other tensors are the same, byte for byte; and what was written is a sound file of the
     estimated size.
     """
@@ -68,7 +68,7 @@ def test_another_head_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_another_body(tmp_path: Path) -> None:
+def test_requantized_body_leaves_head_unchanged(tmp_path: Path) -> None:
     """Of a file that is quantized already; the head can stay as it is."""
     header = header_of(tmp_path, "q4_k_m")
     form = Form("Q4_0", "Q6_K")
@@ -81,7 +81,7 @@ def test_another_body(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_a_head_of_its_own(tmp_path: Path, tiny_model) -> None:
+def test_separate_head_is_requantized(tmp_path: Path, tiny_model) -> None:
     """Then the embedding stays as it is."""
     header = read_header(tiny_model("gemma3"))
     quantize(
@@ -107,7 +107,7 @@ def test_a_head_of_its_own(tmp_path: Path, tiny_model) -> None:
 
 
 @pytest.mark.llama
-def test_only_small_forms_are_tried(tmp_path: Path) -> None:
+def test_large_forms_are_skipped(tmp_path: Path) -> None:
     small, large = header_of(tmp_path, "q4_k_m"), header_of(tmp_path, "q8_0")
     assert [str(form) for form in bodies_to_try(small, "Q6_K")] == ["Q4_0+Q6_K", "Q5_K_M+Q6_K"]
     assert [str(form) for form in bodies_to_try(small, "Q8_0")] == ["Q4_0+Q8_0"]
@@ -122,11 +122,11 @@ def test_only_small_forms_are_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_forms_by_name(builtin_path: Path) -> None:
+def test_forms_are_read_by_name(builtin_path: Path) -> None:
     header = read_header(builtin_path)
     assert read_form("Q8_0+Q4_K", header) == Form("Q8_0", "Q4_K")
     for wrong in ("Q4_0", "Q4_0+", "Q9+Q4_0", "Q4_0+F32", "Q4_0+Q4_0+Q4_0", ""):
-        with pytest.raises(StartupError, match=r"is not a form: write BODY\+HEAD"):
+        with pytest.raises(StartupError, match=r"is not a quantization: write BODY\+HEAD"):
             read_form(wrong, header)
 
 
@@ -139,7 +139,9 @@ def test_forms_by_name(builtin_path: Path) -> None:
         (0.2, 0.1, 2 * KL_LIMIT, False),
     ],
 )
-def test_what_is_recommended(gain: float, noise: float, kl: float, *, good: bool) -> None:
+def test_recommendation_needs_gain_and_quality(
+    gain: float, noise: float, kl: float, *, good: bool
+) -> None:
     """What is faster by more than the noise, and costs little."""
     speeds = {"prompt": [1.0]}
     one = Requantized(
@@ -152,7 +154,7 @@ def test_what_is_recommended(gain: float, noise: float, kl: float, *, good: bool
     assert best_of([one]) is (one if good else None)
 
 
-def test_no_room() -> None:
+def test_missing_disk_space_raises() -> None:
     with (
         pytest.raises(StartupError, match=r"needs 1200000000\.0 GB in .*TMPDIR"),
         workplace(10**18),
@@ -162,7 +164,7 @@ def test_no_room() -> None:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_forms_are_tried(builtin_path: Path, tmp_path: Path) -> None:
+def test_each_form_is_measured(builtin_path: Path, tmp_path: Path) -> None:
     """Better types cost less quality, and no candidate is left behind."""
     params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
     forms = [Form("Q8_0", "Q6_K"), Form("Q4_0", "Q4_0")]
@@ -186,7 +188,7 @@ def test_forms_are_tried(builtin_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_an_interrupt_leaves_no_candidate(builtin_path: Path, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_files(builtin_path: Path, tmp_path: Path) -> None:
     def interrupt(text: str, share: float) -> None:
         raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from conftest import PATIENCE
 
 from cllm.bench.servers import answers, memory_mb, running
 from cllm.errors import StartupError
-from cllm.observe.cpu_time import cpu_seconds
+from cllm.observe.cpu_time import read_cpu_seconds
 
 # A server whose child does not end by itself.
 SERVER = (
@@ -59,11 +59,11 @@ def test_nothing_is_left(error: type[BaseException] | None) -> None:
     except (ValueError, KeyboardInterrupt) as raised:
         assert type(raised) is error
     wait_until_gone(pids[0])
-    assert cpu_seconds(pids[0]) == 0
+    assert read_cpu_seconds(pids[0]) == 0
 
 
 @linux
-def test_benchmark_that_is_terminated_ends_its_server() -> None:
+def test_terminated_benchmark_stops_its_server() -> None:
     benchmark = subprocess.Popen([sys.executable, BENCHMARK, "--mock"], stdout=subprocess.DEVNULL)
     try:
         children = Path(f"/proc/{benchmark.pid}/task/{benchmark.pid}/children")
@@ -82,7 +82,7 @@ def test_benchmark_that_is_terminated_ends_its_server() -> None:
         benchmark.kill()
 
 
-def test_what_does_not_start_is_one_line() -> None:
+def test_failed_start_gives_one_line() -> None:
     with (
         pytest.raises(StartupError, match="does not start"),
         running([sys.executable, "-c", "1"], "/"),
@@ -91,9 +91,9 @@ def test_what_does_not_start_is_one_line() -> None:
 
 
 @linux
-def test_memory_and_time_of_a_process() -> None:
+def test_process_memory_and_cpu_time_are_read() -> None:
     before = memory_mb(os.getpid())
     block = b"x" * 50_000_000
     assert 45 < memory_mb(os.getpid()) - before < 60
     assert len(block) == 50_000_000
-    assert cpu_seconds(os.getpid()) > 0
+    assert read_cpu_seconds(os.getpid()) > 0

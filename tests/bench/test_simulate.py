@@ -43,14 +43,14 @@ def run(entries: list[Entry], **options) -> SimulationReport:
     return summarize(courses, replicas, trace="test", settings={}, limits=limits, keys=keys)
 
 
-def ms(seconds: float) -> pytest.approx:
+def ms(seconds: float):
     return pytest.approx(seconds * 1000, abs=2e-3)
 
 
 # --- by hand ------------------------------------------------------------------------------------
 
 
-def test_one_request() -> None:
+def test_single_request_has_expected_times() -> None:
     """One step for the prompt, then one for each further token; the trace begins when its first
     request does.
     """
@@ -75,7 +75,7 @@ def test_one_request() -> None:
     assert report.fairness is None
 
 
-def test_chunks() -> None:
+def test_long_prompt_is_split_into_chunks() -> None:
     """A prompt longer than a step takes several."""
     report = run([entry(prompt=100, answer=1)], max_num_batched_tokens=40, max_num_seqs=8)
     assert report.num_steps == 3
@@ -83,7 +83,7 @@ def test_chunks() -> None:
     assert report.itl_ms is report.tpot_ms is None
 
 
-def test_a_request_in_the_middle_of_a_step_is_seen_by_the_next_one() -> None:
+def test_request_arriving_during_step_joins_next_step() -> None:
     """The first step ends at 0.11 s; the second computes a token of the first and the other's
     prompt.
     """
@@ -95,13 +95,13 @@ def test_a_request_in_the_middle_of_a_step_is_seen_by_the_next_one() -> None:
     assert report.e2e_ms.mean == ms((ends + ends - 0.05) / 2)
 
 
-def test_time_passes_while_nobody_is_there() -> None:
+def test_time_advances_while_idle() -> None:
     report = run([entry(at=0.0, blocks=[1]), entry(at=100.0, blocks=[2])])
     assert report.wall_s == pytest.approx(100.11 + 4 * TOKEN)
     assert report.ttft_ms.mean == report.ttft_ms.p99 == ms(0.11)
 
 
-def test_goodput() -> None:
+def test_goodput_counts_requests_within_limits() -> None:
     """Both limits count, and so do those who failed."""
     entries = [
         entry(),
@@ -116,23 +116,23 @@ def test_goodput() -> None:
     assert run(entries, limits=Limits(tpot=11)).good_share == 0
 
 
-def test_deadlines() -> None:
+def test_expired_requests_are_counted() -> None:
     """The second would begin when the first has ended, and that is too late."""
     entries = [entry(answer=100), entry(at=0.05, blocks=[2], deadline_ms=500.0)]
     assert run(entries, max_num_seqs=1).failures == {"timeout": 1}
     assert run(entries, max_num_seqs=2).failures == {}
 
 
-def test_priorities() -> None:
-    """Who comes last and is urgent goes before those who wait."""
-    entries = [entry(answer=50, blocks=[i], key="normal") for i in range(4)]
-    entries.append(entry(at=0.05, answer=2, blocks=[9], key="urgent", priority="interactive"))
+def test_high_priority_runs_first() -> None:
+    """A late urgent request overtakes the waiting ones."""
+    entries = [entry(answer=50, blocks=[i], account="normal") for i in range(4)]
+    entries.append(entry(at=0.05, answer=2, blocks=[9], account="urgent", priority="interactive"))
     keys = run(entries, policy="priority", max_num_seqs=1).keys
     assert keys["urgent"].mean_ttft_ms < 300 < keys["normal"].mean_ttft_ms
     assert run(entries, policy="fair", max_num_seqs=1).keys["urgent"].mean_ttft_ms < 300
 
 
-def test_the_context_cuts_answers_short() -> None:
+def test_context_length_limits_answers() -> None:
     report = run([entry(prompt=100, answer=50)], context=110)
     assert (report.num_cut, report.output_tokens, report.num_failed) == (1, 10, 0)
 
@@ -142,7 +142,7 @@ def test_the_context_cuts_answers_short() -> None:
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_shared_prefix_is_computed_once_on_each_replica(layout: str, replicas: int) -> None:
+def test_shared_prefix_is_computed_once_per_replica(layout: str, replicas: int) -> None:
     """Ten requests share 1,024 tokens and have 512 of their own."""
     entries = [entry(at=i / 100, prompt=1536, answer=1, blocks=[1, 2, 100 + i]) for i in range(10)]
     report = run(entries, layout=layout, replicas=replicas, routing="round-robin", max_num_seqs=16)
@@ -152,13 +152,13 @@ def test_a_shared_prefix_is_computed_once_on_each_replica(layout: str, replicas:
     assert report.requests_per_replica == [10 // replicas] * replicas
 
 
-def test_other_blocks_share_nothing() -> None:
+def test_different_blocks_share_no_prefix() -> None:
     entries = [entry(at=i, prompt=1000, answer=1, blocks=[2 * i, 2 * i + 1]) for i in range(300)]
     assert run(entries, max_num_seqs=4, check=False).cached_tokens == 0
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "prefix", "round-robin"])
-def test_replicas_share_the_time(routing: str) -> None:
+def test_replicas_run_in_parallel(routing: str) -> None:
     """As many as fit beside each other on one replica; on two each has half of them."""
     entries = [entry(answer=20, blocks=[i]) for i in range(64)]
     one, two, four = (run(entries, replicas=n, max_num_seqs=4, routing=routing) for n in (1, 2, 4))
@@ -167,35 +167,40 @@ def test_replicas_share_the_time(routing: str) -> None:
     assert four.requests_per_replica == [16] * 4
 
 
-def test_ram_keeps_what_leaves_the_cells() -> None:
+def test_ram_tier_keeps_evicted_prefixes() -> None:
     """One place in the cells, and two prompts in turn."""
     entries = [entry(at=i, prompt=500, answer=1, blocks=[i % 2]) for i in range(6)]
     assert run(entries, max_num_seqs=1).cached_tokens == 0
     assert run(entries, max_num_seqs=1, ram_cache_tokens=10_000).cached_tokens == 4 * 499
 
 
-def test_prefix_routing() -> None:
+@pytest.mark.parametrize("routing", ["prefix", "prefix-window"])
+def test_prefix_routing_prefers_replica_with_prefix(routing: str) -> None:
     """Two talks of ten turns, one after the other: each stays where it began, and is moved when it
     is crowded there.
     """
     blocks = {"a": list(range(20)), "b": list(range(100, 120))}
     entries = [
         entry(
-            at=10 * turn, prompt=512 * (turn + 1), answer=1, blocks=blocks[key][: turn + 1], key=key
+            at=10 * turn,
+            prompt=512 * (turn + 1),
+            answer=1,
+            blocks=blocks[key][: turn + 1],
+            account=key,
         )
         for turn in range(10)
         for key in "ab"
     ]
     options = {"context": 8192, "replicas": 4, "max_num_seqs": 4}
-    home = run(entries, **options, routing="prefix")
+    home = run(entries, **options, routing=routing)
     assert sorted(home.requests_per_replica) == [0, 0, 10, 10]
     assert home.cached_tokens == 2 * sum(512 * turn for turn in range(10))
     assert run(entries, **options, routing="round-robin").cached_tokens < home.cached_tokens
     crowd = [entry(prompt=512, answer=50, blocks=[1]) for _ in range(40)]
-    assert min(run(crowd, **options, routing="prefix").requests_per_replica) > 5
+    assert min(run(crowd, **options, routing=routing).requests_per_replica) > 5
 
 
-def test_the_least_loaded_replica() -> None:
+def test_least_loaded_replica_is_chosen() -> None:
     """A long answer keeps its replica busy; all others find the other one."""
     entries = [
         entry(answer=1000, blocks=[0]),
@@ -209,10 +214,12 @@ def test_the_least_loaded_replica() -> None:
 
 def two_keys() -> list[Entry]:
     """First 90 requests of one key, then 10 of another, all there from the beginning."""
-    return [entry(answer=20, blocks=[i], key="heavy" if i < 90 else "light") for i in range(100)]
+    return [
+        entry(answer=20, blocks=[i], account="heavy" if i < 90 else "light") for i in range(100)
+    ]
 
 
-def test_fair_and_fcfs() -> None:
+def test_fair_policy_differs_from_fcfs() -> None:
     """The policy fair gives both the same; first come, first served lets the light key wait for the
     heavy one.
     """
@@ -230,14 +237,14 @@ def test_fair_and_fcfs() -> None:
         assert set(report.fairness.served) == {"heavy", "light"}
 
 
-def test_compared_keys() -> None:
+def test_comparison_uses_selected_accounts() -> None:
     """Only those named are compared; those that never wait together cannot be."""
-    entries = [*two_keys(), entry(at=1000, key="late")]
+    entries = [*two_keys(), entry(at=1000, account="late")]
     assert run(entries, max_num_seqs=2).fairness.jain_index is None
     assert run(entries, max_num_seqs=2, keys=["heavy", "light"]).fairness.jain_index > 0.98
 
 
-def test_times_of_waiting() -> None:
+def test_overlap_of_intervals_is_computed() -> None:
     courses, _ = simulate(
         [entry(at=0), entry(at=0.05, blocks=[2]), entry(at=9, blocks=[3])], Setup(context=4096)
     )
@@ -249,7 +256,7 @@ def test_times_of_waiting() -> None:
 # --- costs --------------------------------------------------------------------------------------
 
 
-def test_costs_of_a_server(tmp_path: Path) -> None:
+def test_costs_are_fitted_to_server_measurements(tmp_path: Path) -> None:
     """What the answer to "explain" holds beside them is ignored."""
     file = tmp_path / "costs.json"
     rows = {"1": 0.03, "2": 0.04, "4": 0.06, "8": 0.1}
@@ -269,7 +276,7 @@ def test_costs_of_a_server(tmp_path: Path) -> None:
         ({"1": 0.03, "2": 0.01}, 0.02, 0.0),
     ],
 )
-def test_costs_of_odd_measurements(
+def test_fitted_costs_are_never_negative(
     tmp_path: Path, rows: dict[str, float], step: float, row: float
 ) -> None:
     file = tmp_path / "costs.json"
@@ -281,7 +288,7 @@ def test_costs_of_odd_measurements(
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("1,2", "cannot be read"),
+        ("1,2", "cannot read"),
         ("a,b,c", "step,row,token"),
         ("-1,0,0", "from 0"),
         ("nan,0,0", "from 0"),
@@ -291,7 +298,7 @@ def test_costs_of_odd_measurements(
         ('{"token_seconds": 1}', "row_seconds"),
     ],
 )
-def test_wrong_costs(tmp_path: Path, text: str, word: str) -> None:
+def test_invalid_costs_raise(tmp_path: Path, text: str, word: str) -> None:
     if text.startswith("{"):
         (tmp_path / "costs.json").write_text(text)
         text = str(tmp_path / "costs.json")
@@ -303,7 +310,7 @@ def test_wrong_costs(tmp_path: Path, text: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_synthetic_traces(tmp_path: Path, workload: str) -> None:
+def test_synthetic_traces_can_be_read_again(tmp_path: Path, workload: str) -> None:
     """The seed decides; a file gives back what was written; the rate is about what was asked
     for.
     """
@@ -315,7 +322,7 @@ def test_synthetic_traces(tmp_path: Path, workload: str) -> None:
     assert 35 < entries[-1].arrived < 120
 
 
-def test_what_synthetic_traces_share() -> None:
+def test_synthetic_traces_share_prefixes() -> None:
     def cached(workload: str) -> float:
         report = run(synthesize(workload, 60, 0.2, 1), context=65536, max_num_seqs=8, check=False)
         return report.cached_tokens / report.prompt_tokens
@@ -330,14 +337,14 @@ def test_what_synthetic_traces_share() -> None:
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 @pytest.mark.parametrize("speculation", ["off", "prompt_lookup"])
-def test_the_fast_backend_says_what_the_checking_one_says(layout: str, speculation: str) -> None:
+def test_fast_and_checking_backends_agree(layout: str, speculation: str) -> None:
     entries = synthesize("shared-prefix", 30, 2.0, 5)
     options = {"layout": layout, "speculation": speculation, "max_num_seqs": 4, "context": 4096}
     options["num_cells"] = 6000 if layout == "unified" else None
     assert run(entries, **options, check=True) == run(entries, **options, check=False)
 
 
-def test_the_same_seed_gives_the_same_results() -> None:
+def test_same_seed_gives_same_results() -> None:
     entries = synthesize("multi-turn", 40, 5.0, 1)
     first, again, other = (
         run(entries, replicas=4, context=65536, check=False, seed=seed) for seed in (1, 1, 2)
@@ -353,7 +360,7 @@ class Shortest(FirstComeFirstServed):
         return seq.num_prompt_tokens
 
 
-def test_a_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_policy_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_policies", sys.modules[__name__])
     entries = [entry(prompt=500 - 10 * i, answer=10, blocks=[i]) for i in range(20)]
     shortest = run(entries, policy="my_policies:Shortest", max_num_seqs=1)
@@ -362,7 +369,7 @@ def test_a_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         run(entries, policy="my_policies:Longest")
 
 
-def test_a_stuck_scheduler_is_no_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_scheduler_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cllm.engine.engine.Engine.step", lambda _: [])
     report = run([entry(), entry(at=1)])
     assert report.failures == {STUCK: 2}
@@ -400,7 +407,7 @@ def trace(cllm, tmp_path: Path) -> Path:
     return file
 
 
-def test_json(cllm, trace: Path) -> None:
+def test_simulate_prints_json(cllm, trace: Path) -> None:
     """One object and nothing else, the same each time."""
     options = ("--max-num-seqs", 2, "--replicas", 2, "--policy", "fcfs", "--ttft", 1000, "--json")
     code, out, _ = cllm("simulate", trace, *options)  # a slow machine tells its progress on stderr
@@ -420,7 +427,7 @@ def test_json(cllm, trace: Path) -> None:
     assert cllm("simulate", trace, *options, "--routing", "round-robin")[1] != out
 
 
-def test_table(cllm, trace: Path) -> None:
+def test_simulate_prints_table(cllm, trace: Path) -> None:
     code, out, err = cllm(
         "simulate", trace, "--costs", "0.1,0,0", "--max-num-seqs", 2, "--tpot", 90
     )
@@ -442,7 +449,7 @@ def test_table(cllm, trace: Path) -> None:
     assert "simulated" in err
 
 
-def test_what_does_not_fit_is_exit_code_1(cllm, trace: Path) -> None:
+def test_oversized_requests_give_exit_code_1(cllm, trace: Path) -> None:
     code, out, _ = cllm("simulate", trace, "--context", 100, "--key", "light")
     assert code == 1
     assert f"failed: {TOO_LONG}" in out
@@ -463,12 +470,12 @@ def test_what_does_not_fit_is_exit_code_1(cllm, trace: Path) -> None:
         ("--ttft", "0"),
     ],
 )
-def test_wrong_arguments(cllm, trace: Path, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_give_one_line(cllm, trace: Path, arguments: tuple[str, ...]) -> None:
     code, out, err = cllm("simulate", trace, *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
-def test_wrong_files(cllm, tmp_path: Path) -> None:
+def test_invalid_files_give_one_line(cllm, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text('{"timestamp": 1}\n')
     code, out, err = cllm("simulate", tmp_path / "trace.jsonl")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -479,7 +486,7 @@ def test_wrong_files(cllm, tmp_path: Path) -> None:
     assert cllm("simulate", "synth", tmp_path / "x", "--workload", "none")[0] == 2
 
 
-def test_help(cllm) -> None:
+def test_help_describes_simulate(cllm) -> None:
     _, out, _ = cllm("simulate", "--help")
     assert all(
         word in out

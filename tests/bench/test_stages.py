@@ -13,7 +13,7 @@ def result(*medians: float) -> SizeResult:
     return SizeResult(8, [StageResult(str(i), [median]) for i, median in enumerate(medians)], {})
 
 
-def test_losses() -> None:
+def test_loss_is_computed_between_stages() -> None:
     """Against the stage before; what is faster has lost less than nothing."""
     assert losses(result(100, 90, 90, 99)) == pytest.approx([0, 0.1, 0, -0.1])
 

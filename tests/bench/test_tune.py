@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -68,7 +69,7 @@ class Machine:
         return search(tries, FINAL, START, self.measure, allow, seconds, clock=lambda: self.now)
 
 
-def test_finds_the_best_of_each_and_shows_the_gain() -> None:
+def test_search_finds_best_value_of_each_setting() -> None:
     machine = Machine(
         lambda choice: (
             {1: 0.7, 2: 1.5, 4: 1.0}[choice[THREADS]] * (2 if choice[UBATCH] == 128 else 1)
@@ -92,7 +93,7 @@ def test_finds_the_best_of_each_and_shows_the_gain() -> None:
     st.dictionaries(st.sampled_from([1, 2, 4]), st.integers(10, 100), min_size=3),
     st.dictionaries(st.sampled_from([128, 256, 512]), st.integers(10, 100), min_size=3),
 )
-def test_on_a_quiet_machine_nothing_better_is_missed(
+def test_search_finds_optimum_without_noise(
     threads: dict[int, int], passes: dict[int, int]
 ) -> None:
     """Where settings do not depend on each other, what is chosen is the best up to the least
@@ -107,7 +108,7 @@ def test_on_a_quiet_machine_nothing_better_is_missed(
     assert speed(chosen) >= speed(START)
 
 
-def test_they_are_measured_in_turn() -> None:
+def test_candidates_are_measured_alternately() -> None:
     """Each round has all of them, and every second one begins at the other end."""
     machine = Machine(lambda choice: 1.0)
     machine.tune([Knob(THREADS, [1, 2], FIGURES[:1])], seconds=1)
@@ -122,14 +123,14 @@ def test_noise_is_not_a_gain(seed: int) -> None:
     assert tuned.recommended == {} or tuned.after.gain > tuned.after.noise
 
 
-def test_a_slow_minute_meets_all_alike() -> None:
+def test_gradual_slowdown_affects_all_candidates_equally() -> None:
     """The machine gets slower and slower; the order of the settings does not matter."""
     machine = Machine(lambda choice: (1.2 if choice[THREADS] == 2 else 1) * 0.97**machine.now)
     assert machine.tune().recommended == {THREADS: 2}
 
 
-def test_a_gain_that_does_not_show_again() -> None:
-    """It is told, and not recommended."""
+def test_gain_must_repeat_in_final_measurement() -> None:
+    """Otherwise it is reported but not recommended."""
     machine = Machine(lambda choice: 1.5 if choice[THREADS] == 2 and machine.now <= 9 else 1.0)
     tuned = machine.tune(KNOBS[:1], seconds=10)
     assert tuned.chosen == {THREADS: 2}
@@ -137,14 +138,14 @@ def test_a_gain_that_does_not_show_again() -> None:
     assert tuned.recommended == {}
 
 
-def test_small_gains_are_left_alone() -> None:
+def test_small_gains_are_ignored() -> None:
     """A setting has its least gain."""
     machine = Machine(lambda choice: 1.05 if choice[THREADS] == 1 else 1.0)
     assert machine.tune([Knob(THREADS, [1], FIGURES)]).recommended == {THREADS: 1}
     assert machine.tune([Knob(THREADS, [1], FIGURES, least=0.1)]).recommended == {}
 
 
-def test_who_dies_is_out() -> None:
+def test_crashed_candidate_is_dropped() -> None:
     """Its reason is kept, and the others go on; the settings as they are must work."""
 
     def speed(choice: Choice) -> float:
@@ -161,15 +162,15 @@ def test_who_dies_is_out() -> None:
         Machine(lambda choice: (_ for _ in ()).throw(CandidateError("never"))).tune()
 
 
-def test_who_is_far_behind_is_not_measured_for_long() -> None:
+def test_slow_candidate_is_dropped_early() -> None:
     machine = Machine(lambda choice: {1: 0.5, 2: 0.9, 4: 1.0}[choice[THREADS]])
     machine.tune([Knob(THREADS, [1, 2], FIGURES[:1])])
     counts = [sum(choice[THREADS] == threads for choice in machine.choices) for threads in (1, 2)]
     assert counts == [2, 3]
 
 
-def test_what_is_refused_is_not_taken() -> None:
-    """The next best is."""
+def test_refused_candidate_is_not_chosen() -> None:
+    """The next best candidate is chosen."""
     machine = Machine(lambda choice: {1: 1.5, 2: 1.2, 4: 1.0}[choice[THREADS]])
     tuned = machine.tune(
         KNOBS[:1], refuse=lambda key, choice: "too hot" if choice[THREADS] == 1 else ""
@@ -178,7 +179,7 @@ def test_what_is_refused_is_not_taken() -> None:
     assert [tried.note for tried in tuned.tried] == ["", "too hot", ""]
 
 
-def test_no_time_left() -> None:
+def test_settings_without_time_are_skipped() -> None:
     """What is begun gets its rounds; what is not begun is named."""
     machine = Machine(lambda choice: 1.0)
     tuned = machine.tune(seconds=3)
@@ -186,12 +187,12 @@ def test_no_time_left() -> None:
     assert len(machine.choices) == 3 * MIN_ROUNDS
 
 
-def test_nothing_to_try() -> None:
+def test_settings_without_candidates_are_skipped() -> None:
     tuned = Machine(lambda choice: 1.0).tune([Knob(UBATCH, [], FIGURES)])
     assert (tuned.tried, tuned.skipped) == ([], [UBATCH])
 
 
-def test_threads_are_written_both_or_none() -> None:
+def test_thread_counts_are_written_together() -> None:
     """A null that follows the other one would change with it."""
     start: Choice = {BATCH_THREADS: 4, THREADS: 4, UBATCH: 512}
     machine = Machine(lambda choice: 1.5 if choice[THREADS] == 2 else 1.0)
@@ -210,7 +211,7 @@ def test_threads_are_written_both_or_none() -> None:
 # --- what is tried ------------------------------------------------------------------------------
 
 
-def test_settings_reach_the_parameters() -> None:
+def test_chosen_settings_reach_engine_parameters() -> None:
     """Null is as many threads as there are cores, and the batch as many as one sequence."""
     start = starting_choice(PARAMS, 6)
     assert start == {BATCH_THREADS: 6, THREADS: 6, UBATCH: 512, LAYOUT: "auto", KV_TYPE: "f16"}
@@ -225,7 +226,7 @@ def test_settings_reach_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 64])
-def test_candidates(cores: int) -> None:
+def test_candidates_depend_on_cores(cores: int) -> None:
     """None twice, none that is there already, none that the work cannot tell from another."""
     start = starting_choice(PARAMS, cores)
     tries = knobs(start, Works(ONE, MANY, MANY, MANY), cores, 512)
@@ -233,7 +234,7 @@ def test_candidates(cores: int) -> None:
     for knob in tries:
         assert start[knob.key] not in knob.values
         assert len(set(knob.values)) == len(knob.values)
-    assert all(1 <= threads < cores for threads in tries[0].values)
+    assert all(1 <= cast(int, threads) < cores for threads in tries[0].values)
     assert tries[2].values == [256, 128]
     for prompt_tokens, passes in ((64, []), (100, [128]), (128, [128])):
         short = Works(ONE, MANY, Work(2, prompt_tokens, 8), MANY)
@@ -242,7 +243,7 @@ def test_candidates(cores: int) -> None:
 
 @pytest.mark.parametrize("tokens_per_s", [5.0, 300.0, 20_000.0])
 @pytest.mark.parametrize("seconds", [60.0, 600.0])
-def test_works_fit_the_time(tokens_per_s: float, seconds: float) -> None:
+def test_workload_sizes_fit_available_time(tokens_per_s: float, seconds: float) -> None:
     """A measurement takes about a sixtieth of it, unless the machine is too slow for the least that
     is worth it.
     """

@@ -13,7 +13,7 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from cllm.cli.api_page import body_model, body_rows, page
+from cllm.cli.api_page import body_model, body_rows, render_page
 from cllm.server.app import routes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +28,9 @@ PARAMETERS = {
 WITHOUT_BODY = ("/cancel",)
 
 
-def test_the_page_is_what_the_code_says():
+def test_page_matches_the_code():
     """If this fails, run: cllm config api > docs/api.md."""
-    assert (ROOT / "docs" / "api.md").read_text() == page()
+    assert (ROOT / "docs" / "api.md").read_text() == render_page()
 
 
 @pytest.mark.parametrize("path", PARAMETERS)
@@ -44,14 +44,14 @@ def test_no_parameter_of_openai_is_unknown(path):
     assert [name for name, (state, what) in rows.items() if state != "done" and len(what) < 8] == []
 
 
-def test_every_route_that_reads_a_body_says_so():
+def test_every_route_with_a_body_declares_it():
     """So that its parameters stand on the page, and in the OpenAPI document."""
     posts = [route for route in routes() if "POST" in route.methods and route.include_in_schema]
     silent = [route.path for route in posts if body_model(route) is None]
     assert [path for path in silent if not path.endswith(WITHOUT_BODY)] == []
 
 
-def test_make_docs_writes_every_page_that_is_made_from_the_code():
+def test_make_docs_writes_every_generated_page():
     recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2]
     pages = [
         path
@@ -67,11 +67,11 @@ def test_make_docs_writes_every_page_that_is_made_from_the_code():
 @pytest.mark.parametrize(
     ("path", "limit"),
     [
-        ("/v1/chat/completions", "above 2 is an extension"),
-        ("/v1/messages", "above 1 is an extension"),
+        ("/v1/chat/completions", "above 2 are an extension of OpenAI"),
+        ("/v1/messages", "above 1 are an extension of Anthropic"),
     ],
 )
-def test_a_temperature_above_the_originals_is_called_an_extension(path, limit):
+def test_page_calls_temperatures_above_the_originals_limit_an_extension(path, limit):
     (model,) = (
         body_model(route) for route in routes() if route.path == path and "POST" in route.methods
     )
@@ -79,6 +79,6 @@ def test_a_temperature_above_the_originals_is_called_an_extension(path, limit):
     assert limit in rows["temperature"]
 
 
-def test_every_route_is_on_the_page():
-    text = page()
+def test_page_lists_every_route():
+    text = render_page()
     assert [route.path for route in routes() if route.tags and f" {route.path}\n" not in text] == []

@@ -66,7 +66,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 LOAD = ("--requests", "3", "--concurrency", "2", "--max-tokens", "2")
 
 
-def test_help(cllm) -> None:
+def test_help_describes_bench_commands(cllm) -> None:
     _, out, _ = cllm("bench", "load", "--help")
     for option in (
         "--workload",
@@ -89,7 +89,7 @@ def test_help(cllm) -> None:
     assert "make-model" in out
 
 
-def test_json(cllm, server: str) -> None:
+def test_load_prints_json(cllm, server: str) -> None:
     """One object and nothing else; model and key are found without being given."""
     code, out, err = cllm("bench", "load", f"{server}/v1/", *LOAD, "--json")
     assert (code, err) == (0, "")
@@ -104,14 +104,14 @@ def test_json(cllm, server: str) -> None:
     assert set(report["e2e_ms"]) == {"mean", "p50", "p95", "p99"}
 
 
-def test_table(cllm, server: str) -> None:
+def test_load_prints_table(cllm, server: str) -> None:
     code, out, _ = cllm("bench", "load", server, *LOAD)
     assert code == 0
     assert "3 of 3 requests succeeded" in out
     assert all(word in out for word in ("TTFT", "TPOT", "E2E", "p95", "output tokens/s", "s CPU"))
 
 
-def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
+def test_diff_compares_two_reports(cllm, server: str, tmp_path: Path) -> None:
     """What differs in the settings, and each figure with its ratio."""
     for name, options in (
         ("a", ("--ttft", "5000")),
@@ -130,7 +130,7 @@ def test_two_reports_are_compared(cllm, server: str, tmp_path: Path) -> None:
         assert word in err
 
 
-def test_pictures_and_a_page(cllm, server: str, tmp_path: Path) -> None:
+def test_load_and_diff_write_pictures_and_pages(cllm, server: str, tmp_path: Path) -> None:
     """Of a run and, from the reports alone, of two; a wrong name is told before anything is
     measured.
     """
@@ -138,13 +138,13 @@ def test_pictures_and_a_page(cllm, server: str, tmp_path: Path) -> None:
     assert cllm("bench", "load", server, *LOAD, *files)[0] == 0
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
     assert "3 of 3 requests succeeded" in (tmp_path / "a.html").read_text()
-    files = ("--plot", tmp_path / "b.png", "--html", tmp_path / "b.html")
-    assert cllm("bench", "diff", tmp_path / "a", tmp_path / "a", *files)[0] == 0
+    pages = ("--plot", tmp_path / "b.png", "--html", tmp_path / "b.html")
+    assert cllm("bench", "diff", tmp_path / "a", tmp_path / "a", *pages)[0] == 0
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert "Two reports" in (tmp_path / "b.html").read_text()
     for option, path, word in (
         ("--plot", "a.jpg", ".svg"),
-        ("--html", "none/a", "no folder"),
+        ("--html", "none/a", "does not exist"),
         ("--out", "none/a", "no"),
     ):
         code, out, err = cllm("bench", "load", "http://127.0.0.1:1", *LOAD, option, tmp_path / path)
@@ -152,7 +152,7 @@ def test_pictures_and_a_page(cllm, server: str, tmp_path: Path) -> None:
         assert word in err
 
 
-def test_ollama(cllm) -> None:
+def test_load_detects_ollama(cllm) -> None:
     with serving_ollama() as server:
         code, out, _ = cllm("bench", "load", server.url, *LOAD, "--api", "ollama", "--json")
         report = json.loads(out)
@@ -162,7 +162,7 @@ def test_ollama(cllm) -> None:
         assert (code, err.count("/v1/models answered 404")) == (2, 1)
 
 
-def test_defaults_of_workloads(cllm, server: str) -> None:
+def test_workloads_have_default_sizes(cllm, server: str) -> None:
     """An overload comes at once, a shared prefix is most of a prompt, and what is given counts."""
 
     def settings(*options: str) -> dict:
@@ -183,7 +183,7 @@ def test_defaults_of_workloads(cllm, server: str) -> None:
     )
 
 
-def test_a_preset_can_be_changed(cllm, server: str) -> None:
+def test_options_override_preset(cllm, server: str) -> None:
     """Its numbers are defaults."""
     code, out, _ = cllm(
         "bench", "load", server, "--preset", "seed-40x8x50", *LOAD[:2], *LOAD[4:], "--json"
@@ -193,7 +193,7 @@ def test_a_preset_can_be_changed(cllm, server: str) -> None:
     assert (settings["requests"], settings["concurrency"], settings["max_tokens"]) == (3, 8, 2)
 
 
-def test_failures_are_exit_code_1(cllm, server: str) -> None:
+def test_failed_requests_give_exit_code_1(cllm, server: str) -> None:
     code, out, _ = cllm("bench", "load", server, *LOAD, "--model", "bad")
     assert code == 1
     assert "3 failed: HTTP 404, such as: no such model [bold] here" in out
@@ -202,7 +202,7 @@ def test_failures_are_exit_code_1(cllm, server: str) -> None:
     assert json.loads(out)["failures"] == {"HTTP 404": 3}
 
 
-def test_no_server(cllm) -> None:
+def test_unreachable_server_gives_one_line(cllm) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listening
         code, out, err = cllm("bench", "load", f"http://127.0.0.1:{taken.getsockname()[1]}", *LOAD)
@@ -222,17 +222,17 @@ def test_no_server(cllm) -> None:
         ("--api-key", "a\nb"),
     ],
 )
-def test_wrong_arguments(cllm, server: str, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_give_one_line(cllm, server: str, arguments: tuple[str, ...]) -> None:
     code, out, err = cllm("bench", "load", server, *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
-def test_url() -> None:
+def test_url_is_normalized() -> None:
     assert server_url("localhost:8000") == "http://localhost:8000"
     assert server_url("https://host/prefix/v1/") == "https://host/prefix"
 
 
-def test_make_model(cllm, tmp_path: Path) -> None:
+def test_make_model_writes_file(cllm, tmp_path: Path) -> None:
     """Prints what was made, and replaces nothing unasked."""
     out_file = tmp_path / "tiny.gguf"
     arguments = ("bench", "make-model", "--shape", "tiny", "--quant", "f16", str(out_file))
@@ -243,7 +243,7 @@ def test_make_model(cllm, tmp_path: Path) -> None:
     size = out_file.stat().st_size
     out_file.write_bytes(b"mine")
     code, _, err = cllm(*arguments)
-    assert (code, err) == (2, f"cllm: {out_file} exists; --force replaces it\n")
+    assert (code, err) == (2, f"cllm: {out_file} already exists; use --force to replace it\n")
     assert out_file.read_bytes() == b"mine"
     assert cllm(*arguments, "--force")[0] == 0
     assert out_file.stat().st_size == size
@@ -252,7 +252,7 @@ def test_make_model(cllm, tmp_path: Path) -> None:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_stages(cllm, builtin_path: Path, tmp_path: Path) -> None:
+def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -> None:
     """A table, or JSON; exit code 1 only if a stage loses more than the budget."""
     options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
     code, out, _ = cllm(
@@ -277,7 +277,7 @@ def test_stages(cllm, builtin_path: Path, tmp_path: Path) -> None:
     assert "nowhere.gguf" in err
 
 
-def test_compare_refuses_early(cllm, tmp_path: Path) -> None:
+def test_compare_rejects_invalid_options_before_measuring(cllm, tmp_path: Path) -> None:
     """One line each, before anything is measured."""
     here = ("--out", tmp_path)
     (tmp_path / "wrong.json").write_text("[]")
@@ -285,11 +285,11 @@ def test_compare_refuses_early(cllm, tmp_path: Path) -> None:
         ((tmp_path / "none.gguf", *here), "none.gguf"),
         (("--rounds", "2", *here), "rounds"),
         (("--concurrency", "0", *here), "concurrency"),
-        (("--out", tmp_path / "none" / "page.md"), "there is no folder"),
-        (("--json", tmp_path / "none" / "a.json", *here), "there is no folder"),
+        (("--out", tmp_path / "none" / "page.md"), "does not exist"),
+        (("--json", tmp_path / "none" / "a.json", *here), "does not exist"),
         (("--from", tmp_path / "none.json", *here), "cannot be read"),
         (("--from", tmp_path / "wrong.json", *here), "no results"),
-        (("--build", "--peers", tmp_path, *here), "leave --peers out"),
+        (("--build", "--peers", tmp_path, *here), "cannot be combined with --peers"),
     ):
         code, out, err = cllm("bench", "compare", *options)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -298,7 +298,7 @@ def test_compare_refuses_early(cllm, tmp_path: Path) -> None:
 
 
 @pytest.mark.llama
-def test_compare_needs_its_peers(
+def test_compare_reports_missing_peers(
     cllm, builtin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -308,7 +308,7 @@ def test_compare_needs_its_peers(
     assert "--build" in err
 
 
-def test_compare_writes_the_page_again(cllm, tmp_path: Path) -> None:
+def test_compare_rewrites_page_from_results(cllm, tmp_path: Path) -> None:
     """From the numbers alone; what missed its target is told."""
     run = {"num_seqs": 8, "round": 0, "num_requests": 16, "num_succeeded": 16}
     runs = [

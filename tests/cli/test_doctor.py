@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cllm.cli import probe as module
-from cllm.cli.doctor import BUILD, SWITCHES, better_build, cure, failure
+from cllm.cli.doctor import BUILD, SWITCHES, cure, failure, suggest_build
 from cllm.cli.probe import Probe, probe
 
 
@@ -15,7 +15,7 @@ from cllm.cli.probe import Probe, probe
     ("result", "word"),
     [
         (
-            Probe(died_of="SIGSEGV", error="the process died of SIGSEGV while it decoded"),
+            Probe(died_of="SIGSEGV", error="the process was killed by SIGSEGV while decoding"),
             "-fno-tree-dse",
         ),
         (Probe(answer="7!x"), "-fno-tree-dse"),
@@ -24,7 +24,7 @@ from cllm.cli.probe import Probe, probe
         (Probe(answer="72"), ""),
     ],
 )
-def test_each_failure_has_its_cure(result, word):
+def test_each_failure_suggests_a_fix(result, word):
     """A crash and a wrong answer are cured by the compiler's switches."""
     assert word in cure(result)
     assert result.passed == (word == "")
@@ -42,13 +42,11 @@ def test_each_failure_has_its_cure(result, word):
             "GCC: (Debian) 12.2.0",
             f"GNU C++17 12.2.0 -O3 {SWITCHES}",
             {"avx2", "avx512f"},
-            "leaves AVX512 of the CPU",
+            "does not use AVX512",
         ),
     ],
 )
-def test_a_build_that_could_be_faster_is_told_with_the_command_that_makes_it(
-    compiler, switches, cpu, says
-):
+def test_suboptimal_build_suggests_build_command(compiler, switches, cpu, says):
     """Where the compiler's switches or the CPU's vector extensions are not used."""
     found = Probe(
         answer="72",
@@ -56,16 +54,16 @@ def test_a_build_that_could_be_faster_is_told_with_the_command_that_makes_it(
         compiler=compiler,
         switches=switches,
     )
-    assert says in better_build(found, cpu)
+    assert says in suggest_build(found, cpu)
 
 
-def test_clang_is_not_recommended_for_avx512_where_it_gains_nothing():
+def test_clang_is_not_recommended_for_avx512():
     """The kernels for AVX-512 are as fast when GCC compiles them with the switches."""
     found = Probe(answer="72", system="AVX2 = 1 | AVX512 = 1 |", compiler="GCC", switches=SWITCHES)
-    assert better_build(found, {"avx2", "avx512f"}) == "none known"
+    assert suggest_build(found, {"avx2", "avx512f"}) == "none known"
 
 
-def test_the_compiler_switches_are_the_same_wherever_they_are_written():
+def test_compiler_switches_agree_in_all_files():
     """A person who builds by hand must get the build that was measured."""
     root = Path(__file__).resolve().parents[2]
     pyproject = tomllib.loads((root / "pyproject.toml").read_text())
@@ -79,7 +77,7 @@ def test_the_compiler_switches_are_the_same_wherever_they_are_written():
 
 
 @pytest.mark.llama
-def test_the_library_says_how_it_was_compiled():
+def test_library_reports_its_compiler():
     """Whoever compiled it: its signature, and the switches if GCC was asked to record them."""
     from cllm.backends.llama_cpp.library import compiled
 
@@ -88,8 +86,8 @@ def test_the_library_says_how_it_was_compiled():
     assert not switches or "-O" in switches
 
 
-def test_a_child_that_dies_is_a_finding(monkeypatch):
-    """The signal is named, and this process lives on."""
+def test_crashed_child_is_reported(monkeypatch):
+    """The signal is named, and this process continues."""
     crash = ["python3", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
     run = subprocess.run
     monkeypatch.setattr(module.subprocess, "run", lambda _, **options: run(crash, **options))

@@ -1,18 +1,18 @@
-"""What cllm explain says of a server, for a person."""
+"""The output of cllm explain."""
 
 from __future__ import annotations
 
 from cllm.cli.explain import MAX_SHOWN, lines
-from cllm.scheduler.trace import explain
+from cllm.scheduler.report import explain
 
 
-def test_who_waits_for_what(fake_engine):
-    """The head of the queue and its reason first, then those who wait for a prefix, then those
-    behind the head.
+def test_waiting_sequences_are_listed_with_reasons(fake_engine):
+    """The head of the queue comes first with its reason, then sequences that wait for a prefix,
+    then those behind the head.
     """
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=64, context_length=256, length=100)
     prefix = [(7 * i) % 250 for i in range(100)]
-    engine.add("leader", prefix, key="user-ann", max_tokens=50)
+    engine.add("leader", prefix, account="user-ann", max_tokens=50)
     engine.step()
     engine.add("follower", [*prefix, 1], max_tokens=50)
     engine.add("other", [5] * 20, max_tokens=50)
@@ -33,8 +33,8 @@ def test_who_waits_for_what(fake_engine):
     assert any("leader.0 running" in line for line in said)
 
 
-def test_who_waits_for_a_prefix(fake_engine):
-    """By name."""
+def test_leader_of_shared_prefix_is_named(fake_engine):
+    """A sequence waits while another one computes its prefix; the line names that one."""
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=32, context_length=256)
     prefix = [(7 * i) % 250 for i in range(100)]
     engine.add("leader", prefix, max_tokens=1)
@@ -43,10 +43,10 @@ def test_who_waits_for_a_prefix(fake_engine):
     engine.step()
     said = lines(explain(engine.scheduler, engine.now, 1))
     assert any(
-        "follower.0 normal, 101 tokens, waiting" in line and "leader.0 computes" in line
+        "follower.0 normal, 101 tokens, waiting" in line and "leader.0 is computing" in line
         for line in said
     )
 
 
-def test_nothing_was_computed_yet(fake_engine):
+def test_idle_server_reports_no_steps(fake_engine):
     assert lines(explain(fake_engine().scheduler, 0.0, 5))[0] == "No step has been computed yet."

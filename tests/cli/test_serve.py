@@ -24,7 +24,7 @@ def one_line(result) -> str:
     return line
 
 
-def test_a_busy_port_is_one_line(cllm):
+def test_busy_port_gives_one_line(cllm):
     """And the port's number is in it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -41,7 +41,7 @@ def test_a_busy_port_is_one_line(cllm):
         (b"GGUFxxxx", ""),
     ],
 )
-def test_an_unreadable_model_is_one_line(cllm, tmp_path: Path, content: bytes | None, words: str):
+def test_unreadable_model_gives_one_line(cllm, tmp_path: Path, content: bytes | None, words: str):
     """Missing, empty, a web page, a pointer, garbage."""
     path = tmp_path / "model.gguf"
     if content is not None:
@@ -50,14 +50,14 @@ def test_an_unreadable_model_is_one_line(cllm, tmp_path: Path, content: bytes | 
 
 
 @pytest.mark.llama
-def test_a_truncated_model_is_one_line(cllm, builtin_path: Path, tmp_path: Path):
+def test_truncated_model_gives_one_line(cllm, builtin_path: Path, tmp_path: Path):
     """With the size it should have."""
     path = tmp_path / "model.gguf"
     path.write_bytes(builtin_path.read_bytes()[:-1000])
     assert "incomplete" in one_line(cllm("serve", path))
 
 
-def test_a_bad_option_is_one_line(cllm, tmp_path: Path):
+def test_unknown_option_gives_one_line(cllm, tmp_path: Path):
     """A flag and a file each name what is wrong."""
     assert "server.port" in one_line(cllm("serve", "--port", "70000"))
     path = tmp_path / "c.yaml"
@@ -75,12 +75,12 @@ def test_a_bad_option_is_one_line(cllm, tmp_path: Path):
         (
             {"scheduler.max_num_seqs": 8},
             {"max_num_seqs": 3},
-            ["scheduler.max_num_seqs is 3 and not 8", "kv.max_memory"],
+            ["scheduler.max_num_seqs is 3 instead of 8", "kv.max_memory"],
         ),
         (
             {"model.max_context_length": 90},
             {"context_length": 80},
-            ["is 80 and not 90", "raise kv.max_memory_mb"],
+            ["is 80 instead of 90", "raise kv.max_memory_mb"],
         ),
         (
             {"model.max_context_length": 900},
@@ -89,34 +89,36 @@ def test_a_bad_option_is_one_line(cllm, tmp_path: Path):
         ),
     ],
 )
-def test_what_was_asked_for_and_is_not_had(
+def test_reduced_sizes_are_reported(
     given: dict[str, int], in_force: dict[str, int], words: list[str]
 ):
-    """One line that names the option to raise; nothing of what nobody asked for."""
+    """One line names the option to raise; sizes that were not requested are not mentioned."""
     info = msgspec.structs.replace(FakeBackend().info, trained_context_length=100, **in_force)
     lines = list(remarks(load_settings(None, {}, given), info))
     assert len(lines) == bool(words)
     assert all(word in lines[0] for word in words)
 
 
-def test_progress_in_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_progress_without_terminal_prints_few_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """A line at the beginning, one a quarter, and one where a quarter takes long; none if all of it
     is quick.
     """
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    bar = progress.loading_bar("loading m", announce=True)
+    bar = progress.open_bar("loading m", announce=True)
     for share in range(0, 101, 5):
         bar.update(share / 100)
     assert capsys.readouterr().err == "loading m\n"
-    bar = progress.loading_bar("loading m")
+    bar = progress.open_bar("loading m")
     for share in range(0, 101, 5):
         now += 0.4
         bar.update(share / 100)
     assert capsys.readouterr().err.split() == [
         f"{word}" for s in (25, 50, 75, 100) for word in ("loading", "m:", f"{s}%")
     ]
-    bar = progress.loading_bar("loading m")
+    bar = progress.open_bar("loading m")
     for share in range(20):
         now += 1
         bar.update(share / 100)

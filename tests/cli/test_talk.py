@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from conftest import PATIENCE
@@ -17,7 +17,7 @@ FAKE = ("--backend.name", "fake")
 GREEDY = ("--temperature", "0")
 
 
-def test_generate_as_a_process():
+def test_generate_runs_as_process():
     """The text and nothing else."""
     command = [sys.executable, "-m", "cllm", "generate", "a", *FAKE, *GREEDY, "--max-tokens", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -34,11 +34,11 @@ def test_generate_prints_the_text(cllm):
         )
     assert (
         cllm("generate", "-", "a", *FAKE, text="a").err
-        == "cllm: there are two prompts: drop - or the text\n"
+        == "cllm: give the prompt as an argument or with -, not both\n"
     )
 
 
-def test_generate_as_json(cllm):
+def test_generate_prints_json(cllm):
     """One object, with the counts."""
     done = cllm("generate", "a", *FAKE, "--max-tokens", "3", *GREEDY, "--json")
     assert json.loads(done.out) == {
@@ -52,12 +52,12 @@ def test_generate_as_json(cllm):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("",), "no prompt"),
+        (("",), "the prompt is empty"),
         (("a", "--temperature", "-1"), "temperature"),
         (("a", "--model", "x.gguf"), "x.gguf"),
     ],
 )
-def test_what_cannot_work_is_one_line(cllm, arguments, word):
+def test_generate_reports_invalid_arguments_in_one_line(cllm, arguments, word):
     """Exit code 2, no trace."""
     more = () if "--model" in arguments else FAKE
     done = cllm("generate", *arguments, *more)
@@ -66,7 +66,7 @@ def test_what_cannot_work_is_one_line(cllm, arguments, word):
     assert word in line
 
 
-def test_chat_without_a_server(cllm):
+def test_chat_loads_model_without_server(cllm):
     """Each line of stdin is a turn; a history is kept until /new."""
     done = cllm(
         "chat", *FAKE, "--max-tokens", "2", *GREEDY, text="hi\n\n/new\nho\n/exit\nnot read\n"
@@ -75,7 +75,7 @@ def test_chat_without_a_server(cllm):
     assert len(done.out.splitlines()) >= 2
 
 
-def test_chat_answers_words_behind_a_slash_itself(cllm):
+def test_chat_handles_slash_commands_itself(cllm):
     """They are commands, which the model is not asked about; a path is no command."""
     done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/help\n/clear\n/exit\n")
     assert (done.code, done.out) == (0, f"{HELP}\n{HELP}\n")
@@ -85,7 +85,7 @@ def test_chat_answers_words_behind_a_slash_itself(cllm):
 
 
 @pytest.mark.llama
-def test_chat_with_the_built_in_model(builtin_path, cllm):
+def test_chat_answers_with_builtin_model(builtin_path, cllm):
     """Two turns, the right answers."""
     done = cllm(
         "chat", *GREEDY, "--context", "512", text="What is 27 plus 45?\nSpell the word garden.\n"
@@ -93,22 +93,22 @@ def test_chat_with_the_built_in_model(builtin_path, cllm):
     assert done.out == "72\ng-a-r-d-e-n\n"
 
 
-def test_chat_with_nobody(cllm):
-    """A server that does not answer is one line."""
+def test_chat_reports_unreachable_server(cllm):
+    """The error is one line."""
     done = cllm("chat", "--url", "http://127.0.0.1:9", text="hi\n")
     assert done.code == 2
-    assert "no server answers" in done.err
+    assert "cannot connect to" in done.err
 
 
-def test_chat_with_another_kind_of_server(cllm):
-    """One that answers, but not what was asked."""
+def test_chat_reports_server_without_openai_api(cllm):
+    """The server answers, but has no /v1/models."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         done = cllm("chat", "--url", f"127.0.0.1:{server.server_port}/v1", text="hi\n")
         thread.join()
     assert done.code == 2
-    assert "it answers 501 to /v1/models" in done.err
+    assert "it answered 501 to /v1/models" in done.err
 
 
 class OpenAIStub(BaseHTTPRequestHandler):
@@ -124,6 +124,7 @@ class OpenAIStub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert isinstance(self.server, StubServer)
         self.server.bodies.append((self.path, body))
         key = "text" if self.path == "/v1/completions" else "delta"
         chunks = [self.chunk(key, piece) for piece in self.pieces] if self.status == 200 else []
@@ -149,10 +150,15 @@ class OpenAIStub(BaseHTTPRequestHandler):
         pass
 
 
+class StubServer(ThreadingHTTPServer):
+    bodies: list[tuple[str, Any]]
+    url: str
+
+
 @pytest.fixture
 def stub(monkeypatch):
     """A server that speaks OpenAI's API, on the loopback."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), OpenAIStub) as server:
+    with StubServer(("127.0.0.1", 0), OpenAIStub) as server:
         server.bodies = []
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
@@ -162,7 +168,7 @@ def stub(monkeypatch):
         thread.join()
 
 
-def test_generate_with_a_server(cllm, monkeypatch, stub):
+def test_generate_uses_server(cllm, monkeypatch, stub):
     """It continues the prompt, by 256 tokens at most, or answers it; the server of the environment
     is one as well.
     """
@@ -192,11 +198,11 @@ def test_generate_with_a_server(cllm, monkeypatch, stub):
     [
         ([], 400, "", "prompt: too long"),
         (["to ", {"error": {"message": "the engine died"}}], 200, "to \n", "the engine died"),
-        ([{"choices": [{}]}], 200, "", "not one of OpenAI's API"),
-        ([[1]], 200, "", "not one of OpenAI's API"),
+        ([{"choices": [{}]}], 200, "", "does not follow OpenAI's API"),
+        ([[1]], 200, "", "does not follow OpenAI's API"),
     ],
 )
-def test_errors_of_a_server_are_one_line(cllm, monkeypatch, stub, pieces, status, out, words):
+def test_server_errors_give_one_line(cllm, monkeypatch, stub, pieces, status, out, words):
     """What has come of the text is kept, on a line of its own."""
     monkeypatch.setattr(OpenAIStub, "pieces", pieces)
     monkeypatch.setattr(OpenAIStub, "status", status)
@@ -214,7 +220,7 @@ def test_errors_of_a_server_are_one_line(cllm, monkeypatch, stub, pieces, status
         (("--config", "c"), "--config"),
     ],
 )
-def test_a_server_and_a_model_at_once(cllm, monkeypatch, command, arguments, word):
+def test_url_and_model_options_conflict(cllm, monkeypatch, command, arguments, word):
     """The server has its own model; but a model that was named counts more than the server of the
     environment.
     """
@@ -223,11 +229,11 @@ def test_a_server_and_a_model_at_once(cllm, monkeypatch, command, arguments, wor
     assert word in done.err
     monkeypatch.setenv("CLLM_URL", "http://127.0.0.1:9")
     assert (
-        "no server answers" not in cllm(command, *arguments, *FAKE, "--context", "99", text="a").err
+        "cannot connect to" not in cllm(command, *arguments, *FAKE, "--context", "99", text="a").err
     )
 
 
-def test_options_that_do_not_exist_are_not_continued(cllm):
+def test_prompt_starting_with_dash_needs_separator(cllm):
     """A text that begins with a dash comes after two of them; a number is none that needs it."""
     for option in ("--foo", "-x"):
         done = cllm("generate", option, *FAKE)
@@ -243,7 +249,7 @@ def test_options_that_do_not_exist_are_not_continued(cllm):
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
-def test_options_of_a_server_are_no_options_here(cllm, command):
+def test_server_options_are_rejected(cllm, command):
     """Neither those of HTTP nor those that have another name here."""
     out = cllm(command, "--help").out
     assert "--kv.max-memory-mb" in out
@@ -252,8 +258,8 @@ def test_options_of_a_server_are_no_options_here(cllm, command):
     assert cllm(command, "--server.port", "1").code == 2
 
 
-def test_a_text_that_is_continued_has_an_end(cllm, monkeypatch):
-    """256 tokens, if nothing else is asked for; an answer ends by itself."""
+def test_continued_text_has_default_limit(cllm, monkeypatch):
+    """A continuation has 256 tokens by default; a chat answer ends by itself."""
     assert "256 tokens" in " ".join(cllm("generate", "--help").out.split())
     monkeypatch.setattr(FakeBackend, "_next", lambda *_: 97)
     monkeypatch.setattr(Costs, "of", lambda *_: 0)
@@ -265,8 +271,8 @@ def test_a_text_that_is_continued_has_an_end(cllm, monkeypatch):
 
 
 @pytest.mark.llama
-def test_doctor_finds_a_sound_build(builtin_path, cllm):
-    """Decodes in a child process and says what it found."""
+def test_doctor_passes_working_build(builtin_path, cllm):
+    """It generates an answer in a child process and prints the result."""
     done = cllm("doctor", "--json")
     report = json.loads(done.out)
     assert done.code == 0, report
@@ -274,7 +280,7 @@ def test_doctor_finds_a_sound_build(builtin_path, cllm):
     assert report["cure"] == ""
 
 
-def test_unknown_variable_is_a_warning(cllm, monkeypatch):
+def test_unknown_variable_gives_warning(cllm, monkeypatch):
     """One line on stderr, and the command goes on."""
     monkeypatch.setenv("CLLM_MODEL_PAHT", "m.gguf")
     done = cllm("generate", "a", *FAKE, *GREEDY, "--max-tokens", "3")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cllm.bench.tune import BATCH_THREADS, KV_TYPE, LAYOUT, THREADS, Choice, Outcome, Tuned
-from cllm.bench.tuning_report import Report, verdict, yaml_text
+from cllm.bench.tuning_report import Report, format_yaml, verdict
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.config_sources import load_settings
 
@@ -21,8 +21,10 @@ def report(chosen: Choice, gain: float = 0.2) -> Report:
     return Report("a model\u2028x", "a CPU", 8, 61.0, tuned, tuned.recommended, {}, None, [], None)
 
 
-def test_the_yaml_is_settings(tmp_path: Path) -> None:
-    """What was given, and what was chosen in its place; the comment says what it gained."""
+def test_yaml_is_a_valid_settings_file(tmp_path: Path) -> None:
+    """It contains the given settings with the chosen ones in their place; the comment reports the
+    gain.
+    """
     given = {
         "scheduler.max_num_seqs": 16,
         "backend.llama_cpp.n_threads": 7,
@@ -30,7 +32,7 @@ def test_the_yaml_is_settings(tmp_path: Path) -> None:
     }
     loaded = settings_from_flags(None, given, "some model: #1.gguf")
     chosen: Choice = {BATCH_THREADS: 8, THREADS: 4, LAYOUT: "unified", KV_TYPE: "q8_0"}
-    text = yaml_text(loaded, report(chosen))
+    text = format_yaml(loaded, report(chosen))
     assert "prompt 100 -> 120, decode 1 10.0 -> 12.3; +20.0% in the mean, noise 5.0%" in text
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
     read = load_settings(tmp_path / "c.yaml", {}, {})
@@ -40,19 +42,21 @@ def test_the_yaml_is_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gain", [None, 0.04, -0.1])
-def test_the_yaml_of_nothing(tmp_path: Path, gain: float | None) -> None:
-    """Nothing was chosen, or it did not show again: comments, which are settings too."""
+def test_yaml_without_gain_has_only_comments(tmp_path: Path, gain: float | None) -> None:
+    """If no candidate was chosen or its gain did not repeat, the file contains only comments and
+    loads as default settings.
+    """
     found = report({} if gain is None else {THREADS: 4}, gain or 0.0)
-    text = yaml_text(settings_from_flags(None, {}), found)
+    text = format_yaml(settings_from_flags(None, {}), found)
     assert all(line.startswith("#") for line in text.splitlines())
-    assert "present settings" in verdict(found.settings)[0]
+    assert "current" in verdict(found.settings)[0]
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
     assert (
         load_settings(tmp_path / "c.yaml", {}, {}).settings == load_settings(None, {}, {}).settings
     )
 
 
-def test_help(cllm) -> None:
+def test_help_describes_tune(cllm) -> None:
     _, out, _ = cllm("tune", "--help")
     for option in (
         "--minutes",
@@ -76,15 +80,15 @@ def test_help(cllm) -> None:
         (("--backend.name", "fake"), "only llama_cpp can be tuned"),
         (("--minutes", "0"), "minutes"),
         (("--out", "."), ". is a folder"),
-        (("--out", "none/c.yaml"), "there is no folder none"),
+        (("--out", "none/c.yaml"), "the folder none does not exist"),
         (("--write", "m.gguf"), "--write needs --requantize"),
         (("--requantize", "--write-as", "Q4_0+Q4_0"), "--write-as needs --write"),
-        (("--requantize", "--write", "there.gguf"), "there.gguf exists"),
-        (("--requantize", "--text", "none.txt"), "--text none.txt cannot be read"),
+        (("--requantize", "--write", "there.gguf"), "there.gguf already exists"),
+        (("--requantize", "--text", "none.txt"), "cannot read --text none.txt"),
         (("--requantize", "--text", "there.gguf"), "--text there.gguf is not UTF-8"),
     ],
 )
-def test_mistakes(
+def test_invalid_options_give_one_line_before_measuring(
     cllm, tmp_path: Path, monkeypatch, arguments: tuple[str, ...], words: str
 ) -> None:
     """One line, before anything is measured."""
@@ -96,12 +100,14 @@ def test_mistakes(
 
 
 @pytest.mark.llama
-def test_mistakes_that_the_model_shows(cllm, builtin_path: Path, tmp_path: Path) -> None:
+def test_invalid_options_for_the_model_give_one_line(
+    cllm, builtin_path: Path, tmp_path: Path
+) -> None:
     (tmp_path / "short.txt").write_text("")
     options = ("tune", builtin_path, "--requantize")
     for arguments, words in (
-        (("--text", tmp_path / "short.txt"), "too short to judge quality by"),
-        (("--write", tmp_path / "m.gguf", "--write-as", "Q4"), "Q4 is not a form"),
+        (("--text", tmp_path / "short.txt"), "too short to measure quality"),
+        (("--write", tmp_path / "m.gguf", "--write-as", "Q4"), "Q4 is not a quantization"),
     ):
         code, out, err = cllm(*options, *arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -110,8 +116,10 @@ def test_mistakes_that_the_model_shows(cllm, builtin_path: Path, tmp_path: Path)
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_the_whole_command(cllm, builtin_path: Path, tmp_path: Path, monkeypatch) -> None:
-    """A report, a YAML that loads, a copy that was asked for; nothing temporary is left."""
+def test_tune_measures_and_writes_copy(
+    cllm, builtin_path: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """It prints a report, a YAML that loads, and the requested copy; no temporary file remains."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     yaml, copy = tmp_path / "c.yaml", tmp_path / "copy.gguf"

@@ -1,4 +1,4 @@
-"""What may be asked, and how a refusal reads."""
+"""Bounds of the sampling parameters, and the errors for values outside them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import pytest
 
 from cllm.core.params import (
-    INTEGERS,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    PARAMETERS,
     SamplingParams,
 )
 from cllm.errors import BadRequest
@@ -46,14 +46,14 @@ ABOVE = [(field, high, step) for field, _, high, step in BOUNDS if high is not N
 
 
 @pytest.mark.parametrize(("field", "limit", "step"), [*BELOW, *ABOVE])
-def test_the_limits_themselves_are_allowed(field, limit, step):
+def test_values_at_the_bounds_are_accepted(field, limit, step):
     """The lowest and the highest value of each field are accepted."""
     assert getattr(SamplingParams(**{field: limit}), field) == limit
 
 
 @pytest.mark.parametrize(("field", "limit", "step"), BELOW)
-def test_below_the_lowest_value(field, limit, step):
-    """A value below the lowest is refused with its field, the limit and OpenAI's code."""
+def test_value_below_the_minimum_is_rejected(field, limit, step):
+    """The error names the field and the minimum, and has OpenAI's code."""
     with pytest.raises(BadRequest) as refused:
         SamplingParams(**{field: limit - step})
     assert refused.value.param == field
@@ -64,8 +64,8 @@ def test_below_the_lowest_value(field, limit, step):
 
 
 @pytest.mark.parametrize(("field", "limit", "step"), ABOVE)
-def test_above_the_highest_value(field, limit, step):
-    """A value above the highest is refused with its field, the limit and OpenAI's code."""
+def test_value_above_the_maximum_is_rejected(field, limit, step):
+    """The error names the field and the maximum, and has OpenAI's code."""
     with pytest.raises(BadRequest) as refused:
         SamplingParams(**{field: limit + step})
     assert refused.value.param == field
@@ -75,16 +75,15 @@ def test_above_the_highest_value(field, limit, step):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", [field for field, _, _, step in BOUNDS if step != 1])
-def test_numbers_that_are_none(field, value):
-    """NaN and the infinities are out of every range."""
+def test_nan_and_infinity_are_rejected(field, value):
     with pytest.raises(BadRequest) as refused:
         SamplingParams(**{field: value})
     assert refused.value.param == field
 
 
-@pytest.mark.parametrize("field", INTEGERS)
-def test_numbers_that_count_are_integers(field):
-    """A float or a bool would fail in the engine, in a step that is not its own."""
+@pytest.mark.parametrize("field", [name for name, p in PARAMETERS.items() if p.type is int])
+def test_integer_parameters_reject_other_types(field):
+    """A float or a bool would fail later, in a step of the engine."""
     for value in (5.0, True, "5", [5]):
         with pytest.raises(BadRequest) as caught:
             SamplingParams(**{field: value})
@@ -94,7 +93,7 @@ def test_numbers_that_count_are_integers(field):
 @pytest.mark.parametrize(
     "params", [{"logit_bias": [1]}, {"logit_bias": {"a": 1}}, {"stop_token_ids": 5}]
 )
-def test_token_ids_are_integers(params):
+def test_token_ids_must_be_integers(params):
     with pytest.raises(BadRequest) as caught:
         SamplingParams(**params)
     assert caught.value.param in params
@@ -104,15 +103,15 @@ def test_token_ids_are_integers(params):
     "bias",
     [{1: math.nan}, {1: 100.5}, {1: -101}, {-1: 0}, dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0)],
 )
-def test_logit_bias_has_limits(bias):
-    """A bias out of range, a negative token id and too many entries are refused."""
+def test_logit_bias_outside_its_limits_is_rejected(bias):
+    """A bias out of range, a negative token id, and too many entries."""
     with pytest.raises(BadRequest) as refused:
         SamplingParams(logit_bias=bias)
     assert refused.value.param == "logit_bias"
 
 
-def test_the_largest_logit_bias_is_allowed():
-    """As many entries as the limit says, at both ends of the range of a bias."""
+def test_largest_logit_bias_is_accepted():
+    """The maximum number of entries, with biases at both ends of the range."""
     params = SamplingParams(
         logit_bias={token: -100 if token % 2 else 100 for token in range(MAX_LOGIT_BIAS)}
     )
@@ -122,8 +121,8 @@ def test_the_largest_logit_bias_is_allowed():
 @pytest.mark.parametrize(
     "stop", [("",), ("a", ""), ("x" * (MAX_STOP_LENGTH + 1),), ("x",) * (MAX_STOP_STRINGS + 1)]
 )
-def test_stop_strings_have_limits(stop):
-    """An empty stop string, one too long and too many of them are refused."""
+def test_stop_strings_outside_their_limits_are_rejected(stop):
+    """An empty one, one that is too long, and too many of them."""
     with pytest.raises(BadRequest) as refused:
         SamplingParams(stop=stop)
     assert refused.value.param == "stop"
@@ -131,8 +130,8 @@ def test_stop_strings_have_limits(stop):
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
 @pytest.mark.parametrize("token", [260, 2**31 - 1])
-def test_token_ids_outside_of_the_vocabulary(field, token):
-    """A token id is compared with the vocabulary as soon as that is known."""
+def test_token_ids_outside_the_vocabulary_are_rejected(field, token):
+    """check_vocabulary accepts the last id of the vocabulary and rejects the next one."""
     params = SamplingParams(**{field: {token: 1.0} if field == "logit_bias" else (token,)})
     params.check_vocabulary(token + 1)
     with pytest.raises(BadRequest) as refused:
@@ -141,8 +140,7 @@ def test_token_ids_outside_of_the_vocabulary(field, token):
     assert str(token - 1) in str(refused.value)
 
 
-def test_a_negative_stop_token_is_refused():
-    """There is no token below 0."""
+def test_negative_stop_token_is_rejected():
     with pytest.raises(BadRequest):
         SamplingParams(stop_token_ids=(-1,)).check_vocabulary(260)
 
@@ -152,12 +150,11 @@ def test_a_negative_stop_token_is_refused():
     [({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False)],
 )
 def test_greedy(params, greedy):
-    """Temperature 0 and top_k 1 take the most probable token."""
-    assert SamplingParams(**params).greedy is greedy
+    assert SamplingParams(**params).is_greedy is greedy
 
 
 @pytest.mark.parametrize("field", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalized(field):
-    """Only those who ask for a penalty pay for it."""
-    assert not SamplingParams().penalized
-    assert SamplingParams(**{field: 0.5}).penalized
+def test_each_penalty_counts_as_penalty(field):
+    """Sequences without a penalty do not count tokens."""
+    assert not SamplingParams().has_penalties
+    assert SamplingParams(**{field: 0.5}).has_penalties

@@ -1,10 +1,11 @@
-"""Prefixes outlive RAM and restarts in files, and nothing wrong is ever read from one."""
+"""The disk cache: prefixes outlive RAM and restarts in files, and damaged files are never used."""
 
 from __future__ import annotations
 
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add, Close
-from cllm.engine.disk import DiskCache
+from cllm.engine.disk import DiskCache, Written, lock
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.kv_cache.ledger import Ledger
+from cllm.kv_cache.snapshots import Snapshots
+from cllm.scheduler.report import collect_stats
 
 LONG = [(7 * i) % 250 for i in range(150)]
 
@@ -44,18 +48,19 @@ def start(folder: Path, **params) -> Engine:
 
 
 def ask(engine: Engine, prompt: list[int], salt: str = "") -> tuple[list[int], int]:
-    """The tokens of the answer, and how many were computed for it."""
-    before = engine.backend.num_tokens
+    """Return the tokens of the answer, and the number of tokens computed for it."""
+    backend = cast(Recorder, engine.backend)
+    before = backend.num_tokens
     params = SamplingParams(temperature=0, max_tokens=2)
     engine.handle(Add(Request(str(time.monotonic_ns()), prompt, params, cache_salt=salt)))
     outputs = []
     while engine.scheduler.has_work():
         outputs += engine.step()
-    return [output.token for output in outputs], engine.backend.num_tokens - before
+    return [output.token for output in outputs], backend.num_tokens - before
 
 
 class Closing:
-    """An inbox that closes at once."""
+    """An inbox that closes the engine immediately."""
 
     def drain(self, block: bool) -> list:
         return [Close()]
@@ -65,9 +70,9 @@ def close(engine: Engine) -> None:
     engine.run(Closing(), None)
 
 
-def test_a_restart_finds_the_prefixes_of_before(tmp_path):
-    """What was idle in the cells when the engine closed is read from disk by the next one; the text
-    is the same.
+def test_restart_finds_saved_prefixes(tmp_path):
+    """Prefixes that were idle in the cells when the engine closed are read from disk by the next
+    engine. The text is the same.
     """
     first = start(tmp_path)
     answer, computed = ask(first, LONG)
@@ -77,15 +82,13 @@ def test_a_restart_finds_the_prefixes_of_before(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
     second = start(tmp_path)
-    assert second.scheduler.stats().num_disk_bytes > 0
+    assert collect_stats(second.scheduler).num_disk_bytes > 0
     assert ask(second, LONG) == (answer, 2)
     assert ask(second, [*LONG[:100], 1]) == ([2, 3], 2)
 
 
-def test_a_file_belongs_to_a_salt(tmp_path):
-    """After a restart too, only those with the same salt find what lies on disk; each salt has its
-    own file.
-    """
+def test_saved_prefix_is_found_only_with_its_salt(tmp_path):
+    """Also after a restart. Each salt has its own file."""
     first = start(tmp_path)
     for salt in ("", "a"):
         assert ask(first, LONG, salt)[1] == len(LONG) + 1
@@ -96,10 +99,10 @@ def test_a_file_belongs_to_a_salt(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wound", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"]
+    "damage", ["cut", "flipped", "another version", "empty", "head", "head cut", "tokens"]
 )
-def test_a_damaged_file_is_computed_again(tmp_path, wound):
-    """Whatever is wrong with a file, the answer is right, and the file is gone or replaced."""
+def test_prefix_of_damaged_file_is_recomputed(tmp_path, damage):
+    """Whatever is damaged, the answer is correct, and the file is deleted or replaced."""
     first = start(tmp_path)
     answer, _ = ask(first, LONG)
     close(first)
@@ -116,16 +119,16 @@ def test_a_damaged_file_is_computed_again(tmp_path, wound):
             bytes([LONG[5], 0, 0, 0, LONG[6]]), bytes([LONG[5] ^ 1, 0, 0, 0, LONG[6]]), 1
         ),
     }
-    assert damaged[wound] != whole
-    path.write_bytes(damaged[wound])
+    assert damaged[damage] != whole
+    path.write_bytes(damaged[damage])
     second = start(tmp_path)
     assert ask(second, LONG) == (answer, len(LONG) + 1)
     close(second)
-    assert path.read_bytes() == whole, "written again"
+    assert path.read_bytes() == whole, "the engine writes it again"
 
 
-def test_a_file_that_is_damaged_while_the_engine_runs(tmp_path):
-    """Whoever waits for it is computed, and the next one is read as ever."""
+def test_file_damaged_at_runtime_is_recomputed(tmp_path):
+    """Sequences that wait for it are computed, and the next file is read as usual."""
     first = start(tmp_path)
     answer, _ = ask(first, LONG)
     close(first)
@@ -137,18 +140,18 @@ def test_a_file_that_is_damaged_while_the_engine_runs(tmp_path):
     assert ask(start(tmp_path), LONG) == (answer, 2)
 
 
-def test_a_file_of_another_model_is_left_alone(tmp_path):
+def test_files_of_other_models_are_ignored(tmp_path):
     """Only files with the same fingerprint count."""
     first = start(tmp_path)
     ask(first, LONG)
-    first.backend.info = type(first.backend.info)(
+    cast(Recorder, first.backend).info = type(first.backend.info)(
         **{**_fields(first.backend.info), "fingerprint": "other"}
     )
     close(first)
     other = build_engine(
         first.backend, EngineParams(disk_cache=str(tmp_path), disk_cache_bytes=10_000)
     )
-    assert len(other.scheduler.ledger.tiers.files) == 0
+    assert len(other.scheduler.kv_cache.snapshots.tiers.files) == 0
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
@@ -156,8 +159,8 @@ def _fields(info) -> dict:
     return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
-def test_the_disk_has_a_budget(tmp_path):
-    """The files that were not used for longest go when there are too many."""
+def test_disk_cache_respects_its_budget(tmp_path):
+    """When there are too many files, the least recently used ones are deleted."""
     engine = start(tmp_path, disk_cache_bytes=400)
     for i in range(5):
         ask(engine, [i, *LONG[1:]])
@@ -166,11 +169,91 @@ def test_the_disk_has_a_budget(tmp_path):
             engine.step()
     close(engine)
     assert 1 <= len(list(tmp_path.glob("*.kv"))) <= 2
-    assert engine.scheduler.stats().num_disk_bytes <= 400
+    assert collect_stats(engine.scheduler).num_disk_bytes <= 400
 
 
-def test_prefixes_leave_ram_and_come_back_from_disk(tmp_path):
-    """RAM for one snapshot: the others lie on disk, and each is found again."""
+def test_smaller_budget_applies_from_start(tmp_path):
+    """A new engine keeps the files that were used last."""
+    first = start(tmp_path)
+    for i in range(4):
+        ask(first, [i, *LONG[1:]])
+        while first.idle():
+            first._disk._files.flush(5)
+            first.step()
+    close(first)
+    assert len(list(tmp_path.glob("*.kv"))) == 4
+    second = start(tmp_path, disk_cache_bytes=400)
+    second._disk._files.flush(5)
+    assert len(list(tmp_path.glob("*.kv"))) == 2
+    assert collect_stats(second.scheduler).num_disk_bytes <= 400
+    assert [ask(second, [i, *LONG[1:]])[1] for i in (3, 2, 0)] == [2, 2, len(LONG) + 1]
+
+
+def test_temporary_files_go_at_the_next_start_unless_they_are_being_written(tmp_path):
+    abandoned, written = tmp_path / "a.1.tmp", tmp_path / "b.2.tmp"
+    abandoned.write_bytes(b"half")
+    with written.open("wb") as file:
+        lock(file)
+        start(tmp_path)
+        assert [path.name for path in tmp_path.glob("*.tmp")] == ["b.2.tmp"]
+    start(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
+def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, error):
+    """Else its entry would stay, and would keep the file of the same tokens for ever."""
+
+    def fail(data: memoryview) -> list[int]:
+        raise error
+
+    disk, tokens = DiskCache(tmp_path, "model"), np.arange(5, dtype=np.int32)
+    kept: dict[int, None] = {}
+    monkeypatch.setattr("cllm.engine.disk.checksums", fail)
+    disk.write(1, tokens, memoryview(b"data"))
+    disk.flush(60)
+    assert disk.results() == [Written(1, succeeded=False)]
+    disk.keep(kept.keys())
+    monkeypatch.undo()
+    disk.write(2, tokens, memoryview(b"data"))
+    disk.flush(60)
+    disk.keep(kept.keys())
+    assert len(list(tmp_path.iterdir())) == 1, "its result was not fetched yet"
+    assert disk.results() == [Written(2)]
+    disk.keep(kept.keys())
+    disk.flush(60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_whose_tokens_were_saved_again_stays(tmp_path):
+    """Two keys have one file; it goes with the second one."""
+    disk, tokens = DiskCache(tmp_path, "model"), np.arange(5, dtype=np.int32)
+    for key in (1, 2):
+        disk.write(key, tokens, memoryview(b"data"))
+    disk.flush(60)
+    assert disk.results() == [Written(1), Written(2)]
+    for kept, count in (({2: None}, 1), ({}, 0)):
+        disk.keep(kept.keys())
+        disk.flush(60)
+        assert len(list(tmp_path.iterdir())) == count
+
+
+@pytest.mark.parametrize("method", ["new_state_buffer", "install_snapshot"])
+def test_unreadable_prefix_leaves_no_file(tmp_path, monkeypatch, method):
+    """A file that is not counted would make the folder larger than its budget."""
+    first = start(tmp_path)
+    ask(first, LONG)
+    close(first)
+    second = start(tmp_path)
+    monkeypatch.setattr(second.backend, method, lambda *args: 1 / 0)
+    ask(second, LONG)
+    second._disk._files.flush(5)
+    assert not list(tmp_path.iterdir())
+    assert collect_stats(second.scheduler).num_disk_bytes == 0
+
+
+def test_prefixes_evicted_from_ram_are_read_from_disk(tmp_path):
+    """RAM holds one snapshot. The others are on disk, and each is found."""
     engine = start(tmp_path, ram_cache_bytes=200)
     answers = []
     for i in range(4):
@@ -178,24 +261,22 @@ def test_prefixes_leave_ram_and_come_back_from_disk(tmp_path):
         while engine.idle():
             engine._disk._files.flush(5)
             engine.step()
-    assert len(engine.scheduler.ledger.tiers.files) == 4
+    assert len(engine.scheduler.kv_cache.snapshots.tiers.files) == 4
     for i in range(4):
         assert ask(engine, [i, *LONG[1:]]) == (answers[i], 2)
 
 
 class SlowlyMeasured(bytes):
-    """Switches threads while its size is asked for, in the middle of whatever is computed from
-    it.
-    """
+    """Switches threads whenever its length is read, in the middle of the computation that uses it."""
 
     def __len__(self) -> int:
         time.sleep(0.0005)
         return super().__len__()
 
 
-def test_bytes_that_wait_to_be_written_are_counted_right(tmp_path, monkeypatch):
-    """While one thread accepts and another one finishes, no update is lost: the bound holds to the
-    byte afterwards.
+def test_pending_bytes_are_counted_exactly(tmp_path, monkeypatch):
+    """While one thread accepts and another one finishes, no update is lost. The limit holds exactly
+    afterwards.
     """
     disk = DiskCache(tmp_path, "model")
     data = SlowlyMeasured(100)
@@ -206,7 +287,7 @@ def test_bytes_that_wait_to_be_written_are_counted_right(tmp_path, monkeypatch):
 
     monkeypatch.setattr("cllm.engine.disk.MAX_PENDING", 300)
     go_on = threading.Event()
-    disk._jobs.put(go_on.wait)  # nothing is finished meanwhile
+    disk._jobs.put(go_on.wait)  # blocks the writing thread
     for i in range(1000, 1005):
         disk.write(i, np.array([i], np.int32), data)
     go_on.set()
@@ -214,7 +295,7 @@ def test_bytes_that_wait_to_be_written_are_counted_right(tmp_path, monkeypatch):
     assert [result.key for result in disk.results() if result is not True] == [1000, 1001, 1002]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder_raises_startup_error(tmp_path):
     """One line, at the start."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"kv\.disk_cache: cannot write to"):
@@ -222,34 +303,29 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["new_state_buffer", "install_snapshot", "snapshot"])
-def test_a_backend_that_raises_while_the_disk_is_used_costs_only_the_prefix(
-    method, tmp_path, monkeypatch
-):
-    """Whoever waits for the prefix is computed; what cannot be written is not; the engine goes
-    on.
-    """
+def test_backend_error_during_disk_use_costs_only_the_prefix(method, tmp_path, monkeypatch):
+    """Sequences that wait for the prefix are computed, it is not written, and the engine continues."""
     first = start(tmp_path)
     answer, _ = ask(first, LONG)
     if method == "snapshot":
         monkeypatch.setattr(first.backend, method, lambda key: 1 / 0)
     close(first)
     second = start(tmp_path)
-    assert len(second.scheduler.ledger.tiers.files) == (0 if method == "snapshot" else 1)
+    assert len(second.scheduler.kv_cache.snapshots.tiers.files) == (
+        0 if method == "snapshot" else 1
+    )
     if method != "snapshot":
         monkeypatch.setattr(second.backend, method, lambda *args: 1 / 0)
     assert ask(second, LONG) == (answer, len(LONG) + 1)
 
 
-@pytest.mark.parametrize("method", ["save_one_idle", "written"])
-def test_an_error_while_an_idle_prefix_is_saved_costs_only_the_prefix(
-    method, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("method", ["save_one_idle", "record_written"])
+def test_error_while_saving_idle_prefix_costs_only_the_prefix(method, tmp_path, monkeypatch):
     engine = start(tmp_path, check=False)
     answer, _ = ask(engine, LONG)
     failed = []
-    monkeypatch.setattr(
-        type(engine.scheduler.ledger), method, lambda *args: failed.append(1) or 1 / 0
-    )
+    owner = Ledger if method == "save_one_idle" else Snapshots
+    monkeypatch.setattr(owner, method, lambda *args: failed.append(1) or 1 / 0)
     engine.idle()
     engine._disk._files.flush(5)
     engine.step()

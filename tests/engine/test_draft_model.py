@@ -1,4 +1,4 @@
-"""A second model guesses; the text is the first one's."""
+"""Speculation with a draft model: its drafts, and the text, which stays the model's own."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from cllm.engine.commands import Add
 from cllm.engine.draft_model import DraftModel
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
+from cllm.scheduler.report import collect_stats
 
 
-def drafter(**options) -> DraftModel:
+def make_drafter(**options) -> DraftModel:
     return DraftModel(
         FakeBackend(**{"context_length": 64, "max_num_seqs": 2, "length": 60, **options})
     )
 
 
-def sequence(tokens: list[int]) -> Sequence:
+def make_sequence(tokens: list[int]) -> Sequence:
     return Sequence(Request("A", tokens, SamplingParams()), 0, 0, 64)
 
 
-def test_it_guesses_what_its_model_says():
-    """The fake counts on; so many guesses as were asked for, for each sequence."""
-    a, b = sequence([1, 2, 3]), sequence([50])
-    model = drafter()
+def test_draft_continues_each_sequence():
+    """The fake backend counts on. Each sequence gets as many draft tokens as requested."""
+    a, b = make_sequence([1, 2, 3]), make_sequence([50])
+    model = make_drafter()
     assert model.draft({a: 3, b: 1}) == {a: (4, 5, 6), b: (51,)}
 
 
-def test_wrong_guesses_are_taken_back():
-    """What was accepted stays in its cells, what was not is trimmed, and what came instead is
-    computed.
+def test_rejected_draft_tokens_are_undone():
+    """Cells of accepted tokens remain, those of rejected ones are trimmed, and the tokens sampled
+    instead are computed.
     """
-    seq, model = sequence([1, 2, 3]), drafter()
+    seq, model = make_sequence([1, 2, 3]), make_drafter()
     model.draft({seq: 3})
     for token in (4, 9):
         seq.append(token)
     assert model.draft({seq: 2}) == {seq: (10, 11)}
 
 
-def test_a_prompt_enters_in_chunks():
-    """Prompts longer than a step of the draft model take several of its steps."""
-    seq, model = sequence(list(range(40))), drafter(max_num_batched_tokens=16)
+def test_long_prompt_is_computed_in_chunks():
+    """A prompt longer than a step of the draft model takes several of its steps."""
+    seq, model = make_sequence(list(range(40))), make_drafter(max_num_batched_tokens=16)
     assert model.draft({seq: 2}) == {seq: (40, 41)}
 
 
-def test_more_sequences_than_it_can_follow():
-    """It follows those that were asked for last, and forgets who has gone."""
-    seqs, model = [sequence([i * 10]) for i in range(5)], drafter()
+def test_draft_model_keeps_most_recent_sequences():
+    """It keeps cells for the sequences drafted for last, and forgets those that have ended."""
+    seqs, model = [make_sequence([i * 10]) for i in range(5)], make_drafter()
     for seq in seqs:
         assert model.draft({seq: 1}) == {seq: (seq.tokens[-1] + 1,)}
     assert len(model.draft(dict.fromkeys(seqs, 1))) == 2
@@ -61,18 +62,16 @@ def test_more_sequences_than_it_can_follow():
     assert model.draft({seqs[0]: 1}) == {seqs[0]: (1,)}
 
 
-def test_the_end_of_its_context():
+def test_no_draft_beyond_context_length():
     """There is no room for guesses at the end."""
-    seq, model = sequence(list(range(63))), drafter()
+    seq, model = make_sequence(list(range(63))), make_drafter()
     assert model.draft({seq: 5}) == {seq: (63,)}
     seq.append(63)
     assert model.draft({seq: 5}) == {}
 
 
-def test_the_text_is_the_models(fake_engine):
-    """With a draft model that is always right, and one that is not, the tokens are those
-    without.
-    """
+def test_speculation_keeps_tokens_of_model(fake_engine):
+    """The tokens are those without speculation."""
     params = {
         "backend": "fake",
         "speculation": "draft_model",
@@ -85,18 +84,18 @@ def test_the_text_is_the_models(fake_engine):
     while engine.scheduler.has_work():
         outputs += engine.step()
     assert [output.token for output in outputs] == list(range(4, 34))
-    assert engine.scheduler.num_guesses > 0
+    assert engine.scheduler.statistics.num_guesses > 0
 
 
-def test_no_draft_model_named():
+def test_missing_draft_path_raises_startup_error():
     """One line at the start."""
-    with pytest.raises(StartupError, match=r"model\.draft_path names no model"):
+    with pytest.raises(StartupError, match=r"model\.draft_path is not set"):
         build_engine(FakeBackend(), EngineParams(speculation="draft_model"))
 
 
 @pytest.mark.llama
-def test_the_built_in_model_drafts_for_itself(builtin_path, known_questions):
-    """Nearly every guess is right, so there are few steps; the answers are right."""
+def test_built_in_model_drafts_for_itself(builtin_path, known_questions):
+    """Nearly every draft token is accepted, so there are few steps, and the answers are correct."""
     llm = LLM(
         str(builtin_path),
         scheduler_speculation="draft_model",
@@ -107,5 +106,5 @@ def test_the_built_in_model_drafts_for_itself(builtin_path, known_questions):
     for question in known_questions(6, seed=11):
         done = llm.chat(question.messages, SamplingParams(temperature=0), question.tools)
         assert is_right(done, question)
-    stats = llm._engine.scheduler.stats()
+    stats = collect_stats(llm._engine.scheduler)
     assert stats.num_accepted > 0.7 * stats.num_guesses > 0

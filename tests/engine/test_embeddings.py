@@ -1,4 +1,4 @@
-"""Bites between steps: who gets them, how large they are, and what a failure costs."""
+"""Embeddings between steps: their order, the size of their batches, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ COSTS = Costs(step=0.01, row=0.001, token=0.001)
 
 
 def embed(
-    fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL, key: str = ""
+    fake, name: str, texts: list[list[int]], priority: Priority = Priority.NORMAL, account: str = ""
 ) -> None:
-    fake.engine.handle(Embed(EmbeddingRequest(name, texts, key, priority)))
+    fake.engine.handle(Embed(EmbeddingRequest(name, texts, account, priority)))
 
 
-def right(text: list[int]) -> np.ndarray:
+def expected_vector(text: list[int]) -> np.ndarray:
     total = TOKEN_VECTORS[text].sum(axis=0)
     return total / np.linalg.norm(total)
 
 
 def finish(fake, max_steps: int = 500) -> dict[str, list[np.ndarray]]:
-    """Step until nothing is left; the vectors of each request. An error is raised."""
+    """Step until there is no work; return the vectors of each request. Fails on an error."""
     vectors: dict[str, list[np.ndarray]] = {}
     for _ in range(max_steps):
         if not fake.engine.has_work():
@@ -35,10 +35,10 @@ def finish(fake, max_steps: int = 500) -> dict[str, list[np.ndarray]]:
             vectors.setdefault(embedded.request_id, []).extend(
                 np.frombuffer(v, "<f4") for v in embedded.vectors
             )
-    raise AssertionError("no end in sight")
+    raise AssertionError("the engine does not finish")
 
 
-def test_vectors_in_the_order_of_the_texts(fake_engine) -> None:
+def test_vectors_arrive_in_order_of_texts(fake_engine) -> None:
     fake = fake_engine()
     texts = [
         [(i + j) % 250 for j in range(length)]
@@ -50,12 +50,12 @@ def test_vectors_in_the_order_of_the_texts(fake_engine) -> None:
     for name, asked in (("a", texts), ("b", texts[::-1])):
         assert len(vectors[name]) == len(asked)
         assert all(
-            np.allclose(vector, right(text), atol=1e-5)
+            np.allclose(vector, expected_vector(text), atol=1e-5)
             for vector, text in zip(vectors[name], asked, strict=True)
         )
 
 
-def test_a_small_request_does_not_wait_for_a_large_one(fake_engine) -> None:
+def test_small_request_does_not_wait_for_large_one(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "large", [[1] * 60] * 100)
     embed(fake, "small", [[2] * 60])
@@ -66,11 +66,11 @@ def test_a_small_request_does_not_wait_for_a_large_one(fake_engine) -> None:
     assert order.index("small") <= 2
 
 
-def test_a_key_does_not_wait_for_all_requests_of_another(fake_engine) -> None:
+def test_accounts_take_turns(fake_engine) -> None:
     fake = fake_engine()
     for i in range(50):
-        embed(fake, f"many{i}", [[1] * 60] * 2, key="greedy")
-    embed(fake, "one", [[2] * 60] * 4, key="modest")
+        embed(fake, f"many{i}", [[1] * 60] * 2, account="greedy")
+    embed(fake, "one", [[2] * 60] * 4, account="modest")
     order = []
     while fake.engine.has_work():
         fake.step()
@@ -79,7 +79,7 @@ def test_a_key_does_not_wait_for_all_requests_of_another(fake_engine) -> None:
     assert len(order) == 104
 
 
-def test_a_higher_class_goes_first(fake_engine) -> None:
+def test_higher_class_is_embedded_first(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "batch", [[1] * 60] * 10, Priority.BATCH)
     embed(fake, "urgent", [[2] * 60] * 10, Priority.INTERACTIVE)
@@ -91,8 +91,8 @@ def test_a_higher_class_goes_first(fake_engine) -> None:
 
 
 @pytest.mark.parametrize("prompts", [0, 6])
-def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, prompts) -> None:
-    """Also while prompts want all that is left of a step."""
+def test_decoding_keeps_its_target_and_embeddings_progress(fake_engine, prompts) -> None:
+    """Also while prompts could use the rest of each step."""
     target = 0.1
     fake = fake_engine(
         costs=COSTS,
@@ -112,18 +112,18 @@ def test_who_decodes_keeps_the_target_and_texts_do_not_starve(fake_engine, promp
         if not fake.engine.embeddings.has_work():
             break
         fake.step()
-        if step > 10:  # what a bite costs has been learned
+        if step > 10:  # the engine has learned what a batch costs
             slowest = max(slowest, fake.now - before)
         before, num_steps = fake.now, step
     assert slowest <= target * 1.01
-    assert num_steps <= 2000 / fake.backend.info.tile + 1  # a tile at least in each step
-    # and prompts do not starve either
-    assert fake.scheduler.num_prefill_tokens > (3 + num_steps * 8 if prompts else 0)
+    assert num_steps <= 2000 / fake.backend.info.tile + 1  # at least one tile in each step
+    # prompts make progress, too
+    assert fake.scheduler.statistics.num_prefill_tokens > (3 + num_steps * 8 if prompts else 0)
     fake.finish()
     assert fake.tokens("talker") == fake.right_tokens(request)
 
 
-def test_an_aborted_request_leaves_nothing(fake_engine) -> None:
+def test_aborted_embedding_request_leaves_nothing(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "a", [[1] * 500, [2] * 10])
     embed(fake, "b", [[3] * 100])
@@ -132,23 +132,23 @@ def test_an_aborted_request_leaves_nothing(fake_engine) -> None:
     fake.engine.embeddings.take()
     vectors = finish(fake)
     assert [*vectors] == ["b"]
-    assert np.allclose(vectors["b"][0], right([3] * 100), atol=1e-5)
+    assert np.allclose(vectors["b"][0], expected_vector([3] * 100), atol=1e-5)
 
 
-def test_a_fault_that_passes_costs_nobody_anything(fake_engine) -> None:
+def test_transient_fault_loses_no_embeddings(fake_engine) -> None:
     fake = fake_engine(faults=Faults(raise_at_step=2))
     texts = [[i] * 10 for i in range(20)]
     embed(fake, "a", texts)
     embed(fake, "b", texts)
     vectors = finish(fake)
     assert all(
-        np.allclose(vectors[n][i], right(text), atol=1e-5)
+        np.allclose(vectors[n][i], expected_vector(text), atol=1e-5)
         for n in "ab"
         for i, text in enumerate(texts)
     )
 
 
-def test_a_text_that_fails_alone_fails_its_request_alone(fake_engine) -> None:
+def test_failing_text_fails_only_its_request(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "good", [[1] * 10] * 5)
     embed(fake, "bad", [[1] * 10, [9999], [1] * 10])
@@ -164,7 +164,7 @@ def test_a_text_that_fails_alone_fails_its_request_alone(fake_engine) -> None:
     assert len(vectors) == 5
 
 
-def test_begun_is_told_once(fake_engine) -> None:
+def test_start_of_request_is_reported_once(fake_engine) -> None:
     fake = fake_engine()
     embed(fake, "a", [[1] * 500])
     fake.step()
@@ -174,26 +174,24 @@ def test_begun_is_told_once(fake_engine) -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 0.0])
-def test_what_is_no_vector_is_an_error(fake_engine, monkeypatch, number) -> None:
-    """JSON has no NaN, and nothing can be compared with a vector of zeros."""
+def test_non_finite_and_zero_vectors_are_errors(fake_engine, monkeypatch, number) -> None:
+    """JSON has no NaN, and a vector of zeros cannot be compared with others."""
     fake = fake_engine()
     vectors = TOKEN_VECTORS.copy()
     vectors[7] = number
     monkeypatch.setattr("cllm.backends.fake.backend.TOKEN_VECTORS", vectors)
     embed(fake, "bad", [[7, 7]])
     embed(fake, "good", [[1, 2]])
-    told = []
+    results = []
     while fake.engine.has_work():
         fake.step()
-        told += fake.engine.embeddings.take()
-    assert [e.request_id for e in told if e.error] == ["bad"]
-    assert [e.request_id for e in told if e.vectors] == ["good"]
+        results += fake.engine.embeddings.take()
+    assert [e.request_id for e in results if e.error] == ["bad"]
+    assert [e.request_id for e in results if e.vectors] == ["good"]
 
 
-def test_an_exception_ends_the_requests_for_vectors_and_the_engine_goes_on(
-    fake_engine, monkeypatch
-) -> None:
-    """Those that wait too: nobody knows which of them caused it. Sequences are not touched."""
+def test_exception_ends_embedding_requests_but_no_sequence(fake_engine, monkeypatch) -> None:
+    """Waiting requests end too, because any of them may have caused it."""
     fake = fake_engine(length=4)
     request = fake.add("A", [1])
     embed(fake, "a", [[1] * 500])

@@ -1,4 +1,4 @@
-"""The loop of the engine, with an inbox and an outbox that are plain lists."""
+"""The loop of the engine, with an inbox and an outbox that are lists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cllm.scheduler.sequences import MAX_FAILURES
 
 
 class Script:
-    """An inbox whose n-th drain gives the n-th list of commands, and Close at the end; notes who
-    was asked to wait.
+    """An inbox whose n-th drain returns the n-th list of commands, and Close at the end. It records
+    the ``block`` arguments.
     """
 
     def __init__(self, *commands: list) -> None:
@@ -31,7 +31,7 @@ class Script:
 
 
 class Outbox:
-    """Keeps what it is sent."""
+    """Records what is sent."""
 
     def __init__(self) -> None:
         self.sent = []
@@ -40,7 +40,7 @@ class Outbox:
     def send(self, outputs, stats) -> None:
         self.sent.append((outputs, stats))
 
-    def explain(self, explanation) -> None:
+    def send_explanation(self, explanation) -> None:
         self.explanations.append(explanation)
 
 
@@ -49,7 +49,7 @@ def add(name: str, prompt: list[int], **params) -> Add:
 
 
 def run(script: Script, **options) -> list:
-    """What is sent, one (outputs, stats) for each turn of the loop."""
+    """Return the sent messages: one (outputs, stats) for each turn of the loop."""
     outbox = Outbox()
     engine = build_engine(FakeBackend(**options), EngineParams(check=True, speculation="off"))
     engine.run(script, outbox)
@@ -71,15 +71,15 @@ def ends(sent: list) -> dict[str, str]:
     }
 
 
-def test_it_sleeps_only_without_work():
-    """The inbox is asked to block while nothing runs or waits, and never in between."""
+def test_engine_blocks_only_without_work():
+    """The inbox may block only while no sequence is running or waiting."""
     script = Script([add("A", [1])], [], [], [add("B", [1], max_tokens=1)])
     run(script, length=2)
     assert script.blocks == [True, False, False, True, True]
 
 
-def test_one_message_for_each_step():
-    """All the tokens of a step come in one message, with how the engine stands after it."""
+def test_each_step_sends_one_message():
+    """With all tokens of the step, and the state of the engine after it."""
     sent = run(Script([add("A", [1]), add("B", [7])], [], []), length=2)
     assert [[(o.request_id, o.token) for o in outputs] for outputs, _ in sent] == [
         [("A", 2), ("B", 8)],
@@ -90,7 +90,7 @@ def test_one_message_for_each_step():
     assert [stats.num_steps for _, stats in sent] == [1, 2, 3]
 
 
-def test_requests_that_come_while_others_run():
+def test_new_request_joins_next_step():
     """They enter in the next step."""
     sent = run(Script([add("A", [1])], [add("B", [7])], [], [], []), length=2)
     assert tokens(sent, "A") == [2, 3, END]
@@ -98,8 +98,8 @@ def test_requests_that_come_while_others_run():
     assert [stats.num_running for _, stats in sent][:2] == [1, 2]
 
 
-def test_abort():
-    """The end of an aborted sequence is sent with the step, and nothing of it afterwards."""
+def test_abort_ends_sequences_in_next_step():
+    """The end of an aborted sequence is sent with the step. No output follows it."""
     script = Script(
         [add("A", [1], n=2), add("B", [7])], [Abort("A", 1)], [Abort("A"), Abort("nobody")], []
     )
@@ -110,10 +110,8 @@ def test_abort():
     assert ends(sent) == {"A.1": "abort", "A.0": "abort"}
 
 
-def test_the_last_abort_leaves_nothing_to_compute():
-    """Where an abort ends the last sequence, its end is sent although there is no step, and the
-    loop sleeps.
-    """
+def test_abort_of_last_sequence_needs_no_step():
+    """Its end is sent without a step, and the loop blocks again."""
     script = Script([add("A", [1])], [Abort("A")])
     sent = run(script, length=9)
     assert ends(sent) == {"A.0": "abort"}
@@ -121,31 +119,29 @@ def test_the_last_abort_leaves_nothing_to_compute():
     assert sent[-1][1].num_steps == 1
 
 
-def test_add_and_abort_in_one_message():
-    """Commands are obeyed in the order in which they came."""
+def test_commands_are_executed_in_order():
+    """An abort before its request has no effect."""
     sent = run(Script([add("A", [1]), Abort("A")], [Abort("B"), add("B", [1], max_tokens=1)]))
     assert tokens(sent, "A") == [-1]
     assert tokens(sent, "B") == [2]
 
 
-def test_close_leaves_the_loop():
-    """Whatever is running, and whatever comes behind it in the same message."""
+def test_close_ends_loop():
+    """Even while a sequence is running. Later commands are ignored."""
     script = Script([add("A", [1])], [Close(), add("B", [1])])
     sent = run(script, length=9)
     assert tokens(sent, "A") == [2]
     assert len(script.commands) == 1
 
 
-def test_who_fails_again_and_again_ends():
-    """In MAX_FAILURES batches that failed a sequence ends with "error"; who waits, and who comes,
-    is computed.
-    """
+def test_sequence_ends_after_repeated_failures():
+    """A sequence ends with "error" after MAX_FAILURES failed batches. The others are computed."""
     script = Script([add("A", [1]), add("B", [7]), add("C", [20])], *[[]] * (MAX_FAILURES + 5))
     sent = run(
         script, length=2, max_num_seqs=2, faults=Faults(raise_at_step=1, raise_times=MAX_FAILURES)
     )
     assert ends(sent) == {"A.0": "error", "B.0": "stop", "C.0": "stop"}, (
-        "they are not tried together again"
+        "the sequences are retried one by one"
     )
     assert tokens(sent, "A") == [-1]
     assert tokens(sent, "C") == [21, 22, END]
@@ -154,9 +150,9 @@ def test_who_fails_again_and_again_ends():
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
-def test_the_engine_works_on_after_an_error(step):
-    """A batch that failed once is computed again, from the tokens, and what it left in the cells
-    disturbs nobody.
+def test_engine_continues_after_error(step):
+    """A failed batch is computed again from the tokens. What it left in the cells affects no
+    sequence.
     """
     script = Script([add("A", [1]), add("B", [7])], *[[]] * (step - 1), [add("C", [20])], *[[]] * 5)
     script.commands[-1:-1] = [[]] * 8
@@ -165,10 +161,8 @@ def test_the_engine_works_on_after_an_error(step):
     assert [tokens(sent, name) for name in "ABC"] == [[*range(n, n + 4), END] for n in (2, 8, 21)]
 
 
-def test_an_error_before_the_operations():
-    """Trims of a batch that failed are still owed: B's step failed before it could trim what A had
-    left.
-    """
+def test_operations_of_failed_batch_are_done_later():
+    """B's step failed before it could trim the cells that A had left."""
     script = Script(
         [add("A", [1] * 20, max_tokens=1)],
         [add("B", [2], max_tokens=1)],
@@ -180,9 +174,9 @@ def test_an_error_before_the_operations():
     assert ends(sent) == {"A.0": "length", "B.0": "length", "C.0": "length"}
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
-    """With a temperature at which the fake backend rambles, and with neighbours that come, go and
-    preempt.
+def test_seed_gives_same_text_alone_and_with_neighbours(fake_engine):
+    """With a temperature that makes the fake backend's tokens random, and with neighbours that
+    arrive, finish and preempt.
     """
     lonely = fake_engine(length=30)
     lonely.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)
@@ -191,41 +185,41 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(fake_engine):
     crowd = fake_engine(
         length=30, context_length=64, num_cells=80, max_num_seqs=4, max_num_batched_tokens=8
     )
-    crowd.scheduler.expected.output = 4
+    crowd.scheduler.length_estimates.output = 4
     for i in range(3):
         crowd.add(str(i), [i] * 9, seed=i, temperature=5.0, max_tokens=20 + i, ignore_eos=True)
     crowd.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)
     crowd.finish()
-    assert crowd.scheduler.num_parked > 0
+    assert crowd.scheduler.statistics.num_parked > 0
     for index in range(2):
         assert crowd.tokens("A", index) == lonely.tokens("A", index)
     assert lonely.tokens("A", 0) != lonely.tokens("A", 1), "the sequences of a request differ"
-    assert len(set(lonely.tokens("A"))) > 5, "it does ramble"
+    assert len(set(lonely.tokens("A"))) > 5, "the tokens are random"
 
 
-# --- exceptions that nobody has foreseen --------------------------------------------------------
+# --- unexpected exceptions -----------------------------------------------------------------------
 
 
-def survivor(**options):
-    """An engine that survives exceptions, as in a server; a test engine raises them."""
+def make_surviving_engine(**options):
+    """Return an engine that survives exceptions, as in a server. A test engine raises them."""
     return build_engine(
         FakeBackend(**options), EngineParams(speculation="off", ram_cache_bytes=1 << 20)
     )
 
 
 def finish(engine) -> list:
-    """What the engine says until it has no work."""
+    """Step until there is no work; return the outputs."""
     outputs = []
     for _ in range(200):
         if not engine.has_work():
             return outputs
         outputs += engine.step()
         engine.scheduler.check()
-    raise AssertionError(f"no end in sight: {engine.scheduler}")
+    raise AssertionError(f"the engine does not finish: {engine.scheduler}")
 
 
 def raise_for(monkeypatch: pytest.MonkeyPatch, owner, name: str, request_id: str) -> None:
-    """Let the method ``name`` of ``owner`` raise an exception for the sequences of one request."""
+    """Make the method ``name`` of ``owner`` raise an exception for the sequences of one request."""
     method = getattr(owner, name)
 
     def faulty(seq, *args, **kwargs):
@@ -237,7 +231,7 @@ def raise_for(monkeypatch: pytest.MonkeyPatch, owner, name: str, request_id: str
 
 
 def raise_for_row(monkeypatch: pytest.MonkeyPatch, sampler, request_id: str) -> None:
-    """Let the sampling of one request's rows raise an exception."""
+    """Make the sampling of one request's rows raise an exception."""
     sample = sampler._sample
 
     def faulty(row, *args):
@@ -248,10 +242,10 @@ def raise_for_row(monkeypatch: pytest.MonkeyPatch, sampler, request_id: str) -> 
     monkeypatch.setattr(sampler, "_sample", faulty)
 
 
-@pytest.mark.parametrize("method", ["group", "urgency", "served"])
-def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, monkeypatch):
-    """Whether it is queued, admitted or sampled at that moment."""
-    engine = survivor(length=4)
+@pytest.mark.parametrize("method", ["group", "effective_priority", "served"])
+def test_policy_exception_ends_only_its_request(method, monkeypatch):
+    """While it is queued, admitted or sampled."""
+    engine = make_surviving_engine(length=4)
     raise_for(monkeypatch, engine.scheduler.waiting.policy, method, "B")
     outputs = [
         output
@@ -268,9 +262,9 @@ def test_a_policy_that_raises_for_one_request_ends_that_request_alone(method, mo
     assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
 
 
-def test_sampling_that_raises_for_one_sequence_ends_that_sequence_alone(monkeypatch):
-    """The others are not computed again, and what the one has computed is not reused."""
-    engine = survivor(length=4)
+def test_sampling_exception_ends_only_its_sequence(monkeypatch):
+    """The others are not recomputed, and cells of the failed sequence are not reused."""
+    engine = make_surviving_engine(length=4)
     raise_for_row(monkeypatch, engine.sampler, "B")
     for name, prompt in (("A", 1), ("B", 7), ("C", 20)):
         engine.handle(add(name, [prompt] * 9))
@@ -281,18 +275,18 @@ def test_sampling_that_raises_for_one_sequence_ends_that_sequence_alone(monkeypa
         "C": "stop",
     }
     assert tokens([(outputs, None)], "C") == [21, 22, 23, 24, END]
-    assert engine.scheduler.num_steps == 5
+    assert engine.scheduler.statistics.num_steps == 5
     engine.handle(add("D", [7] * 9))
     assert next(output.num_cached_tokens for output in finish(engine)) == 0
 
 
-def test_an_exception_in_every_step_ends_all_requests_and_the_engine_goes_on(monkeypatch):
-    """Where no sequence is to blame, each is tried MAX_FAILURES times; afterwards new requests are
-    served.
-    """
-    engine = survivor(length=2)
+def test_exception_in_every_step_ends_all_requests_but_not_engine(monkeypatch):
+    """If no sequence causes it, each is tried MAX_FAILURES times. Later requests are served."""
+    engine = make_surviving_engine(length=2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler.cost, "prefill_budget", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(
+            engine.scheduler.cost, "compute_prefill_budget", lambda *args, **kwargs: 1 / 0
+        )
         engine.handle(add("A", [1]))
         engine.handle(add("B", [7]))
         outputs = finish(engine)
@@ -304,9 +298,9 @@ def test_an_exception_in_every_step_ends_all_requests_and_the_engine_goes_on(mon
     assert [output.token for output in finish(engine)] == [21, 22, END]
 
 
-def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
-    """All of its sequences end once, also if some of them were queued already."""
-    engine = survivor()
+def test_failed_add_ends_all_sequences_of_request(monkeypatch):
+    """Each ends once, also those that were queued already."""
+    engine = make_surviving_engine()
     made = []
 
     def derive_seed(seed: int, index: int) -> int:
@@ -320,9 +314,9 @@ def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
     assert not engine.has_work()
 
 
-def test_a_layout_that_cannot_be_changed_stays(monkeypatch):
-    """The running sequences go on in the old one, and nobody tries again."""
-    engine = survivor(length=9, num_cells=2048)
+def test_failed_layout_change_keeps_old_layout(monkeypatch):
+    """The running sequences continue in the old one, and there is no second attempt."""
+    engine = make_surviving_engine(length=9, num_cells=2048)
     chooser, tries = LayoutChooser(0.0, 1, None), []
     monkeypatch.setattr(chooser, "wants_change", lambda *args, **kwargs: True)
     monkeypatch.setattr(engine.backend, "change_layout", lambda layout: tries.append(1) or 1 / 0)

@@ -1,5 +1,5 @@
-"""Sequences that follow a grammar, in an engine over the fake backend, which counts on wherever it
-may.
+"""Sequences that follow a grammar, in an engine with the fake backend, which counts on wherever the
+grammar allows it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ DIGITS = "start: /[0-9]{3}/"
 
 
 class Answers:
-    """What an engine says to all that it is asked, text and reason of the end, by name and
-    index.
-    """
+    """Runs requests in an engine and collects their texts and finish reasons, by name and index."""
 
     def __init__(self, speculation: str = "off", **options) -> None:
         self.engine = build_engine(
@@ -55,7 +53,7 @@ class Answers:
                 self.ends[at] = str(output.finish)
 
     def run(self, seconds: float = 30) -> Answers:
-        """For so many seconds of CPU time at most."""
+        """Step until there is no work, for at most ``seconds`` of CPU time."""
         until = time.process_time() + seconds
         while self.engine.has_work() and time.process_time() < until:
             self.take(self.engine.step())
@@ -63,7 +61,7 @@ class Answers:
         return self
 
 
-def answer(grammar: str, **params) -> tuple[bytes, str]:
+def generate(grammar: str, **params) -> tuple[bytes, str]:
     answers = Answers()
     answers.ask("A", grammar=grammar, **params)
     answers.run()
@@ -71,26 +69,26 @@ def answer(grammar: str, **params) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
-def test_the_text_follows_the_grammar_and_ends_with_it(temperature):
-    text, end = answer(DIGITS, temperature=temperature, seed=3)
+def test_text_follows_grammar_and_ends_with_it(temperature):
+    text, end = generate(DIGITS, temperature=temperature, seed=3)
     assert len(text) == 3
     assert text.isdigit()
     assert end == "stop"
 
 
-def test_the_grammar_wins_against_ignore_eos():
-    assert answer('start: "ab"', ignore_eos=True) == (b"ab", "stop")
-    text, end = answer("start: /[0-9]+/", ignore_eos=True, temperature=90.0, seed=1)
+def test_grammar_overrides_ignore_eos():
+    assert generate('start: "ab"', ignore_eos=True) == (b"ab", "stop")
+    text, end = generate("start: /[0-9]+/", ignore_eos=True, temperature=90.0, seed=1)
     assert text.isdigit()
     assert end == "stop"
 
 
-def test_limits_of_length_hold():
-    assert answer('start: "abcdef"', max_tokens=2) == (b"ab", "length")
-    assert answer('start: "ab"', max_tokens=2) == (b"ab", "stop")
+def test_max_tokens_ends_constrained_text():
+    assert generate('start: "abcdef"', max_tokens=2) == (b"ab", "length")
+    assert generate('start: "ab"', max_tokens=2) == (b"ab", "stop")
 
 
-def test_every_sequence_of_a_request_follows_it():
+def test_every_sequence_of_request_follows_grammar():
     answers = Answers()
     answers.ask("A", grammar=DIGITS, n=4, temperature=9.0, seed=5)
     answers.run()
@@ -100,7 +98,7 @@ def test_every_sequence_of_a_request_follows_it():
 
 
 @pytest.mark.parametrize("grammar", ["start: b", "start: a\na: a", '{"grammars": 5}'])
-def test_a_grammar_that_cannot_be_followed_ends_its_sequences_alone(grammar):
+def test_invalid_grammar_ends_only_its_sequences(grammar):
     answers = Answers()
     answers.ask("A", grammar=grammar, n=2)
     answers.ask("B", max_tokens=3)
@@ -113,7 +111,7 @@ EXCLAIMS = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_loose_grammar_changes_only_what_it_refuses(temperature):
+def test_loose_grammar_changes_only_forbidden_tokens(temperature):
     params = {
         "max_tokens": 600,
         "min_tokens": 600,
@@ -133,13 +131,16 @@ def test_a_loose_grammar_changes_only_what_it_refuses(temperature):
     assert text.startswith(free[: free.index(b"x") + 1])
 
 
-def test_a_loose_grammar_that_cannot_be_compiled_binds_nothing():
-    free, bound = answer("", max_tokens=9), answer("start: b", grammar_is_loose=True, max_tokens=9)
+def test_invalid_loose_grammar_is_ignored():
+    free, bound = (
+        generate("", max_tokens=9),
+        generate("start: b", grammar_is_loose=True, max_tokens=9),
+    )
     assert bound == free
 
 
 class Gate:
-    """A tokenizer that is not there before it is let through."""
+    """Delays the tokenizer that grammars need until it is opened."""
 
     def __init__(self, engine: Engine) -> None:
         self.opened = threading.Event()
@@ -152,8 +153,8 @@ class Gate:
         engine._grammars._make_tokenizer = make
 
 
-def test_who_waits_for_a_grammar_holds_nobody_up():
-    """Others come and go in the meantime, and the step does not wait."""
+def test_waiting_for_grammar_does_not_delay_others():
+    """Other requests start and finish meanwhile, and no step waits."""
     answers = Answers(max_num_seqs=1)
     gate = Gate(answers.engine)
     answers.ask("A", grammar=DIGITS)
@@ -167,7 +168,7 @@ def test_who_waits_for_a_grammar_holds_nobody_up():
     assert answers.ends["A", 0] == "stop"
 
 
-def test_who_waits_for_a_grammar_can_be_aborted():
+def test_sequence_waiting_for_grammar_can_be_aborted():
     answers = Answers()
     gate = Gate(answers.engine)
     answers.ask("A", grammar=DIGITS, n=2)
@@ -180,40 +181,40 @@ def test_who_waits_for_a_grammar_can_be_aborted():
     assert answers.ends == {("A", 1): "abort", ("B", 0): "abort", ("A", 0): "stop"}
 
 
-def test_sequences_that_are_parked_go_on_where_they_were():
-    """Everybody loses the cells in the middle of it, and computes again what was there."""
+def test_parked_sequences_resume_their_grammar():
+    """All sequences lose their cells in the middle and recompute them."""
     answers = Answers()
     for name in "ABCD":
         answers.ask(name, grammar="start: /[0-9]{60}/", temperature=5.0)
-    while answers.engine.scheduler.num_steps < 20:
+    while answers.engine.scheduler.statistics.num_steps < 20:
         answers.take(answers.engine.step())
     scheduler = answers.engine.scheduler
     assert carry_out(answers.engine.backend, scheduler, scheduler.empty_cells())
     answers.run()
-    assert scheduler.num_parked == 4
+    assert scheduler.statistics.num_parked == 4
     assert all(len(text) == 60 and text.isdigit() for text in answers.texts.values())
     assert set(answers.ends.values()) == {"stop"}
 
 
-def test_a_step_that_fails_is_not_taken_for_a_token():
+def test_failed_step_does_not_advance_grammar():
     answers = Answers(faults=Faults(raise_at_step=4, raise_times=2))
     answers.ask("A", grammar='start: "abcdefgh"')
     answers.run()
     assert (answers.texts["A", 0], answers.ends["A", 0]) == (b"abcdefgh", "stop")
 
 
-def test_guesses_are_for_those_who_are_free():
-    """The same text with and without, although it repeats itself."""
+def test_constrained_sequences_get_no_draft_tokens():
+    """The text is the same with and without speculation, although it is repetitive."""
     found = []
     for speculation in ("off", "prompt_lookup"):
         answers = Answers(speculation)
         answers.ask("A", grammar='start: ("0123456789"){6}')
         answers.run()
-        found.append((answers.texts["A", 0], answers.engine.scheduler.num_guesses))
+        found.append((answers.texts["A", 0], answers.engine.scheduler.statistics.num_guesses))
     assert found == [(b"0123456789" * 6, 0)] * 2
 
 
-def test_a_grammar_is_compiled_once(monkeypatch):
+def test_grammar_is_compiled_once(monkeypatch):
     compiled = []
     monkeypatch.setattr(
         "cllm.engine.grammars.Grammar",
@@ -229,7 +230,7 @@ def test_a_grammar_is_compiled_once(monkeypatch):
     assert set(answers.ends.values()) == {"stop"}
 
 
-def test_grammars_are_forgotten():
+def test_least_recently_used_grammars_are_evicted():
     """Those that were not asked for longest."""
     answers = Answers()
     for i in range(MAX_GRAMMARS + 5):
@@ -240,7 +241,7 @@ def test_grammars_are_forgotten():
     assert answers.engine._grammars.find(f'start: "x{MAX_GRAMMARS}"') is not None
 
 
-def test_large_grammars_leave_dozens_of_others(monkeypatch):
+def test_grammars_are_evicted_by_total_size(monkeypatch):
     """Grammars are forgotten by their size too."""
     monkeypatch.setattr(grammars, "MAX_SIZE", 5000)
     answers = Answers()
@@ -269,7 +270,7 @@ SCHEMA = {
 }
 
 
-def test_a_schema():
+def test_json_schema_is_followed():
     answers = Answers()
     grammar = "start: %json " + json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
     for name in "ABCDEFGH":
@@ -280,8 +281,8 @@ def test_a_schema():
         jsonschema.validate(json.loads(answers.texts[name, 0]), SCHEMA)
 
 
-def test_a_sequence_that_cannot_be_queued_does_not_take_others_with_it(monkeypatch):
-    """They wait for grammars that are ready in the same step."""
+def test_failure_to_queue_affects_only_its_sequence(monkeypatch):
+    """The grammars of the others become ready in the same step."""
     answers = Answers()
     other = "start: /[a-c]{2}/"
     for name, grammar in ("A", DIGITS), ("B", other), ("C", DIGITS):

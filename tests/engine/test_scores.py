@@ -1,4 +1,4 @@
-"""Logprobs of prompts and of what follows, through a whole engine."""
+"""Logprobs of prompts and of generated tokens, in an engine with the fake backend."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from cllm.backends.fake.vocabulary import VOCABULARY_SIZE
 
-SURE = 20 - math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of what the fake backend wants to say
-ODD = -math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of anything else
+SURE = 20 - math.log(
+    math.exp(20) + VOCABULARY_SIZE - 1
+)  # of the token that the fake backend prefers
+ODD = -math.log(math.exp(20) + VOCABULARY_SIZE - 1)  # of any other token
 PROMPT = [5, 6, 7, 50, 51, 52, 53, 9]
 
 
@@ -25,24 +27,26 @@ def scores(engine, name: str) -> list[float]:
     ]
 
 
-def right_scores(prompt: list[int]) -> list[float]:
+def expected_scores(prompt: list[int]) -> list[float]:
     return [SURE if after == (before + 1) % 256 else ODD for before, after in pairwise(prompt)]
 
 
-def test_a_prompt_is_scored_in_chunks(fake_engine):
-    """As many positions a step as there are rows of logits; then it goes on as any other."""
+def test_prompt_logprobs_are_computed_in_chunks(fake_engine):
+    """Each step computes as many positions as there are rows of logits. Then the sequence decodes
+    as usual.
+    """
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=4)
     engine.add("A", PROMPT, prompt_logprobs=2, max_tokens=3)
     steps = engine.finish()
     assert steps[:3] == ["A.0 0+4 score 4", "A.0 4+4 score 3 sample", "A.0 8+1 sample"]
-    assert scores(engine, "A") == pytest.approx(right_scores(PROMPT), abs=1e-4)
+    assert scores(engine, "A") == pytest.approx(expected_scores(PROMPT), abs=1e-4)
     assert engine.tokens("A") == [10, 11, 12]
-    told = [one for o in engine.outputs for one in o.prompt_logprobs or ()]
-    assert all(len(one.top) == 2 for one in told)
+    collect_logprobs = [one for o in engine.outputs for one in o.prompt_logprobs or ()]
+    assert all(len(one.top) == 2 for one in collect_logprobs)
 
 
-def test_rows_of_logits_are_shared_with_others(fake_engine):
-    """Each of the others may need one; prompts that are not scored do not slow down."""
+def test_prompt_logprobs_leave_logits_rows_for_others(fake_engine):
+    """Each other sequence may need one, and prompts without logprobs do not slow down."""
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=64)
     engine.scheduler.params = engine.scheduler.params.__class__(
         max_num_batched_tokens=64, max_num_samples=4, tile=16
@@ -54,11 +58,13 @@ def test_rows_of_logits_are_shared_with_others(fake_engine):
     assert engine.step() == "A.0 4+1 sample | B.0 0+2 score 2 | C.0 0+20 sample"
     assert engine.step() == "A.0 5+1 sample | B.0 2+3 score 3"
     engine.finish()
-    assert scores(engine, "B") == pytest.approx(right_scores(PROMPT), abs=1e-4)
+    assert scores(engine, "B") == pytest.approx(expected_scores(PROMPT), abs=1e-4)
 
 
-def test_nothing_but_the_prompt(fake_engine):
-    """max_tokens 0 ends without a token, with the length as its reason, scored or not."""
+def test_zero_max_tokens_computes_only_the_prompt(fake_engine):
+    """The request ends without a token and with the reason "length", with or without prompt
+    logprobs.
+    """
     engine = fake_engine()
     engine.add("A", PROMPT, prompt_logprobs=0, max_tokens=0)
     engine.add("B", PROMPT, max_tokens=0, n=2)
@@ -71,21 +77,19 @@ def test_nothing_but_the_prompt(fake_engine):
 LONG = [*range(40)]
 
 
-def test_what_is_scored_is_not_taken_from_the_cache(fake_engine):
-    """And its own tokens are there for those who come after it."""
+def test_prompt_logprobs_do_not_use_prefix_cache(fake_engine):
+    """But later requests can reuse the prompt's own cells."""
     engine = fake_engine()
     for name, params in (("A", {}), ("B", {"prompt_logprobs": 0}), ("C", {})):
         engine.add(name, [*LONG, 3], max_tokens=1, **params)
         engine.finish()
     cached = {o.request_id: o.num_cached_tokens for o in engine.outputs if o.token >= 0}
     assert cached == {"A": 0, "B": 0, "C": 40}
-    assert scores(engine, "B") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+    assert scores(engine, "B") == pytest.approx(expected_scores([*LONG, 3]), abs=1e-4)
 
 
-def test_a_short_prefix_in_place_is_not_taken_either(fake_engine):
-    """The few tokens that stay under a seq_id without being looked for would lack their logits
-    too.
-    """
+def test_prompt_logprobs_do_not_reuse_prefix_in_place(fake_engine):
+    """The few tokens that remain under a seq_id without a lookup would lack their logits too."""
     engine = fake_engine(max_num_seqs=1)
     for name, params in (("A", {}), ("B", {"prompt_logprobs": 0})):
         engine.add(name, [*LONG[:6], 77], max_tokens=1, **params)
@@ -93,12 +97,12 @@ def test_a_short_prefix_in_place_is_not_taken_either(fake_engine):
     assert len(scores(engine, "B")) == 6
 
 
-def test_only_the_first_of_several_is_scored(fake_engine):
-    """Their prompt is the same."""
+def test_prompt_is_scored_once_for_several_sequences(fake_engine):
+    """All sequences of a request have the same prompt."""
     engine = fake_engine()
     engine.add("A", [*LONG, 3], prompt_logprobs=0, n=3, max_tokens=2, temperature=1.0, seed=1)
     engine.finish()
-    assert scores(engine, "A") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+    assert scores(engine, "A") == pytest.approx(expected_scores([*LONG, 3]), abs=1e-4)
     assert all(len(engine.tokens("A", i)) == 2 for i in range(3))
 
 
@@ -112,9 +116,11 @@ def test_only_the_first_of_several_is_scored(fake_engine):
     st.sampled_from([{}, {"num_cells": 72}, {"can_trim": False}]),
     st.integers(4, 20),
 )
-def test_scores_are_complete_whatever_happens(fake_engine, requests, limits, max_num_samples):
-    """In small pools, where sequences are parked in the middle of their prompts, each token is told
-    once, in order.
+def test_prompt_logprobs_are_complete_when_sequences_are_parked(
+    fake_engine, requests, limits, max_num_samples
+):
+    """In small pools, where sequences are parked in the middle of their prompts, each token's
+    logprob is reported once and in order.
     """
     limits = {"context_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, **limits}
     engine = fake_engine(**limits, engine_ram_cache_bytes=500)
@@ -131,42 +137,40 @@ def test_scores_are_complete_whatever_happens(fake_engine, requests, limits, max
     engine.finish()
     assert max(batch.num_samples for batch in engine.backend.batches) <= max_num_samples
     for name, (request, is_scored) in asked.items():
-        expected = right_scores(request.prompt) if is_scored else []
+        expected = expected_scores(request.prompt) if is_scored else []
         assert scores(engine, name) == pytest.approx(expected, abs=1e-4)
         assert len(engine.tokens(name)) == request.params.max_tokens
 
 
-def test_scores_of_what_failed_are_told_once(fake_engine):
-    """A batch that fails is computed again, from where its scores were told last."""
+def test_prompt_logprobs_of_failed_batch_are_reported_once(fake_engine):
+    """The batch is computed again from the last reported position."""
     from cllm.backends.fake.backend import Faults
 
     engine = fake_engine(max_num_batched_tokens=8, faults=Faults(raise_at_step=2))
     engine.add("A", [*LONG, 3], prompt_logprobs=0, max_tokens=2)
     engine.finish()
-    assert scores(engine, "A") == pytest.approx(right_scores([*LONG, 3]), abs=1e-4)
+    assert scores(engine, "A") == pytest.approx(expected_scores([*LONG, 3]), abs=1e-4)
 
 
-def test_logprobs_of_guesses(fake_engine):
-    """With speculation each accepted token brings its own logprobs, and those of wrong guesses are
-    not told.
-    """
+def test_accepted_draft_tokens_have_logprobs(fake_engine):
+    """Each accepted token has its own logprobs. Rejected tokens are not reported."""
 
-    def told(speculation: str) -> list[tuple[int, float]]:
+    def collect_logprobs(speculation: str) -> list[tuple[int, float]]:
         engine = fake_engine(length=60, engine_speculation=speculation)
         engine.add("A", [*range(30), *range(30)][:45], logprobs=1, max_tokens=40, temperature=0)
         engine.finish()
-        assert (engine.scheduler.num_accepted > 0) is (speculation != "off")
+        assert (engine.scheduler.statistics.num_accepted > 0) is (speculation != "off")
         return [(o.token, o.logprobs.logprob) for o in engine.outputs if o.token >= 0]
 
-    assert told("prompt_lookup") == told("off")
+    assert collect_logprobs("prompt_lookup") == collect_logprobs("off")
 
 
 @pytest.mark.parametrize(
     "params",
     [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}],
 )
-def test_speculation_changes_no_text(fake_engine, params):
-    """Stateful steps included."""
+def test_speculation_keeps_text(fake_engine, params):
+    """Also with stateful sampling steps."""
 
     def text(speculation: str) -> list[int]:
         engine = fake_engine(length=30, engine_speculation=speculation)
@@ -179,9 +183,9 @@ def test_speculation_changes_no_text(fake_engine, params):
     assert text("prompt_lookup") == text("off")
 
 
-def test_salts_share_nothing(fake_engine):
-    """Neither idle cells, nor what is computed now, nor RAM; those with the same salt share as
-    usual.
+def test_different_salts_share_no_prefix(fake_engine):
+    """Neither in idle cells, nor while a prefix is computed, nor in RAM. Requests with the same
+    salt share as usual.
     """
     engine = fake_engine()
     cached = {}

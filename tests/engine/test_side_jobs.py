@@ -1,4 +1,4 @@
-"""The protocol of side jobs: what the engine asks of them, and what their exceptions cost."""
+"""The protocol of side jobs: when the engine calls them, and what their exceptions cost."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from cllm.errors import StartupError
 
 
 class Job(SideJob):
-    """Notes its calls, returns an output in each, and raises an exception where it should."""
+    """Records its calls, returns an output in each, and raises an exception in the ``faulty``
+    methods.
+    """
 
     def __init__(self, name: str = "job", *faulty: str) -> None:
         self.name = name
         self.faulty = faulty
         self.calls: list[str] = []
 
-    def _called(self, method: str) -> list[TokenOutput]:
+    def _record_call(self, method: str) -> list[TokenOutput]:
         self.calls.append(method)
         if method in self.faulty:
             raise ZeroDivisionError(method)
         return [TokenOutput(f"{self.name} {method}", 0, 7, FinishReason.STOP)]
 
     def before(self, now: float) -> list[TokenOutput]:
-        return self._called("before")
+        return self._record_call("before")
 
     def after(self, now: float) -> list[TokenOutput]:
-        return self._called("after")
+        return self._record_call("after")
 
     def idle(self) -> bool:
-        self._called("idle")
+        self._record_call("idle")
         return False
 
 
@@ -62,7 +64,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
         for output in engine.step():
             tokens.setdefault(output.request_id, []).append(output.token)
         engine.scheduler.check()
-    raise AssertionError(f"no end in sight: {engine.scheduler}")
+    raise AssertionError(f"the engine does not finish: {engine.scheduler}")
 
 
 def test_outputs_of_side_jobs_are_sent_with_the_step():
@@ -80,7 +82,7 @@ def test_side_jobs_are_called_without_a_batch():
 
 
 @pytest.mark.parametrize("faulty", [("before",), ("after",), ("before", "after")])
-def test_an_exception_in_a_side_job_costs_no_sequence_and_no_other_job(faulty):
+def test_side_job_exception_affects_no_sequence_and_no_other_job(faulty):
     broken, other = Job("broken", *faulty), Job("other")
     engine = start(broken, other)
     engine.handle(add("A", [1]))
@@ -118,23 +120,23 @@ def test_ctrl_c_in_a_batch_costs_no_sequence(monkeypatch):
     assert finish(engine)["A"] == [2, 3, 4, END]
 
 
-def test_a_backend_that_is_no_longer_usable_stops_the_engine(monkeypatch):
+def test_startup_error_in_side_job_stops_engine(monkeypatch):
     job = Job()
     monkeypatch.setattr(job, "after", lambda now: (_ for _ in ()).throw(StartupError("gone")))
     with pytest.raises(StartupError):
         start(job).step()
 
 
-def test_a_side_job_that_always_has_more_to_do_starves_no_other():
-    """Idle moments are for all of them."""
+def test_busy_idle_side_job_starves_no_other():
+    """All side jobs are called."""
     busy, other = Job("busy"), Job("other")
     busy.idle = lambda: True
     assert start(busy, other).idle()
     assert other.calls == ["idle"]
 
 
-def test_a_saved_state_that_has_left_ram_is_not_written():
-    """It costs no step: an exception there would be raised in every step."""
+def test_snapshot_evicted_from_ram_is_not_written():
+    """An exception here would be raised in every step."""
     engine = start()
     engine.scheduler.use_disk(pytest.fail)
     engine.scheduler.write_saved([Save(0, 123)])
@@ -168,7 +170,7 @@ def test_idle_side_jobs_are_called_until_none_has_more_to_do():
     assert broken.calls.count("idle") == patient.calls.count("idle") == 4
 
 
-def test_an_engine_with_a_busy_side_job_does_not_wait():
+def test_engine_does_not_block_while_side_job_has_work():
     class Busy(Job):
         def has_work(self) -> bool:
             return True
@@ -192,8 +194,10 @@ def test_steps_call_only_the_side_jobs_that_were_needed():
     assert len(engine.side_jobs) == 2
 
 
-def test_a_step_reads_attributes_fast():
-    """CPython 3.11 reads attributes of objects with 30 or more slowly: 3 % of the step's time."""
+def test_hot_objects_have_fewer_than_30_attributes():
+    """CPython 3.11 reads attributes of larger objects more slowly, which costs 3 % of the step's
+    time.
+    """
     engine = start()
-    for owner in (engine, engine.scheduler, engine.scheduler.ledger):
+    for owner in (engine, engine.scheduler, engine.scheduler.kv_cache):
         assert len(vars(owner)) < 30, owner

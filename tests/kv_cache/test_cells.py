@@ -1,4 +1,4 @@
-"""Cells that are shared count once, and as long as somebody has them."""
+"""Counting cells: shared cells count once, and remain until their last chain is gone."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cllm.kv_cache.cells import Cells, Chain
 
 
-def filled(cells: Cells, count: int) -> Chain:
+def make_chain(cells: Cells, count: int) -> Chain:
     chain = Chain()
     cells.grow(chain, count)
     return chain
 
 
-def numbers(cells: Cells) -> tuple[int, int, int]:
+def count_cells(cells: Cells) -> tuple[int, int, int]:
     return cells.num_held, cells.num_idle, cells.num_free
 
 
 def test_cells_are_held_or_idle_or_free():
-    """The three numbers add up to the size, whoever has the cells."""
+    """The three numbers always add up to the size."""
     cells = Cells(100)
-    chain = filled(cells, 30)
-    assert numbers(cells) == (30, 0, 70)
+    chain = make_chain(cells, 30)
+    assert count_cells(cells) == (30, 0, 70)
     cells.unlease(chain)
-    assert numbers(cells) == (0, 30, 70)
+    assert count_cells(cells) == (0, 30, 70)
     cells.cut(chain, 10)
-    assert numbers(cells) == (0, 10, 90)
+    assert count_cells(cells) == (0, 10, 90)
     cells.lease(chain)
-    assert numbers(cells) == (10, 0, 90)
+    assert count_cells(cells) == (10, 0, 90)
 
 
-def test_a_fork_takes_no_cells():
-    """It shares them; what either grows afterwards is its own."""
+def test_fork_takes_no_cells():
+    """It shares them. Cells that either chain grows later are its own."""
     cells = Cells(100)
-    source = filled(cells, 30)
+    source = make_chain(cells, 30)
     fork = cells.fork(source, 20)
-    assert (fork.length, numbers(cells)) == (20, (30, 0, 70))
+    assert (fork.length, count_cells(cells)) == (20, (30, 0, 70))
     cells.grow(fork, 5)
     cells.grow(source, 5)
-    assert numbers(cells) == (40, 0, 60)
+    assert count_cells(cells) == (40, 0, 60)
     assert (cells.num_private(source), cells.num_private(fork)) == (15, 5)
 
 
-def test_shared_cells_live_as_long_as_their_last_chain():
-    """The source may go first."""
+def test_shared_cells_remain_until_last_chain_is_cut():
+    """The source may be cut first."""
     cells = Cells(100)
-    source = filled(cells, 30)
+    source = make_chain(cells, 30)
     fork = cells.fork(source, 20)
     cells.cut(source, 0)
-    assert (fork.length, numbers(cells)) == (20, (20, 0, 80))
+    assert (fork.length, count_cells(cells)) == (20, (20, 0, 80))
     assert cells.num_private(fork) == 20
     cells.cut(fork, 0)
-    assert numbers(cells) == (0, 0, 100)
+    assert count_cells(cells) == (0, 0, 100)
 
 
 def test_shared_cells_are_held_while_one_chain_is_leased():
-    """An idle chain's part that a leased one shares cannot be had by evicting it."""
+    """Evicting an idle chain does not free cells that a leased chain shares."""
     cells = Cells(100)
-    source = filled(cells, 30)
+    source = make_chain(cells, 30)
     cells.unlease(source)
     fork = cells.fork(source, 20)
-    assert numbers(cells) == (20, 10, 70)
+    assert count_cells(cells) == (20, 10, 70)
     assert cells.num_private(source) == 10
     cells.unlease(fork)
-    assert numbers(cells) == (0, 30, 70)
+    assert count_cells(cells) == (0, 30, 70)
 
 
 class CellsMachine(RuleBasedStateMachine):
-    """Grows, forks, leases and cuts at random, beside chains that are lists of cells, each cell an
-    object.
+    """Grows, forks, leases and cuts chains at random, and compares them with lists of cells, in
+    which each cell is an object.
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ class CellsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.chains)
     @rule(data=st.data())
-    def change_hands(self, data: st.DataObject) -> None:
+    def toggle_lease(self, data: st.DataObject) -> None:
         chain, _ = self.draw(data)
         (self.cells.unlease if chain.leased else self.cells.lease)(chain)
 
     @invariant()
-    def agrees_with_the_model(self) -> None:
+    def agrees_with_model(self) -> None:
         assert self.cells.num_used == len({id(cell) for _, model in self.chains for cell in model})
         assert self.cells.num_held == len(
             {id(cell) for chain, model in self.chains if chain.leased for cell in model}

@@ -1,5 +1,5 @@
-"""Cells are counted, never lost; what is idle or saved is found again; what the ledger says is what
-the cells hold.
+"""The ledger: cells are counted and never lost, idle and saved prefixes are found again, and
+its operations match its records.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ from cllm.core.batch import Copy, Drop, Load, Operation, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.layouts import Layout, Sharing
-from cllm.kv_cache.ledger import (
-    MIN_EVICTED_TOKENS,
-    MIN_SAVED_TOKENS,
-    MIN_SHARED_TOKENS,
-    Ledger,
-    Match,
-)
-from cllm.kv_cache.tiers import Place, Tiers
+from cllm.kv_cache.base import Match
+from cllm.kv_cache.layouts import Layout, Partitioned, Sharing, Unified
+from cllm.kv_cache.ledger import MIN_EVICTED_TOKENS, MIN_SHARED_TOKENS, Ledger
+from cllm.kv_cache.model_state import Recurrent
+from cllm.kv_cache.snapshots import MIN_SAVED_TOKENS
+from cllm.kv_cache.tiers import StorageTier, Tiers
 
-UNIFIED = Layout(shares=True, dense=False)
-SPARE = Layout(shares=True, dense=False, num_spare_ids=2)
-CHECKPOINT = Layout(trims=False)
+UNIFIED = Unified()
+SPARE = Unified(num_spare_ids=2)
+CHECKPOINT = Partitioned(Recurrent())
 
-LONG = list(range(100, 140))  # long enough to be worth keeping
-LONGER = list(range(100, 200))  # and to be worth saving
+LONG = list(range(100, 140))  # long enough to be kept
+LONGER = list(range(100, 200))  # long enough to be saved
 
 
 def sequence(tokens: list[int]) -> Sequence:
@@ -34,8 +31,8 @@ def sequence(tokens: list[int]) -> Sequence:
 
 
 def lease(ledger: Ledger, tokens: list[int]) -> tuple[Sequence, int, list[Operation]]:
-    """Lease a seq_id for ``tokens`` with what there is of them: (sequence, number of tokens found,
-    operations).
+    """Lease a seq_id for ``tokens`` with their best match; return (sequence, number of tokens
+    found, operations).
     """
     seq = sequence(tokens)
     leased = ledger.lease(seq, ledger.match(tokens))
@@ -46,7 +43,7 @@ def lease(ledger: Ledger, tokens: list[int]) -> tuple[Sequence, int, list[Operat
 
 
 def compute(ledger: Ledger, seq: Sequence, count: int | None = None) -> list[Operation]:
-    """Compute ``count`` more tokens of ``seq``, all if None; what had to be done for room."""
+    """Compute ``count`` more tokens of ``seq``, all if None; return the operations that made room."""
     count = seq.num_lacking_tokens if count is None else count
     operations = ledger.make_room(count)
     assert operations is not None
@@ -56,8 +53,8 @@ def compute(ledger: Ledger, seq: Sequence, count: int | None = None) -> list[Ope
     return operations
 
 
-def begun(ledger: Ledger, tokens: list[int], count: int | None = None) -> Sequence:
-    """A running sequence that has computed ``count`` of its tokens, all if None."""
+def start(ledger: Ledger, tokens: list[int], count: int | None = None) -> Sequence:
+    """Return a running sequence that has computed ``count`` of its tokens, all if None."""
     seq, _, _ = lease(ledger, tokens)
     compute(ledger, seq, count)
     return seq
@@ -68,14 +65,14 @@ def end(ledger: Ledger, seq: Sequence, *, soon: bool = False) -> None:
     ledger.check()
 
 
-def used(ledger: Ledger, tokens: list[int]) -> int:
-    """Lease a seq_id, compute ``tokens`` and give it back."""
-    seq = begun(ledger, tokens)
+def run_and_release(ledger: Ledger, tokens: list[int]) -> int:
+    """Lease a seq_id, compute ``tokens`` and release it."""
+    seq = start(ledger, tokens)
     end(ledger, seq)
     return seq.seq_id
 
 
-def found(ledger: Ledger, tokens: list[int]) -> int:
+def count_found(ledger: Ledger, tokens: list[int]) -> int:
     return ledger.match(tokens).num_tokens
 
 
@@ -83,74 +80,72 @@ def found(ledger: Ledger, tokens: list[int]) -> int:
 
 
 def test_cells_move_from_free_to_held_to_idle():
-    """The print of the ledger shows where the cells are, and the three numbers add up."""
+    """As the text form of the ledger shows. The three numbers add up."""
     ledger = Ledger(num_cells=64, cells_per_seq=64, max_num_seqs=2)
     assert str(ledger) == "<Ledger 64: held 0 idle 0 free 64>"
     seq, num_found, operations = lease(ledger, [1, 2, 3])
     assert (seq.seq_id, num_found, operations) == (0, 0, [])
     compute(ledger, seq)
     assert str(ledger) == "<Ledger 64: held 3 idle 0 free 61>"
-    assert ledger.num_cells_of(0) == 3
+    assert ledger.count_cells(0) == 3
     end(ledger, seq)
     assert str(ledger) == "<Ledger 64: held 0 idle 3 free 61>"
 
 
-def test_a_pool_that_holds_no_sequence():
-    """Fewer cells than one sequence may fill are refused: it could wait for ever."""
-    with pytest.raises(ValueError, match="9 cells cannot hold a sequence of 10"):
+def test_pool_smaller_than_sequence_is_rejected():
+    """A sequence could wait forever."""
+    with pytest.raises(ValueError, match="must be at least cells_per_seq"):
         Ledger(num_cells=9, cells_per_seq=10, max_num_seqs=1)
 
 
-def test_one_sequence_too_many():
-    """There are max_num_seqs seq_ids; spare ones are not leased."""
+def test_lease_raises_if_all_seq_ids_are_leased():
+    """Spare seq_ids are not leased."""
     ledger = Ledger(128, 64, 2, SPARE)
     assert [lease(ledger, [1])[0].seq_id for _ in range(2)] == [0, 1]
     with pytest.raises(IndexError):
         ledger.lease(sequence([1]), Match())
 
 
-def test_the_longest_idle_prefix_is_found():
+def test_longest_idle_prefix_is_found():
     """Of those that begin like the prompt, the one that shares most of it."""
     ledger = Ledger(num_cells=384, cells_per_seq=128, max_num_seqs=3)
-    seqs = [begun(ledger, [i]) for i in range(3)]
+    seqs = [start(ledger, [i]) for i in range(3)]
     for seq, tokens in zip(seqs, [LONG[:20], [*LONG[:30], 7, 7], [8] * 20], strict=True):
         seq.tokens = tokens
         compute(ledger, seq)
         end(ledger, seq)
     match = ledger.match(LONG)
-    assert (match.num_tokens, match.source.seq_id, match.is_on_its_way) == (30, 1, False)
+    assert (match.num_tokens, match.source.seq_id, match.is_inflight) == (30, 1, False)
 
 
-def test_an_exact_continuation_takes_the_seq_id_over():
-    """If all the idle tokens are a prefix of the prompt, nothing has to be done."""
-    for layout in (Layout(), UNIFIED, SPARE, CHECKPOINT):
+def test_continuation_reuses_cells_in_place():
+    """If all idle tokens are a prefix of the prompt, no operation is necessary."""
+    for layout in (Partitioned(), UNIFIED, SPARE, CHECKPOINT):
         ledger = Ledger(128, 64, 2, layout)
-        assert used(ledger, LONG) == 0
+        assert run_and_release(ledger, LONG) == 0
         seq, num_found, operations = lease(ledger, [*LONG, 1, 2])
         assert (seq.seq_id, num_found, operations) == (0, len(LONG), [])
 
 
-def test_a_few_tokens_are_not_worth_a_copy():
-    """Where cells are not shared, the end of an idle prefix is given up rather than all the rest
-    copied, or saved.
+def test_few_surplus_tokens_are_dropped_instead_of_copying():
+    """If cells cannot be shared, dropping the end of an idle prefix is cheaper than copying the
+    rest of it.
     """
     answered, question = [*LONGER, 1, 2, 3], [*LONGER, 7, 8]
     ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
-    used(ledger, answered)
+    run_and_release(ledger, answered)
     assert lease(ledger, question)[2] == [Trim(0, len(LONGER))]
     ledger = Ledger(256, 128, 2, tiers=Tiers(1000, 0, 1))
-    used(ledger, [*answered, 4])
+    run_and_release(ledger, [*answered, 4])
     assert lease(ledger, question)[2] == [Copy(0, 1, len(LONGER))], (
-        "a thirty-second part costs as much as the copy"
+        "recomputing a 32nd of the tokens costs as much as the copy"
     )
 
 
-def test_the_last_token_of_a_prompt_is_computed_again():
-    """A prompt that lies in the cache as a whole leaves one token to compute, since its logits are
-    needed.
-    """
+def test_last_prompt_token_is_recomputed():
+    """Even if the whole prompt is cached, because its logits are needed."""
     ledger = Ledger(64, 64, 1)
-    used(ledger, LONG)
+    run_and_release(ledger, LONG)
     seq, num_found, operations = lease(ledger, LONG)
     assert (seq.seq_id, num_found, operations) == (0, len(LONG) - 1, [Trim(0, len(LONG) - 1)])
 
@@ -158,26 +153,24 @@ def test_the_last_token_of_a_prompt_is_computed_again():
 @pytest.mark.parametrize(
     ("num_shared", "reused"), [(MIN_SHARED_TOKENS - 1, 0), (MIN_SHARED_TOKENS, MIN_SHARED_TOKENS)]
 )
-def test_a_short_prefix_is_not_worth_it(num_shared, reused):
+def test_prefix_below_min_shared_tokens_is_not_found(num_shared, reused):
     """Below MIN_SHARED_TOKENS nothing is found."""
     ledger = Ledger(64, 64, 2, UNIFIED)
-    used(ledger, LONG[:20])
-    assert found(ledger, [*LONG[:num_shared], 1, 2, 3]) == reused
+    run_and_release(ledger, LONG[:20])
+    assert count_found(ledger, [*LONG[:num_shared], 1, 2, 3]) == reused
 
 
-def test_an_idle_prefix_outlives_strangers():
-    """Strangers get the empty seq_ids first and then the one that was unused longest."""
+def test_idle_prefix_outlives_unrelated_sequences():
+    """They get empty seq_ids first, and then the least recently used one."""
     ledger = Ledger(num_cells=192, cells_per_seq=64, max_num_seqs=3)
-    assert [used(ledger, [i] * 20) for i in range(5)] == [0, 1, 2, 0, 1]
-    assert [found(ledger, [i] * 30) for i in range(5)] == [0, 0, 20, 20, 20]
+    assert [run_and_release(ledger, [i] * 20) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert [count_found(ledger, [i] * 30) for i in range(5)] == [0, 0, 20, 20, 20]
 
 
-def test_leased_numbers_stay_side_by_side():
-    """Where holes between active seq_ids cost passes, a hole is filled first, then an end is
-    extended.
-    """
+def test_leased_seq_ids_stay_adjacent():
+    """If gaps between leased seq_ids cost passes, a gap is filled first, then an end is extended."""
     ledger = Ledger(num_cells=400, cells_per_seq=50, max_num_seqs=8)
-    seqs = [begun(ledger, [i] * 20) for i in range(4)]
+    seqs = [start(ledger, [i] * 20) for i in range(4)]
     for seq in seqs:
         end(ledger, seq)
     seqs = [lease(ledger, [9])[0] for _ in range(4)]
@@ -190,12 +183,12 @@ def test_leased_numbers_stay_side_by_side():
 # --- sharing ------------------------------------------------------------------------------------
 
 
-def test_a_running_prefix_is_shared():
-    """In the unified layout a copy takes no cells, and they count once until the last who has them
-    goes.
+def test_prefix_of_running_sequence_is_shared():
+    """In the unified layout a copy takes no cells, and shared cells count once until their last
+    owner releases them.
     """
     ledger = Ledger(128, 100, 3, UNIFIED)
-    first = begun(ledger, LONG)
+    first = start(ledger, LONG)
     match = ledger.match([*LONG, 1, 2])
     assert ledger.num_shared(match) == 40
     second, num_found, operations = lease(ledger, [*LONG, 1, 2])
@@ -208,103 +201,97 @@ def test_a_running_prefix_is_shared():
     assert str(ledger) == "<Ledger 128: held 0 idle 42 free 86>"
 
 
-def test_only_what_is_computed_is_copied():
-    """Of a sequence that computes its prompt, the tokens that are there already."""
+def test_only_computed_tokens_are_copied():
+    """From a sequence whose prompt is still being computed."""
     ledger = Ledger(128, 100, 2, UNIFIED)
-    begun(ledger, LONG, 30)
+    start(ledger, LONG, 30)
     assert ledger.match(LONG)[:2] == (30, ledger._leased[0])
     assert lease(ledger, LONG)[1:] == (30, [Copy(0, 1, 30)])
 
 
-def test_a_copy_in_a_partitioned_cache_takes_cells():
+def test_copy_takes_cells_in_partitioned_layout():
     """Each has its own."""
     ledger = Ledger(200, 100, 2)
-    begun(ledger, LONG)
+    start(ledger, LONG)
     _, num_found, operations = lease(ledger, [*LONG, 1])
     assert (num_found, operations) == (40, [Copy(0, 1, 40)])
     assert str(ledger) == "<Ledger 200: held 80 idle 0 free 120>"
     assert ledger.num_shared(ledger.match([*LONG, 1])) == 0
 
 
-def test_what_is_longer_than_wanted_stays_where_there_is_room():
-    """A part of an idle prefix is copied to an empty seq_id, so that the whole can be found
-    later.
-    """
+def test_longer_idle_prefix_stays_if_there_is_room():
+    """A part of it is copied to an empty seq_id, so that the whole prefix can be found again."""
     ledger = Ledger(200, 100, 2)
-    used(ledger, LONG)
+    run_and_release(ledger, LONG)
     _, num_found, operations = lease(ledger, [*LONG[:30], 1])
     assert (num_found, operations) == (30, [Copy(0, 1, 30)])
-    assert found(ledger, [*LONG, 1]) == 40
+    assert count_found(ledger, [*LONG, 1]) == 40
 
 
-def test_what_is_longer_than_wanted_moves_to_a_spare_seq_id():
-    """When its own is needed; it costs no cells there."""
+def test_longer_idle_prefix_moves_to_spare_seq_id():
+    """When its seq_id is needed. It costs no cells there."""
     ledger = Ledger(128, 100, 1, SPARE)
-    used(ledger, LONG)
+    run_and_release(ledger, LONG)
     _, num_found, operations = lease(ledger, [*LONG[:30], 1])
     assert (num_found, operations) == (30, [Copy(0, 1, 40), Trim(0, 0), Copy(1, 0, 30)])
     assert str(ledger) == "<Ledger 128: held 30 idle 10 free 88>"
-    assert found(ledger, [*LONG, 1]) == 40
+    assert count_found(ledger, [*LONG, 1]) == 40
 
 
 def test_idle_prefixes_move_to_spare_seq_ids():
-    """More of them stay than can run; when the spare ones are full too, the longest unused one
-    goes.
+    """More of them stay than sequences can run. When the spare seq_ids are full too, the least
+    recently used prefix is dropped.
     """
     ledger = Ledger(256, 100, 1, SPARE)
     for i in range(3):
-        used(ledger, [i] * 20)
-    assert [found(ledger, [i] * 30) for i in range(3)] == [20, 20, 20]
+        run_and_release(ledger, [i] * 20)
+    assert [count_found(ledger, [i] * 30) for i in range(3)] == [20, 20, 20]
     _, _, operations = lease(ledger, [9])
     assert operations == [Trim(1, 0), Copy(0, 1, 20), Trim(0, 0)]
-    assert [found(ledger, [i] * 30) for i in range(3)] == [0, 20, 20]
+    assert [count_found(ledger, [i] * 30) for i in range(3)] == [0, 20, 20]
 
 
-def test_moving_makes_nobody_younger():
-    """What was moved to a spare seq_id is evicted when it would have been evicted without."""
+def test_moving_keeps_order_of_eviction():
+    """A prefix that moved to a spare seq_id is evicted when it would have been evicted otherwise."""
     ledger = Ledger(130, 100, 2, SPARE)
     for i in range(2):
-        used(ledger, [i] * 40)
+        run_and_release(ledger, [i] * 40)
     assert lease(ledger, [7])[2] == [Copy(0, 2, 40), Trim(0, 0)]
     assert ledger.make_room(60) == [Trim(2, 0)]
 
 
-# --- promises -----------------------------------------------------------------------------------
+# --- prefixes in flight -------------------------------------------------------------------------
 
 
-def test_what_a_running_sequence_will_compute_is_promised():
-    """It is better to wait for it than to compute it twice; there is a leader until it has got that
-    far.
-    """
+def test_prefix_in_flight_has_a_leader():
+    """Waiting is better than computing it twice. There is a leader until it has computed that far."""
     ledger = Ledger(256, 100, 2, UNIFIED)
-    leader = begun(ledger, LONG, 10)
+    leader = start(ledger, LONG, 10)
     match = ledger.match([*LONG[:35], 1])
     assert match == Match(0, None, 35, leader)
-    assert match.is_on_its_way
+    assert match.is_inflight
     compute(ledger, leader, 25)
     assert ledger.match([*LONG[:35], 1]) == Match(35, ledger._leased[0], 0, None)
 
 
-def test_little_more_is_not_worth_waiting_for():
-    """Fewer than MIN_SHARED_TOKENS beyond what is there already are computed, not awaited."""
+def test_short_prefix_in_flight_is_not_awaited():
+    """Fewer than MIN_SHARED_TOKENS more than the cached ones are computed instead."""
     ledger = Ledger(256, 100, 2, UNIFIED)
-    leader = begun(ledger, LONG, 39 - MIN_SHARED_TOKENS)
+    leader = start(ledger, LONG, 39 - MIN_SHARED_TOKENS)
     assert ledger.match(LONG).leader is leader
     compute(ledger, leader, 1)
     assert ledger.match(LONG).leader is None
 
 
-def test_a_promise_of_state_is_kept():
-    """What cannot be trimmed is promised only if it can be saved when it is there, and is found
-    then.
-    """
+def test_recurrent_state_in_flight_is_found_later():
+    """It is awaited only if it can be saved when it is computed. It is then found."""
     ledger = Ledger(400, 200, 2, CHECKPOINT, Tiers(MIN_SAVED_TOKENS, 0, 1))
-    leader = begun(ledger, LONGER, 10)
+    leader = start(ledger, LONGER, 10)
     prompt = [*LONGER[:MIN_SAVED_TOKENS], 1]
     assert ledger.match(prompt) == Match(0, None, MIN_SAVED_TOKENS, leader)
     compute(ledger, leader, MIN_SAVED_TOKENS - 10)
     assert ledger.checkpoint(leader) == [Save(0, 0)]
-    assert found(ledger, prompt) == MIN_SAVED_TOKENS
+    assert count_found(ledger, prompt) == MIN_SAVED_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -312,22 +299,20 @@ def test_a_promise_of_state_is_kept():
     [(MIN_SAVED_TOKENS - 1, 10, 1000), (90, 10, 89), (90, 90, 1000), (90, 91, 1000)],
     ids=["too short to be saved", "too large for RAM", "not saved when it was there", "gone"],
 )
-def test_nobody_waits_for_state_in_vain(num_shared, num_computed, ram_bytes):
+def test_state_that_will_not_be_saved_is_not_awaited(num_shared, num_computed, ram_bytes):
     """What is not going to be saved is not promised."""
     ledger = Ledger(400, 200, 2, CHECKPOINT, Tiers(ram_bytes, 0, 1))
-    begun(ledger, LONGER, num_computed)
+    start(ledger, LONGER, num_computed)
     assert ledger.match([*LONGER[:num_shared], 1]) == Match()
 
 
 # --- room ---------------------------------------------------------------------------------------
 
 
-def test_room_is_made_from_the_longest_unused():
-    """Idle tokens are given up in the order in which they became idle, from their ends, not one by
-    one.
-    """
+def test_idle_prefixes_are_evicted_least_recently_used_first():
+    """From their ends, and not one token at a time."""
     ledger = Ledger(num_cells=180, cells_per_seq=60, max_num_seqs=3)
-    seqs = [begun(ledger, [i] * 60) for i in range(3)]
+    seqs = [start(ledger, [i] * 60) for i in range(3)]
     for i in (1, 0, 2):
         end(ledger, seqs[i])
     assert ledger.make_room(0) == []
@@ -338,49 +323,47 @@ def test_room_is_made_from_the_longest_unused():
     ledger.check()
 
 
-def test_state_is_given_up_as_a_whole():
+def test_recurrent_state_is_evicted_as_a_whole():
     """It cannot be trimmed."""
     ledger = Ledger(num_cells=120, cells_per_seq=60, max_num_seqs=2, layout=CHECKPOINT)
-    used(ledger, [1] * 60)
-    used(ledger, [2] * 60)
+    run_and_release(ledger, [1] * 60)
+    run_and_release(ledger, [2] * 60)
     assert ledger.make_room(1) == [Trim(0, 0)]
 
 
-def test_what_was_released_for_room_goes_first():
-    """Parked to make room, it is evicted before what was idle already."""
+def test_parked_prefix_is_evicted_first():
+    """Before prefixes that were idle already."""
     ledger = Ledger(100, 50, 3, UNIFIED)
-    used(ledger, [1] * 40)
-    end(ledger, begun(ledger, [2] * 40), soon=True)
+    run_and_release(ledger, [1] * 40)
+    end(ledger, start(ledger, [2] * 40), soon=True)
     assert ledger.make_room(60) == [Trim(1, 0)]
 
 
-def test_what_was_copied_from_stays_longer():
-    """An idle prefix that was of use is evicted after one that was not."""
+def test_copied_prefix_is_evicted_later():
+    """An idle prefix that was reused is evicted after one that was not."""
     ledger = Ledger(100, 60, 3, UNIFIED)
-    used(ledger, LONG)
-    used(ledger, [1] * 40)
+    run_and_release(ledger, LONG)
+    run_and_release(ledger, [1] * 40)
     assert lease(ledger, [*LONG[:20], 2])[2] == [Copy(0, 2, 20)]
     assert ledger.make_room(60) == [Trim(1, 0)]
 
 
-def test_evicting_a_fork_spares_what_it_shares():
-    """The cells that another has too are not freed by it, so all of it goes, and then the next."""
+def test_evicting_fork_keeps_shared_cells():
+    """Shared cells are not freed, so the whole fork is evicted, and then the next prefix."""
     ledger = Ledger(100, 80, 2, UNIFIED)
-    first = begun(ledger, [1] * 40)
-    second = begun(ledger, [*[1] * 40, 2, 2])
+    first = start(ledger, [1] * 40)
+    second = start(ledger, [*[1] * 40, 2, 2])
     end(ledger, second)
     end(ledger, first)
     assert str(ledger) == "<Ledger 100: held 0 idle 42 free 58>"
     assert ledger.make_room(61) == [Trim(1, 0), Trim(0, 0)]
 
 
-def test_running_sequences_are_not_robbed():
-    """If they hold too much, also of what idle ones share with them, the answer is None and nothing
-    has changed.
-    """
+def test_make_room_returns_none_if_running_sequences_hold_too_much():
+    """Including cells that idle prefixes share with them. Nothing changes."""
     ledger = Ledger(100, 80, 3, UNIFIED)
-    used(ledger, LONG)
-    begun(ledger, [*LONG[:30], *[1] * 20])
+    run_and_release(ledger, LONG)
+    start(ledger, [*LONG[:30], *[1] * 20])
     before = str(ledger)
     assert before == "<Ledger 100: held 50 idle 10 free 40>"
     assert ledger.make_room(51) is None
@@ -388,82 +371,84 @@ def test_running_sequences_are_not_robbed():
     assert ledger.make_room(50) == [Trim(0, 0)]
 
 
-def test_guesses_are_taken_back():
+def test_rewind_frees_cells_of_rejected_tokens():
     """The cells of wrong ones are free again."""
     ledger = Ledger(100, 80, 1, UNIFIED)
-    seq = begun(ledger, LONG)
+    seq = start(ledger, LONG)
     ledger.hold(0, 5)
     assert ledger.rewind(0, 42) == [Trim(0, 42)]
     assert str(ledger) == "<Ledger 100: held 42 idle 0 free 58>"
     seq.tokens += [1, 2]
     seq.num_computed_tokens = 42
     end(ledger, seq)
-    assert found(ledger, [*LONG, 1, 2, 3]) == 42
+    assert count_found(ledger, [*LONG, 1, 2, 3]) == 42
 
 
-def test_a_sequence_that_leaves_nothing_behind():
+def test_release_without_tokens_leaves_no_idle_prefix():
     """Released without tokens, a seq_id has no idle entry."""
     ledger = Ledger(50, 50, 1)
-    seq = begun(ledger, LONG)
+    seq = start(ledger, LONG)
     ledger.release(seq.seq_id, [])
     assert str(ledger) == "<Ledger 50: held 0 idle 0 free 50>"
     ledger.check()
 
 
-def test_what_is_unknown_is_forgotten():
-    """Cells that a failed step touched are emptied, and neither found nor saved; a spare seq_id can
-    be used again.
+def test_invalidated_seq_ids_are_emptied():
+    """Cells that a failed step affected are neither found nor saved. Spare seq_ids can be among
+    them.
     """
     ledger = Ledger(300, 100, 1, SPARE, Tiers(1000, 0, 1))
-    used(ledger, LONGER)
-    used(ledger, [1] * 80)
-    assert [found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [99, 79]
+    run_and_release(ledger, LONGER)
+    run_and_release(ledger, [1] * 80)
+    assert [count_found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [99, 79]
     assert ledger.invalidate_seq_ids({0, 1}) == [Trim(0, 0), Trim(1, 0)]
     ledger.check()
     assert str(ledger) == "<Ledger 300: held 0 idle 0 free 300>"
-    assert [found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [0, 0]
-    assert len(ledger.tiers) == 0
+    assert [count_found(ledger, tokens) for tokens in (LONGER, [1] * 80)] == [0, 0]
+    assert len(ledger.snapshots.tiers) == 0
 
 
-# --- copies outside of the cells ----------------------------------------------------------------
+# --- snapshots ----------------------------------------------------------------------------------
 
 
-def ledger_with_ram(
+def make_ledger_with_ram(
     ram_bytes: int = 1000, disk_bytes: int = 1000, layout: Layout = UNIFIED
 ) -> Ledger:
-    """120 cells for two sequences of up to 120 tokens; a token takes a byte."""
+    """Return a ledger of 120 cells for two sequences of up to 120 tokens, where a token takes one
+    byte.
+    """
     return Ledger(120, 120, 2, layout, Tiers(ram_bytes, disk_bytes, 1))
 
 
-def test_what_is_evicted_is_saved_and_found_again():
-    """A prefix that left the cells comes back from RAM, as much of it as is wanted."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER)
+def test_evicted_prefix_is_loaded_from_ram():
+    """As much of it as is needed."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER)
     assert ledger.make_room(120) == [Save(0, 0), Trim(0, 0)]
     match = ledger.match([*LONGER[:80], 1])
-    assert (match.num_tokens, match.source.key, match.is_on_its_way) == (80, 0, False)
+    assert (match.num_tokens, match.source.key, match.is_inflight) == (80, 0, False)
     seq, num_found, operations = lease(ledger, [*LONGER[:80], 1])
     assert (num_found, operations) == (80, [Load(0, seq.seq_id, 80)])
     assert str(ledger) == "<Ledger 120: held 80 idle 0 free 40>"
 
 
-def test_a_load_makes_room_for_the_whole_snapshot():
-    """The backend can only load it as a whole, and then trim it."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER)
+def test_load_makes_room_for_whole_snapshot():
+    """The backend can only load it as a whole and then trim it."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER)
     ledger.make_room(120)
-    used(ledger, [1] * 30)
+    run_and_release(ledger, [1] * 30)
     _, num_found, operations = lease(ledger, [*LONGER[:70], 1])
     assert (num_found, operations) == (70, [Trim(0, 0), Load(0, 1, 70)])
     assert str(ledger) == "<Ledger 120: held 70 idle 0 free 50>"
 
 
-def test_a_load_that_does_not_fit():
-    """Beside running sequences that hold too much; nothing has changed then."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER)
+def test_lease_returns_none_if_load_does_not_fit():
+    """If running sequences hold too many cells. Nothing changes."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER)
     ledger.make_room(120)
-    running = begun(ledger, [1] * 30)
+    running = start(ledger, [1] * 30)
     before = str(ledger)
     assert ledger.lease(sequence([*LONGER[:70], 1]), ledger.match([*LONGER[:70], 1])) is None
     assert str(ledger) == before
@@ -477,19 +462,19 @@ def test_a_load_that_does_not_fit():
     [(LONGER[: MIN_SAVED_TOKENS - 1], 1000), (LONGER, 99), (LONGER, 0)],
     ids=["too few", "too large for RAM", "no RAM"],
 )
-def test_what_is_not_worth_saving(tokens, ram_bytes):
+def test_prefix_that_is_not_worth_saving_is_dropped(tokens, ram_bytes):
     """It is given up without a copy."""
-    ledger = ledger_with_ram(ram_bytes)
-    used(ledger, tokens)
+    ledger = make_ledger_with_ram(ram_bytes)
+    run_and_release(ledger, tokens)
     assert ledger.make_room(120) == [Trim(0, 0)]
-    assert len(ledger.tiers) == 0
+    assert len(ledger.snapshots.tiers) == 0
 
 
-def test_what_lies_elsewhere_is_not_saved():
-    """Another prefix that contains it is enough, in cells or in RAM."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER[:80])
-    assert begun(ledger, [*LONGER[:80], 1, 2]).seq_id == 0
+def test_prefix_stored_elsewhere_is_not_saved():
+    """As part of another prefix in the cells or in RAM."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER[:80])
+    assert start(ledger, [*LONGER[:80], 1, 2]).seq_id == 0
     assert lease(ledger, [*LONGER[:80], 3])[2] == [Copy(0, 1, 80)]
     ledger.release(0, [*LONGER[:80], 1, 2])
     ledger.release(1, LONGER[:80], soon=True)
@@ -498,60 +483,66 @@ def test_what_lies_elsewhere_is_not_saved():
     ledger.check()
 
 
-def test_a_longer_snapshot_replaces_a_shorter_one():
-    """The turns of a chat are one snapshot, not many."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER[:70])
+def test_longer_snapshot_replaces_shorter_one():
+    """The turns of a chat are one snapshot."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER[:70])
     ledger.make_room(120)
-    seq = begun(ledger, LONGER)
+    seq = start(ledger, LONGER)
     end(ledger, seq)
     assert ledger.make_room(120) == [Drop(0), Save(seq.seq_id, 1), Trim(seq.seq_id, 0)]
-    assert list(ledger.tiers.ram) == [1]
+    assert list(ledger.snapshots.tiers.ram) == [1]
     ledger.check()
 
 
-def test_a_file_of_a_shorter_snapshot_stays_in_the_books():
-    """Else nobody would ever delete it, and the folder would outgrow its budget."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER[:70])
+def test_file_of_replaced_snapshot_is_still_tracked():
+    """Otherwise it would never be deleted, and the folder would exceed its budget."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER[:70])
     ledger.make_room(120)
-    assert ledger.written(0) == []
-    seq = begun(ledger, LONGER)
+    ledger.snapshots.record_written(0)
+    seq = start(ledger, LONGER)
     end(ledger, seq)
     assert ledger.make_room(120) == [Drop(0), Save(seq.seq_id, 1), Trim(seq.seq_id, 0)]
-    assert (list(ledger.tiers.ram), list(ledger.tiers.files)) == ([1], [0])
+    assert (list(ledger.snapshots.tiers.ram), list(ledger.snapshots.tiers.files)) == ([1], [0])
     ledger.check()
 
 
-def test_snapshots_of_state_do_not_replace_one_another():
-    """Each is the state at one position and no other."""
-    ledger = ledger_with_ram(layout=CHECKPOINT)
-    seq = begun(ledger, LONGER, 70)
+def test_snapshots_of_recurrent_state_do_not_replace_each_other():
+    """Each is the state at one position only."""
+    ledger = make_ledger_with_ram(layout=CHECKPOINT)
+    seq = start(ledger, LONGER, 70)
     assert ledger.checkpoint(seq) == [Save(0, 0)]
     assert ledger.checkpoint(seq) == [], "it is there"
     compute(ledger, seq, 20)
     assert ledger.checkpoint(seq) == [Save(0, 1)]
-    assert [found(ledger, [*LONGER[:n], 1]) for n in (69, 70, 80, 90, 95)] == [0, 70, 70, 90, 90]
+    assert [count_found(ledger, [*LONGER[:n], 1]) for n in (69, 70, 80, 90, 95)] == [
+        0,
+        70,
+        70,
+        90,
+        90,
+    ]
 
 
-def test_the_longest_unused_leave_ram():
-    """What no file holds is lost then; what was loaded stays longer."""
+def test_least_recently_used_snapshots_leave_ram_first():
+    """A snapshot without a file is then lost. A loaded one stays longer."""
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(200, 0, 1))
     for i in range(2):
-        used(ledger, [i] * 90)
-    used(ledger, [0] * 90)
-    used(ledger, [2] * 90)
+        run_and_release(ledger, [i] * 90)
+    run_and_release(ledger, [0] * 90)
+    run_and_release(ledger, [2] * 90)
     ledger.make_room(100)
-    assert [found(ledger, [i] * 100) for i in range(3)] == [90, 0, 90]
+    assert [count_found(ledger, [i] * 100) for i in range(3)] == [90, 0, 90]
     ledger.check()
 
 
-def test_what_is_being_loaded_is_not_driven_out():
-    """The seq_id or the room that a load needs may cost another prefix its cells, whose copy does
-    not take its RAM.
+def test_snapshot_being_loaded_is_not_evicted():
+    """The seq_id or the room that a load needs may evict another prefix, whose copy must not
+    replace the loaded one.
     """
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 0, 1))
-    used(ledger, LONGER[:90])
+    run_and_release(ledger, LONGER[:90])
     assert lease(ledger, [1] * 90)[2] == [Save(0, 0), Trim(0, 0)]
     ledger.hold(0, 90)
     ledger.release(0, [1] * 90)
@@ -559,166 +550,167 @@ def test_what_is_being_loaded_is_not_driven_out():
     assert (num_found, operations) == (90, [Trim(0, 0), Load(0, 0, 90)])
 
 
-def test_what_is_being_loaded_is_not_replaced():
-    """Not even by a longer snapshot of what has to leave the cells for it."""
-    ledger = Ledger(600, 600, 1, Layout(), Tiers(1000, 0, 1))
+def test_snapshot_being_loaded_is_not_replaced():
+    """Not even by a longer snapshot of a prefix that has to leave the cells for it."""
+    ledger = Ledger(600, 600, 1, Partitioned(), Tiers(1000, 0, 1))
     tokens = list(range(500))
-    used(ledger, tokens[:400])
+    run_and_release(ledger, tokens[:400])
     ledger.make_room(600)
-    used(ledger, tokens)
+    run_and_release(ledger, tokens)
     operations = lease(ledger, [*tokens[:400], 7])[2]
     assert operations == [Save(0, 1), Trim(0, 0), Load(0, 0, 400)]
-    assert list(ledger.tiers.ram) == [1, 0]
+    assert list(ledger.snapshots.tiers.ram) == [1, 0]
 
 
-def test_from_disk_by_way_of_ram():
-    """A prefix that is only in a file has to be read first; while it is, everybody who wants it
-    waits.
-    """
-    ledger = ledger_with_ram()
-    snapshot = ledger.found_on_disk(np.array(LONGER, np.int32))
+def test_snapshot_in_file_is_read_before_use():
+    """All sequences that need it wait until it has been read."""
+    ledger = make_ledger_with_ram()
+    snapshot = ledger.snapshots.add_from_file(np.array(LONGER, np.int32))
     match = ledger.match([*LONGER, 1])
-    assert (match.num_tokens, match.source, match.is_on_its_way) == (100, snapshot, True)
-    assert ledger.read(snapshot) == []
-    assert ledger.match([*LONGER, 1]).is_on_its_way
-    snapshot.place = Place.RAM
+    assert (match.num_tokens, match.source, match.is_inflight) == (100, snapshot, True)
+    assert ledger.snapshots.read(snapshot) == []
+    assert ledger.match([*LONGER, 1]).is_inflight
+    snapshot.tier = StorageTier.RAM
     assert lease(ledger, [*LONGER, 1])[1:] == (100, [Load(snapshot.key, 0, 100)])
 
 
-def test_a_little_more_is_not_worth_a_slower_way():
-    """Cells are preferred to RAM and RAM to disk, unless the slower place holds clearly more."""
-    ledger = ledger_with_ram()
-    ledger.found_on_disk(np.array(LONGER, np.int32))
-    assert used(ledger, [*LONGER[:97], 7, 7]) == 0
+def test_faster_tier_is_preferred():
+    """Cells are preferred to RAM and RAM to disk, unless the slower tier has clearly more tokens."""
+    ledger = make_ledger_with_ram()
+    ledger.snapshots.add_from_file(np.array(LONGER, np.int32))
+    assert run_and_release(ledger, [*LONGER[:97], 7, 7]) == 0
     match = ledger.match([*LONGER, 1])
     assert (match.num_tokens, match.source.chain.length) == (97, 99)
     ledger.make_room(120)
     match = ledger.match([*LONGER, 1])
-    assert (match.num_tokens, match.source.place) == (97, Place.RAM)
-    ledger.drop(match.source.key)
-    used(ledger, [*LONGER[:80], 7, 7])
+    assert (match.num_tokens, match.source.tier) == (97, StorageTier.RAM)
+    ledger.snapshots.drop(match.source.key)
+    run_and_release(ledger, [*LONGER[:80], 7, 7])
     match = ledger.match([*LONGER, 1])
-    assert (match.num_tokens, match.source.place) == (100, Place.DISK)
+    assert (match.num_tokens, match.source.tier) == (100, StorageTier.DISK)
 
 
 def test_reading_makes_room_in_ram():
-    """Others leave for it, or it cannot be read."""
-    ledger = ledger_with_ram(ram_bytes=150)
-    used(ledger, [1] * 100)
+    """Other snapshots are evicted for it, or it cannot be read."""
+    ledger = make_ledger_with_ram(ram_bytes=150)
+    run_and_release(ledger, [1] * 100)
     ledger.make_room(120)
-    small = ledger.found_on_disk(np.array(LONGER, np.int32))
-    large = ledger.found_on_disk(np.arange(151, dtype=np.int32))
-    assert ledger.read(large) is None
-    assert ledger.read(small) == [Drop(0)]
-    assert found(ledger, [1] * 100) == 0
+    small = ledger.snapshots.add_from_file(np.array(LONGER, np.int32))
+    large = ledger.snapshots.add_from_file(np.arange(151, dtype=np.int32))
+    assert ledger.snapshots.read(large) is None
+    assert ledger.snapshots.read(small) == [Drop(0)]
+    assert count_found(ledger, [1] * 100) == 0
     ledger.check()
-    assert ledger.drop(small.key) == ledger.drop(large.key) == ledger.drop(77) == []
+    assert (
+        ledger.snapshots.drop(small.key)
+        == ledger.snapshots.drop(large.key)
+        == ledger.snapshots.drop(77)
+        == []
+    )
     ledger.check()
-    assert len(ledger.tiers) == 0
+    assert len(ledger.snapshots.tiers) == 0
 
 
-def test_a_file_from_an_engine_with_a_longer_context():
-    """No seq_id has the cells to load it, so it is no match, not even for its first tokens."""
-    ledger = ledger_with_ram()
-    ledger.found_on_disk(np.arange(120, dtype=np.int32))
-    assert found(ledger, list(range(100))) == 99
-    ledger.found_on_disk(np.arange(500, 621, dtype=np.int32))
-    assert found(ledger, list(range(500, 600))) == 0
+def test_snapshot_longer_than_context_is_no_match():
+    """No seq_id has enough cells to load it, so not even its first tokens can be reused."""
+    ledger = make_ledger_with_ram()
+    ledger.snapshots.add_from_file(np.arange(120, dtype=np.int32))
+    assert count_found(ledger, list(range(100))) == 99
+    ledger.snapshots.add_from_file(np.arange(500, 621, dtype=np.int32))
+    assert count_found(ledger, list(range(500, 600))) == 0
 
 
-def test_the_life_of_a_file():
-    """Written, it outlives RAM; when the files are too many, the oldest goes, and is not found any
-    more.
-    """
+def test_file_outlives_ram_until_evicted():
+    """When there are too many files, the oldest is deleted and no longer found."""
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 150, 1))
     for i in range(3):
-        used(ledger, [i] * 90)
+        run_and_release(ledger, [i] * 90)
         ledger.make_room(100)
-        assert ledger.written(i) == ([i - 1] if i else [])
-    assert [found(ledger, [i] * 100) for i in range(3)] == [0, 0, 90]
+        ledger.snapshots.record_written(i)
+        assert list(ledger.snapshots.tiers.files) == [i]
+    assert [count_found(ledger, [i] * 100) for i in range(3)] == [0, 0, 90]
     ledger.check()
 
 
-def test_a_file_that_came_too_late():
-    """What left RAM while it was being written is not in the books, so its file has to go."""
+def test_file_of_evicted_snapshot_is_deleted():
+    """A snapshot that left RAM while it was being written is unknown, so its file must be deleted."""
     ledger = Ledger(100, 100, 1, UNIFIED, Tiers(100, 150, 1))
     for i in range(2):
-        used(ledger, [i] * 90)
+        run_and_release(ledger, [i] * 90)
         ledger.make_room(100)
-    assert ledger.written(0) == [0]
-    assert ledger.written(1) == []
+    for i in range(2):
+        ledger.snapshots.record_written(i)
+    assert list(ledger.snapshots.tiers.files) == [1]
     ledger.check()
 
 
 @pytest.mark.parametrize(
     ("ram_bytes", "disk_bytes"), [(1000, 1000), (1000, 100), (100, 1000), (100, 100)]
 )
-def test_saving_what_is_idle_ends(ram_bytes, disk_bytes):
-    """While nothing else is to be done, what is idle is saved, the last used first; once, however
-    small the budgets.
-    """
+def test_idle_prefixes_are_saved_once(ram_bytes, disk_bytes):
+    """Most recently used first, whatever the budgets are."""
     ledger = Ledger(300, 100, 3, UNIFIED, Tiers(ram_bytes, disk_bytes, 1))
     for i in range(3):
-        used(ledger, [i] * 90)
+        run_and_release(ledger, [i] * 90)
     saves = []
     while operations := ledger.save_one_idle():
         saves += [operation for operation in operations if isinstance(operation, Save)]
-        ledger.written(saves[-1].snapshot)
+        ledger.snapshots.record_written(saves[-1].snapshot)
         ledger.check()
     assert saves == [Save(2, 0), Save(1, 1), Save(0, 2)]
-    assert [found(ledger, [i] * 100) for i in range(3)] == [90, 90, 90]
+    assert [count_found(ledger, [i] * 100) for i in range(3)] == [90, 90, 90]
 
 
 # --- layouts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [Layout(), UNIFIED])
-def test_what_is_shared(layout):
-    """Who runs, what they hold, and how much of it is different, of their answers too; in either
-    layout the same.
+@pytest.mark.parametrize("layout", [Partitioned(), UNIFIED])
+def test_sharing_counts_distinct_tokens(layout):
+    """The running sequences, their tokens, and the distinct ones, including their outputs, in
+    either layout.
     """
     ledger = Ledger(400, 100, 4, layout)
-    used(ledger, [7] * 20)
-    first = begun(ledger, LONG)
+    run_and_release(ledger, [7] * 20)
+    first = start(ledger, LONG)
     first.tokens += [1, 2, 3]
     compute(ledger, first)
-    begun(ledger, [*LONG[:30], 5, 6])
+    start(ledger, [*LONG[:30], 5, 6])
     assert ledger.sharing() == Sharing(
         num_seqs=2, num_tokens=43 + 32, num_distinct=43 + 2, num_idle=20
     )
 
 
-@pytest.mark.parametrize("layout", [Layout(), UNIFIED])
-def test_what_is_not_computed_is_not_shared(layout):
+@pytest.mark.parametrize("layout", [Partitioned(), UNIFIED])
+def test_sharing_ignores_tokens_not_computed(layout):
     """Two that are still computing a prompt hold what they have computed."""
     ledger = Ledger(400, 200, 2, layout)
-    begun(ledger, LONGER, 40)
-    begun(ledger, [*LONGER[:60], 1, 2, 3], 1)
+    start(ledger, LONGER, 40)
+    start(ledger, [*LONGER[:60], 1, 2, 3], 1)
     assert ledger.sharing() == Sharing(2, 40 + 41, 41, 0)
 
 
-def test_another_layout_has_the_same_snapshots():
-    """In RAM and on disk; cells are not taken along, so nobody may hold any."""
-    ledger = ledger_with_ram()
-    used(ledger, LONGER)
-    ledger.found_on_disk(np.full(80, 7, np.int32))
-    with pytest.raises(AssertionError, match="idle cells would be forgotten"):
-        ledger.with_layout(240, Layout())
+def test_new_layout_keeps_snapshots():
+    """In RAM and on disk. Cells are not taken along, so none may be in use."""
+    ledger = make_ledger_with_ram()
+    run_and_release(ledger, LONGER)
+    ledger.snapshots.add_from_file(np.full(80, 7, np.int32))
+    with pytest.raises(AssertionError, match="idle cells are left"):
+        ledger.with_layout(240, Partitioned())
     assert ledger.make_room(120) == [Save(0, 1), Trim(0, 0)]
-    other = ledger.with_layout(240, Layout())
+    other = ledger.with_layout(240, Partitioned())
     other.check()
     assert str(other) == "<Ledger 240: held 0 idle 0 free 240>"
     assert lease(other, [*LONGER, 1])[1:] == (100, [Load(1, 0, 100)])
-    assert other.match([7] * 90).source.place is Place.DISK
-    with pytest.raises(AssertionError, match="a running sequence would lose its cells"):
+    assert other.match([7] * 90).source.tier is StorageTier.DISK
+    with pytest.raises(AssertionError, match="running sequences hold cells"):
         other.with_layout(120, UNIFIED)
 
 
-# --- crimes -------------------------------------------------------------------------------------
+# --- invariants ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "crime",
+    "damage",
     [
         lambda ledger: setattr(ledger.cells, "num_held", 7),
         lambda ledger: setattr(ledger.cells, "num_used", 7),
@@ -732,31 +724,31 @@ def test_another_layout_has_the_same_snapshots():
         lambda ledger: setattr(ledger._leased[1], "seq", None),
         lambda ledger: ledger._spare.pop(),
         lambda ledger: ledger._tree.remove(ledger._idle[0]),
-        lambda ledger: setattr(ledger.tiers, "num_ram_bytes", 7),
+        lambda ledger: setattr(ledger.snapshots.tiers, "num_ram_bytes", 7),
     ],
     ids=[
         "held",
-        "used",
-        "more than there are",
+        "run_and_release",
+        "more than exist",
         "a sequence too long",
         "no lease",
         "leased and idle",
         "idle and lost",
         "under a wrong number",
         "other tokens than cells",
-        "leased by nobody",
-        "a spare one lost",
+        "no owner of the lease",
+        "a spare seq_id lost",
         "not in the tree",
         "RAM",
     ],
 )
-def test_check_finds_every_crime(crime):
-    """Each law is broken by hand once, and noticed."""
+def test_check_detects_broken_invariants(damage):
+    """Each test case breaks one invariant."""
     ledger = Ledger(200, 100, 2, SPARE, Tiers(1000, 0, 1))
-    running = begun(ledger, LONG)
+    running = start(ledger, LONG)
     lease(ledger, [1])
     end(ledger, running)
     assert (ledger._idle.keys(), ledger._leased.keys()) == ({0}, {1})
-    crime(ledger)
+    damage(ledger)
     with pytest.raises(AssertionError):
         ledger.check()

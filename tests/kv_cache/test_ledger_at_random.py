@@ -1,8 +1,10 @@
-"""What the ledger believes is what its operations make of the cells, in whatever order things
-happen.
+"""Random tests of the KV caches: in any order of events, a cache's records match what its
+operations do to the cells.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -15,9 +17,12 @@ from cllm.core.batch import Batch, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.kv_cache.layouts import Layout
-from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger, Match
-from cllm.kv_cache.tiers import Place, Snapshot, Tiers
+from cllm.kv_cache.base import KVCache, Match
+from cllm.kv_cache.layouts import Layout, Partitioned, Unified
+from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Holding, Ledger
+from cllm.kv_cache.model_state import Recurrent
+from cllm.kv_cache.naive import NaiveCache
+from cllm.kv_cache.tiers import Snapshot, StorageTier, Tiers
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -31,16 +36,12 @@ COUNTS = st.sampled_from([1, 3, 17, 35, 60, 70, 90, 119])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Does at random what a scheduler and a disk thread may do, and carries out each operation on a
+    """Does at random what a scheduler and a disk thread may do, and performs each operation on a
     fake backend.
-
-    As in the scheduler, a turn collects operations and rows, and then they are carried out: the
-    operations in order, then the rows. After each turn the cells and the snapshots of the backend
-    must be what the ledger believes, token by token and cell by cell. The backend raises an error
-    if an operation cannot be carried out.
     """
 
-    layout = Layout()
+    make_cache: Callable[..., KVCache] = Ledger
+    layout: Layout = Partitioned()
     max_num_seqs = 3
     cells_per_seq = 120
     num_cells = 360
@@ -50,24 +51,28 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         tiers = Tiers(self.ram_bytes, self.disk_bytes, bytes_per_token=1, bytes_per_snapshot=10)
-        self.ledger = Ledger(
+        self.ledger = type(self).make_cache(
             self.num_cells, self.cells_per_seq, self.max_num_seqs, self.layout, tiers
         )
         self.backend = FakeBackend(
             context_length=self.cells_per_seq,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_seqs * self.cells_per_seq,
-            num_cells=self.num_cells if self.layout.shares else None,
+            num_cells=self.num_cells if isinstance(self.layout, Unified) else None,
             num_spare_ids=self.layout.num_spare_ids,
-            can_trim=self.layout.trims,
+            can_trim=self.can_trim,
         )
         self.operations: list[Operation] = []
         self.rows: dict[int, Row] = {}
         self.running: dict[int, Sequence] = {}
-        self.admitted: dict[int, list[int]] = {}  # what the tree knows of those who run
-        self.known: list[list[int]] = []  # what later prompts may begin like
+        self.admitted: dict[int, list[int]] = {}  # tokens of running sequences in the tree
+        self.known: list[list[int]] = []  # prefixes with which later prompts may begin
         self.unwritten: set[int] = set()
         self.files: dict[int, list[int]] = {}
+
+    @property
+    def can_trim(self) -> bool:
+        return not isinstance(self.layout.state, Recurrent)
 
     # --- a turn
 
@@ -83,20 +88,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def admit(self, data: st.DataObject) -> None:
         prompt = self.draw_prompt(data)
-        match = self.ledger.match(prompt)
-        self.judge(prompt, match)
+        match = self.ledger.find(Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024))
+        self.check_match(prompt, match)
         seq = Sequence(Request("A", prompt, SamplingParams()), 0, 0, 1024)
         if not self.ledger.seq_ids.num_free:
             with pytest.raises(IndexError):
                 self.ledger.lease(seq, match)
             return
-        if isinstance(match.source, Snapshot) and match.source.place is not Place.RAM:
+        if isinstance(match.source, Snapshot) and match.source.tier is not StorageTier.RAM:
             self.fetch(match.source)
             return
-        before, idle = (
-            str(self.ledger),
-            {i: list(holding.path) for i, holding in self.ledger._idle.items()},
-        )
+        before, idle = str(self.ledger), self.ledger.idle_prefixes()
         leased = self.ledger.lease(seq, match)
         if leased is None:
             assert isinstance(match.source, Snapshot)
@@ -104,10 +106,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert str(self.ledger) == before
             return
         seq.seq_id, seq.num_computed_tokens, operations = leased
-        left = (
-            idle.get(seq.seq_id, []) if match.source is None and self.ledger._trims_in_place else []
-        )
-        assert seq.num_computed_tokens == max(match.num_tokens, common(left, prompt[:-1]))
+        left = list(idle.get(seq.seq_id, [])) if match.source is None else []
+        self.check_lease(match.num_tokens, common(left, prompt[:-1]), len(left), seq)
         assert seq.seq_id not in self.running
         self.operations += operations
         self.running[seq.seq_id] = seq
@@ -115,8 +115,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.remember(prompt)
         self.compute_tokens(seq, min(seq.num_lacking_tokens, data.draw(COUNTS)), [])
 
+    def check_lease(self, num_matched: int, num_common: int, num_idle: int, seq: Sequence) -> None:
+        """Check that tokens which the seq_id happens to have are reused, too."""
+        in_place = num_common if self.can_trim or num_common == num_idle else 0
+        assert seq.num_computed_tokens == max(num_matched, in_place)
+
     def draw_prompt(self, data: st.DataObject) -> list[int]:
-        """Often begins like another, as a whole or in part; of any length that leaves a cell."""
+        """Return a prompt that often begins with all or part of another one. It leaves at least
+        one cell.
+        """
         begin: list[int] = []
         if self.known and data.draw(st.integers(0, 3)):
             begin = data.draw(st.sampled_from(self.known))[: self.cells_per_seq - 2]
@@ -125,17 +132,17 @@ class LedgerMachine(RuleBasedStateMachine):
         return begin + [data.draw(st.integers(1, 3))] * count
 
     def remember(self, tokens: list[int]) -> None:
-        """Later prompts may begin like ``tokens``."""
+        """Let later prompts begin with ``tokens``."""
         self.known = [*self.known[-7:], tokens]
 
-    def judge(self, prompt: list[int], match: Match) -> None:
-        """What is offered is there, it is nearly the most there is, and what is promised will be
-        there.
+    def check_match(self, prompt: list[int], match: Match) -> None:
+        """Check that the offered tokens exist, that they are nearly as many as possible, and that
+        the prefix in flight will be computed.
         """
         wanted = prompt[:-1]
         offers = [list(snapshot.tokens) for snapshot in self.snapshots()]
-        offers += [list(holding.path) for holding in self.ledger._idle.values()]
-        if self.layout.trims:
+        offers += [list(tokens) for tokens in self.ledger.idle_prefixes().values()]
+        if self.can_trim:
             offers += [
                 self.admitted[i][: seq.num_computed_tokens] for i, seq in self.running.items()
             ]
@@ -173,7 +180,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject) -> None:
         for seq_id in self.idle_rows():
             seq = self.running[seq_id]
-            can_guess = self.layout.trims and seq.num_lacking_tokens == 1
+            can_guess = self.can_trim and seq.num_lacking_tokens == 1
             draft = data.draw(st.lists(st.integers(1, 3), max_size=3)) if can_guess else []
             self.compute_tokens(seq, min(seq.num_lacking_tokens, data.draw(COUNTS)), draft)
 
@@ -206,7 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.remember(tokens)
 
     def checkpoint(self, data: st.DataObject) -> None:
-        if self.idle_rows() and not self.layout.trims:
+        if self.idle_rows() and not self.can_trim:
             seq = self.running[data.draw(st.sampled_from(self.idle_rows()))]
             self.operations += self.ledger.checkpoint(seq)
 
@@ -228,17 +235,17 @@ class LedgerMachine(RuleBasedStateMachine):
             elif right < len(row.draft):
                 self.operations += self.ledger.rewind(seq.seq_id, keep)
         if not taken_back:
-            self.agree()
+            self.matches_backend()
 
     def carry_out(self, num_operations: int, num_rows: int) -> tuple[list[Row], list[Operation]]:
-        """Let the backend do the first of what was collected; returns all of it."""
+        """Let the backend perform the first of the collected operations and rows; return all."""
         rows, operations = [self.rows[i] for i in sorted(self.rows)], self.operations
         self.rows, self.operations = {}, []
         self.backend.forward(Batch(rows[:num_rows], operations[:num_operations]))
         return rows, operations
 
     def fail(self, data: st.DataObject) -> None:
-        """A step that breaks off somewhere: whatever it touched is given up."""
+        """Fail a step somewhere, and invalidate what it affected."""
         num_operations = data.draw(st.integers(0, len(self.operations)))
         whole = num_operations == len(self.operations)
         num_rows = data.draw(st.integers(0, len(self.rows))) if whole else 0
@@ -249,7 +256,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 case Trim(seq_id) | Copy(_, seq_id) | Load(_, seq_id):
                     touched.add(seq_id)
                 case Save(_, key):
-                    self.operations += self.ledger.drop(key)
+                    self.operations += self.ledger.snapshots.drop(key)
                 case Drop():
                     self.operations.append(operation)
         for seq in [seq for seq in self.running.values() if seq.seq_id in touched]:
@@ -260,34 +267,36 @@ class LedgerMachine(RuleBasedStateMachine):
     # --- the disk
 
     def snapshots(self) -> list[Snapshot]:
-        tiers = self.ledger.tiers
+        tiers = self.ledger.snapshots.tiers
         return list({**tiers.ram, **tiers.files}.values())
 
     def fetch(self, snapshot: Snapshot) -> None:
-        if snapshot.place is Place.DISK:
-            leaving = self.ledger.read(snapshot)
+        if snapshot.tier is StorageTier.DISK:
+            leaving = self.ledger.snapshots.read(snapshot)
             if leaving is None:
-                assert self.ledger.drop(snapshot.key) == []
+                assert self.ledger.snapshots.drop(snapshot.key) == []
                 self.files.pop(snapshot.key)
             else:
                 self.operations += leaving
 
     @precondition(
-        lambda self: any(snapshot.place is Place.READING for snapshot in self.snapshots())
+        lambda self: any(snapshot.tier is StorageTier.READING for snapshot in self.snapshots())
     )
     @rule(data=st.data(), succeeded=st.booleans())
     def was_read(self, data: st.DataObject, succeeded: bool) -> None:
         self.carry_out(len(self.operations), 0)
-        reading = [snapshot for snapshot in self.snapshots() if snapshot.place is Place.READING]
+        reading = [
+            snapshot for snapshot in self.snapshots() if snapshot.tier is StorageTier.READING
+        ]
         snapshot = data.draw(st.sampled_from(reading))
         if succeeded:
             saved = msgspec.msgpack.encode(snapshot.tokens.tolist())
             buffer = self.backend.new_state_buffer(len(saved))
             buffer.data[:] = saved
             self.backend.install_snapshot(snapshot.key, buffer)
-            snapshot.place = Place.RAM
+            snapshot.tier = StorageTier.RAM
         else:
-            assert self.ledger.drop(snapshot.key) == []
+            assert self.ledger.snapshots.drop(snapshot.key) == []
             self.files.pop(snapshot.key, None)
 
     def written(self, data: st.DataObject) -> None:
@@ -295,9 +304,10 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         key = data.draw(st.sampled_from(sorted(self.unwritten)))
         self.unwritten.remove(key)
-        snapshot = self.ledger.tiers.find(key)
+        snapshot = self.ledger.snapshots.tiers.find(key)
         self.files[key] = [] if snapshot is None else snapshot.tokens.tolist()
-        for old in self.ledger.written(key):
+        self.ledger.snapshots.record_written(key)
+        for old in self.files.keys() - self.ledger.snapshots.tiers.files.keys():
             del self.files[old]
         assert sum(10 + len(tokens) for tokens in self.files.values()) <= self.disk_bytes
 
@@ -306,25 +316,25 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.files) < 2)
     @rule(data=st.data())
-    def found_on_disk(self, data: st.DataObject) -> None:
+    def add_from_file(self, data: st.DataObject) -> None:
         tokens = self.draw_prompt(data)
-        if 10 + len(tokens) + self.ledger.tiers.num_disk_bytes <= self.disk_bytes:
-            self.files[self.ledger.found_on_disk(np.array(tokens, np.int32)).key] = tokens
+        if 10 + len(tokens) + self.ledger.snapshots.tiers.num_disk_bytes <= self.disk_bytes:
+            self.files[self.ledger.snapshots.add_from_file(np.array(tokens, np.int32)).key] = tokens
             self.remember(tokens)
 
-    # --- the laws
+    # --- the invariants
 
     @invariant()
-    def laws_hold(self) -> None:
+    def keeps_invariants(self) -> None:
         self.ledger.check()
         assert self.files == {
-            key: old.tokens.tolist() for key, old in self.ledger.tiers.files.items()
+            key: old.tokens.tolist() for key, old in self.ledger.snapshots.tiers.files.items()
         }
 
-    def agree(self) -> None:
-        """What the ledger believes is what the operations have made of the backend."""
+    def matches_backend(self) -> None:
+        """Compare the records of the ledger with the cells of the backend."""
         cells = {seq_id: held for seq_id, held in self.backend._cells.items() if held}
-        believed = {seq_id: list(holding.path) for seq_id, holding in self.ledger._idle.items()}
+        believed = {i: list(tokens) for i, tokens in self.ledger.idle_prefixes().items()}
         believed |= {
             i: seq.tokens[: seq.num_computed_tokens]
             for i, seq in self.running.items()
@@ -337,7 +347,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = {id(cell) for seq_id in self.running for cell in cells.get(seq_id, ())}
         assert self.ledger.cells.num_held == len(held)
         in_ram = {
-            old.key: old.tokens.tolist() for old in self.snapshots() if old.place is Place.RAM
+            old.key: old.tokens.tolist() for old in self.snapshots() if old.tier is StorageTier.RAM
         }
         assert {
             key: msgspec.msgpack.decode(data) for key, data in self.backend._snapshots.items()
@@ -345,7 +355,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.carry_out(len(self.operations), 0)
-        self.agree()
+        self.matches_backend()
 
 
 class UnifiedMachine(LedgerMachine):
@@ -353,24 +363,39 @@ class UnifiedMachine(LedgerMachine):
     seq_ids to spare.
     """
 
-    layout = Layout(shares=True, dense=False, num_spare_ids=2)
+    layout = Unified(num_spare_ids=2)
     num_cells = 220
 
 
 class UnifiedStateMachine(LedgerMachine):
     """Sequences share cells, but none can be trimmed."""
 
-    layout = Layout(shares=True, dense=False, trims=False)
+    layout = Unified(Recurrent())
     num_cells = 220
 
 
 class StateMachine(LedgerMachine):
-    """Each has cells of its own, and none can be trimmed."""
+    """Each sequence has cells of its own, and none can be trimmed."""
 
-    layout = Layout(trims=False)
+    layout = Partitioned(Recurrent())
+
+
+class NaiveMachine(LedgerMachine):
+    """The smallest cache: it finds nothing, and must keep all other invariants."""
+
+    make_cache = NaiveCache
+    layout = Unified()
+    num_cells = 220
+
+    def check_match(self, prompt: list[int], match: Match) -> None:
+        assert match == Match()
+
+    def check_lease(self, num_matched: int, num_common: int, num_idle: int, seq: Sequence) -> None:
+        assert seq.num_computed_tokens == 0
 
 
 TestPartitioned = LedgerMachine.TestCase
 TestUnified = UnifiedMachine.TestCase
 TestUnifiedState = UnifiedStateMachine.TestCase
 TestState = StateMachine.TestCase
+TestNaive = NaiveMachine.TestCase

@@ -1,4 +1,4 @@
-"""The radix tree finds what a comparison with every path would find."""
+"""The radix tree finds the same matches as a comparison with every path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cllm.kv_cache.radix_tree import Node, RadixTree, common_prefix
 
-# Few tokens and short runs, so that paths meet, part, contain and repeat one another.
+# few tokens and short runs, so that paths share prefixes, diverge, contain and repeat one another
 paths = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=5).map(
     lambda runs: [token for token, count in runs for _ in range(count)]
 )
@@ -20,13 +20,13 @@ def array(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def common(a: list[int], b: list[int]) -> int:
+def count_common(a: list[int], b: list[int]) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
-def tree_of(**tokens: list[int]) -> RadixTree[str]:
+def make_tree(**tokens: list[int]) -> RadixTree[str]:
     tree: RadixTree[str] = RadixTree()
     for owner, path in tokens.items():
         tree.insert(array(path), owner)
@@ -34,17 +34,17 @@ def tree_of(**tokens: list[int]) -> RadixTree[str]:
     return tree
 
 
-def test_the_longest_match_comes_first():
-    """Every owner that shares a token is named once, with the number of tokens it shares."""
-    tree = tree_of(a=[1, 2, 3], b=[1, 2, 3, 4, 5], c=[1, 9], d=[8])
+def test_longest_match_comes_first():
+    """Every owner that shares a token is listed once, with the number of shared tokens."""
+    tree = make_tree(a=[1, 2, 3], b=[1, 2, 3, 4, 5], c=[1, 9], d=[8])
     assert list(tree.match(array([1, 2, 3, 4, 7]))) == [("b", 4), ("a", 3), ("c", 1)]
     assert list(tree.match(array([1, 2]))) == [("a", 2), ("b", 2), ("c", 1)]
     assert list(tree.match(array([7]))) == list(tree.match(array([]))) == []
 
 
-def test_a_match_may_end_inside_of_an_edge():
-    """One long path is one edge, and any part of it is found."""
-    tree = tree_of(a=list(range(100)))
+def test_match_may_end_inside_edge():
+    """A long path is one edge, and any part of it is found."""
+    tree = make_tree(a=list(range(100)))
     assert [list(tree.match(array([*range(n), 777]))) for n in (1, 50, 99)] == [
         [("a", 1)],
         [("a", 50)],
@@ -52,9 +52,9 @@ def test_a_match_may_end_inside_of_an_edge():
     ]
 
 
-def test_distinct_tokens():
+def test_distinct_tokens_count_common_prefixes_once():
     """What several paths begin with counts once, as far as one of them is counted."""
-    tree = tree_of(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
+    tree = make_tree(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
     assert (
         tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0})
         == tree.num_distinct({"b": 2, "c": 3, "a": 5})
@@ -64,9 +64,9 @@ def test_distinct_tokens():
     assert tree.num_distinct({}) == 0
 
 
-def test_what_leaves_is_not_found():
-    """And leaves nothing behind: no owner, no node."""
-    tree = tree_of(a=[1, 2, 3], b=[1, 2, 4])
+def test_removed_path_is_not_found():
+    """It leaves no owner and no node behind."""
+    tree = make_tree(a=[1, 2, 3], b=[1, 2, 4])
     tree.remove("a")
     assert list(tree.match(array([1, 2, 3]))) == [("b", 2)]
     tree.remove("b")
@@ -74,10 +74,12 @@ def test_what_leaves_is_not_found():
     assert len(tree) == len(tree._root.children) == 0
 
 
-def test_one_path_for_each_owner():
-    """A second path for an owner and the leaving of a stranger are refused, and change nothing."""
-    tree = tree_of(a=[1, 2])
-    with pytest.raises(ValueError, match="'a' is in the tree"):
+def test_owner_has_one_path():
+    """A second path for an owner, or removing an unknown owner, raises an error and changes
+    nothing.
+    """
+    tree = make_tree(a=[1, 2])
+    with pytest.raises(ValueError, match="'a' is already in the tree"):
         tree.insert(array([5]), "a")
     with pytest.raises(KeyError):
         tree.remove("b")
@@ -85,8 +87,8 @@ def test_one_path_for_each_owner():
     assert len(tree) == 1
 
 
-def test_the_array_of_a_path_belongs_to_the_caller():
-    """What becomes of it later does not change the tree."""
+def test_tree_copies_its_paths():
+    """Later changes of the caller's array do not change the tree."""
     tree, tokens = RadixTree(), array([1, 2, 3])
     tree.insert(tokens, "a")
     tokens[:] = 9
@@ -94,7 +96,7 @@ def test_the_array_of_a_path_belongs_to_the_caller():
 
 
 @pytest.mark.parametrize(
-    "crime",
+    "damage",
     [
         lambda tree, node: node.owners.clear(),
         lambda tree, node: node.owners.update(z=None),
@@ -112,23 +114,23 @@ def test_the_array_of_a_path_belongs_to_the_caller():
         "a wrong parent",
     ],
 )
-def test_check_finds_every_crime(crime):
-    """Each law is broken by hand once, and noticed."""
-    tree = tree_of(a=[1, 2, 3], b=[1, 2, 4], c=[7])
-    crime(tree, tree._root.children[1])
+def test_check_detects_broken_invariants(damage):
+    """Each test case breaks one invariant."""
+    tree = make_tree(a=[1, 2, 3], b=[1, 2, 4], c=[7])
+    damage(tree, tree._root.children[1])
     with pytest.raises(AssertionError):
         tree.check()
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
-def test_common_prefix(a, b):
+def test_common_prefix_counts_like_a_loop(a, b):
     """The vectorised comparison counts like a loop."""
-    assert common_prefix(array(a), array(b)) == common(a, b)
+    assert common_prefix(array(a), array(b)) == count_common(a, b)
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, removes and matches at random, beside a dict of paths that is searched path by
-    path.
+    """Inserts, removes and matches at random, and compares the tree with a dict of paths that is
+    searched path by path.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(owner=st.integers(0, 9), path=paths)
     def insert(self, owner: int, path: list[int]) -> None:
         if owner in self.paths:
-            with pytest.raises(ValueError, match="is in the tree"):
+            with pytest.raises(ValueError, match="is already in the tree"):
                 self.tree.insert(array(path), owner)
         else:
             self.tree.insert(array(path), owner)
@@ -155,19 +157,19 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=paths)
     def match(self, tokens: list[int]) -> None:
         found = list(self.tree.match(array(tokens)))
-        shared = {owner: common(path, tokens) for owner, path in self.paths.items()}
+        shared = {owner: count_common(path, tokens) for owner, path in self.paths.items()}
         assert sorted(found) == sorted((owner, count) for owner, count in shared.items() if count)
         assert [count for _, count in found] == sorted((count for _, count in found), reverse=True)
 
     @rule(data=st.data(), lengths=st.lists(st.integers(0, 12), min_size=10, max_size=10))
     def num_distinct(self, data: st.DataObject, lengths: list[int]) -> None:
         owners = data.draw(st.sets(st.sampled_from(sorted(self.paths)))) if self.paths else set()
-        begun = [tuple(self.paths[owner][: lengths[owner]]) for owner in owners]
-        distinct = {path[:count] for path in begun for count in range(1, len(path) + 1)}
+        prefixes = [tuple(self.paths[owner][: lengths[owner]]) for owner in owners]
+        distinct = {path[:count] for path in prefixes for count in range(1, len(path) + 1)}
         assert self.tree.num_distinct({owner: lengths[owner] for owner in owners}) == len(distinct)
 
     @invariant()
-    def laws_hold(self) -> None:
+    def keeps_invariants(self) -> None:
         self.tree.check()
         assert len(self.tree) == len(self.paths)
 

@@ -1,4 +1,4 @@
-"""Numbers are leased, never lost, never doubled."""
+"""The pool of seq_ids: none is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from cllm.kv_cache.seq_id_pool import SeqIdPool
 
 
-def test_what_is_leased_is_not_free():
-    """And comes back when it is given back."""
+def test_leased_seq_id_is_not_free():
+    """It is free again after it is given back."""
     pool = SeqIdPool(3)
     pool.lease(1)
     assert pool.free == {0, 2}
@@ -21,8 +21,8 @@ def test_what_is_leased_is_not_free():
 
 
 @pytest.mark.parametrize("seq_id", [0, -1, 2])
-def test_a_number_that_is_not_free(seq_id):
-    """Leased already, or none of the pool's; nothing changes by asking."""
+def test_leasing_unavailable_seq_id_raises(seq_id):
+    """It is leased already or not in the pool. The pool does not change."""
     pool = SeqIdPool(2)
     pool.lease(0)
     with pytest.raises(KeyError):
@@ -31,7 +31,7 @@ def test_a_number_that_is_not_free(seq_id):
     assert pool.num_leased == 1
 
 
-def test_giving_back_twice():
+def test_giving_back_twice_raises():
     """A number that is not leased cannot be given back."""
     pool = SeqIdPool(2)
     pool.lease(0)
@@ -41,7 +41,7 @@ def test_giving_back_twice():
     pool.check()
 
 
-def test_check_finds_a_doubled_and_a_lost_number():
+def test_check_detects_duplicated_and_lost_seq_ids():
     """The law is not a phrase: breaking it by hand is noticed."""
     doubled, lost = SeqIdPool(2), SeqIdPool(2)
     doubled._leased.add(1)
@@ -55,8 +55,8 @@ def test_check_finds_a_doubled_and_a_lost_number():
     size=st.integers(1, 6),
     choices=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40),
 )
-def test_any_order_of_leases_and_returns(size, choices):
-    """Whatever is leased and given back, the pool agrees with a plain set of free numbers."""
+def test_random_leases_keep_pool_consistent(size, choices):
+    """The pool agrees with a plain set of free numbers."""
     pool, free = SeqIdPool(size), set(range(size))
     for wants, number in choices:
         if number in free and wants:

@@ -1,5 +1,5 @@
-"""Copies stay within their budgets; what was not used for longest leaves first, and never what is
-needed.
+"""Snapshots stay within their budgets. The least recently used are evicted first, but never one
+that is in use.
 """
 
 from __future__ import annotations
@@ -9,139 +9,138 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.kv_cache.tiers import Place, Snapshot, Tiers
+from cllm.kv_cache.tiers import Snapshot, StorageTier, Tiers
 
 
 def tokens(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)
 
 
-def saved(tiers: Tiers, count: int) -> Snapshot:
-    """A snapshot in RAM for which there is room."""
+def save(tiers: Tiers, count: int) -> Snapshot:
+    """Add a snapshot to RAM, in which there is room for it."""
     assert tiers.make_room(tiers.size_of(count)) == []
     return tiers.add(tokens(count))
 
 
-def keys(snapshots: list[Snapshot] | None) -> list[int] | None:
+def list_keys(snapshots: list[Snapshot] | None) -> list[int] | None:
     return None if snapshots is None else [snapshot.key for snapshot in snapshots]
 
 
-def test_the_size_of_a_snapshot():
-    """A fixed part, and a part for each token; recurrent state has the first, plain attention the
-    second.
-    """
+def test_snapshot_size_has_fixed_and_per_token_parts():
+    """Recurrent state has the first part, plain attention the second."""
     tiers = Tiers(1000, 0, bytes_per_token=3, bytes_per_snapshot=10)
     assert tiers.size_of(20) == 70
-    saved(tiers, 20)
-    saved(tiers, 5)
+    save(tiers, 20)
+    save(tiers, 5)
     assert tiers.num_ram_bytes == 95
     tiers.check()
 
 
-def test_room_in_ram_is_made_from_the_longest_unused():
-    """No more leave than have to; using one puts it behind the others."""
+def test_least_recently_used_snapshots_leave_ram():
+    """As few as necessary."""
     tiers = Tiers(100, 0, 1)
-    snapshots = [saved(tiers, 30) for _ in range(3)]
+    snapshots = [save(tiers, 30) for _ in range(3)]
     tiers.touch(snapshots[0])
     assert tiers.make_room(10) == []
-    assert keys(tiers.make_room(41)) == [1, 2]
+    assert list_keys(tiers.make_room(41)) == [1, 2]
     assert list(tiers.ram) == [0]
     assert tiers.num_ram_bytes == 30
     tiers.check()
 
 
-def test_room_that_cannot_be_made():
-    """Larger than RAM, or only at the cost of one that is needed or on its way: None, and nothing
-    has changed.
+def test_make_room_returns_none_if_impossible():
+    """For more than all RAM, or if it would evict one that is needed or being read. Nothing
+    changes.
     """
     tiers = Tiers(100, 100, 1)
-    spared = saved(tiers, 30)
-    reading = tiers.add(tokens(30), Place.DISK)
+    spared = save(tiers, 30)
+    reading = tiers.add(tokens(30), StorageTier.DISK)
     tiers.read(reading)
-    saved(tiers, 30)
+    save(tiers, 30)
     assert tiers.make_room(101) is None
     assert tiers.make_room(41, spared) is None
     assert list(tiers.ram) == [0, 1, 2]
-    assert keys(tiers.make_room(40, spared)) == [2]
+    assert list_keys(tiers.make_room(40, spared)) == [2]
     tiers.check()
 
 
-def test_what_a_file_holds_survives_ram():
-    """It is found on disk afterwards; what no file holds is gone."""
+def test_snapshot_in_file_survives_eviction_from_ram():
+    """It is found on disk afterwards. A snapshot without a file is lost."""
     tiers = Tiers(60, 100, 1)
-    in_file, gone = saved(tiers, 30), saved(tiers, 30)
-    assert tiers.written(in_file) == []
-    assert keys(tiers.make_room(60)) == [0, 1]
-    assert (in_file.place, len(tiers)) == (Place.DISK, 1)
+    in_file, gone = save(tiers, 30), save(tiers, 30)
+    assert tiers.record_written(in_file) == []
+    assert list_keys(tiers.make_room(60)) == [0, 1]
+    assert (in_file.tier, len(tiers)) == (StorageTier.DISK, 1)
     assert tiers.find(in_file.key) is in_file
     assert tiers.find(gone.key) is None
     tiers.check()
 
 
-def test_back_from_disk():
-    """While it is read it takes room in RAM and cannot leave it."""
+def test_snapshot_being_read_cannot_leave_ram():
+    """It takes room in RAM while it is being read."""
     tiers = Tiers(60, 100, 1)
-    snapshot = tiers.add(tokens(40), Place.DISK)
+    snapshot = tiers.add(tokens(40), StorageTier.DISK)
     assert (tiers.num_ram_bytes, tiers.num_disk_bytes) == (0, 40)
     tiers.read(snapshot)
     assert (tiers.num_ram_bytes, tiers.num_disk_bytes) == (40, 40)
     assert tiers.make_room(30) is None
-    snapshot.place = Place.RAM
+    snapshot.tier = StorageTier.RAM
     assert tiers.make_room(30) == [snapshot]
     tiers.check()
 
 
 def test_files_stay_within_their_budget():
-    """The longest unused go; they stay where they are in RAM."""
+    """The least recently used files are deleted. Their copies in RAM remain."""
     tiers = Tiers(200, 100, 1)
-    snapshots = [saved(tiers, 40) for _ in range(3)]
-    assert tiers.written(snapshots[0]) == tiers.written(snapshots[1]) == []
+    snapshots = [save(tiers, 40) for _ in range(3)]
+    assert tiers.record_written(snapshots[0]) == tiers.record_written(snapshots[1]) == []
     tiers.touch(snapshots[0])
-    assert tiers.written(snapshots[2]) == [snapshots[1]]
+    assert tiers.record_written(snapshots[2]) == [snapshots[1]]
     assert (list(tiers.files), list(tiers.ram)) == ([0, 2], [1, 2, 0])
     assert not snapshots[1].in_file
     tiers.check()
 
 
-def test_a_file_larger_than_the_budget_goes_at_once():
-    """And costs the others nothing."""
+def test_file_larger_than_budget_does_not_count():
+    """It evicts no other file."""
     tiers = Tiers(200, 50, 1)
-    small, large = saved(tiers, 40), saved(tiers, 51)
-    assert tiers.written(small) == []
-    assert tiers.written(large) == [large]
+    small, large = save(tiers, 40), save(tiers, 51)
+    assert tiers.record_written(small) == []
+    assert tiers.record_written(large) == []
+    assert not large.in_file
     assert tiers.num_disk_bytes == 40
-    assert large.place is Place.RAM
+    assert large.tier is StorageTier.RAM
     tiers.check()
 
 
-def test_what_is_forgotten_is_nowhere():
-    """Neither in RAM nor in a file, and its bytes are free."""
+def test_forget_removes_snapshot_from_all_tiers():
+    """And frees its bytes."""
     tiers = Tiers(100, 100, 1)
-    snapshot = saved(tiers, 40)
-    tiers.written(snapshot)
+    snapshot = save(tiers, 40)
+    tiers.record_written(snapshot)
     tiers.forget(snapshot)
     assert (len(tiers), tiers.num_ram_bytes, tiers.num_disk_bytes) == (0, 0, 0)
     tiers.check()
 
 
 @pytest.mark.parametrize(
-    "crime",
+    "damage",
     [
         lambda tiers, snapshot: setattr(tiers, "num_ram_bytes", 7),
         lambda tiers, snapshot: setattr(tiers, "num_disk_bytes", 7),
         lambda tiers, snapshot: setattr(tiers, "ram_bytes", 7),
         lambda tiers, snapshot: setattr(snapshot, "in_file", False),
-        lambda tiers, snapshot: setattr(snapshot, "place", Place.DISK),
+        lambda tiers, snapshot: setattr(snapshot, "tier", StorageTier.DISK),
     ],
     ids=["RAM", "disk", "too much in RAM", "no file", "not on disk alone"],
 )
-def test_check_finds_every_crime(crime):
-    """Each law is broken by hand once, and noticed."""
+def test_check_detects_broken_invariants(damage):
+    """Each test case breaks one invariant."""
     tiers = Tiers(100, 100, 1)
-    snapshot = saved(tiers, 40)
-    tiers.written(snapshot)
+    snapshot = save(tiers, 40)
+    tiers.record_written(snapshot)
     tiers.check()
-    crime(tiers, snapshot)
+    damage(tiers, snapshot)
     with pytest.raises(AssertionError):
         tiers.check()
 
@@ -151,19 +150,17 @@ def test_check_finds_every_crime(crime):
     used=st.lists(st.integers(0, 7)),
     need=st.integers(0, 60),
 )
-def test_as_few_leave_as_make_the_room(sizes, used, need):
-    """Those who leave are the longest unused, and without the last of them the room would not
-    do.
-    """
+def test_make_room_evicts_as_few_as_necessary(sizes, used, need):
+    """In order of their last use."""
     tiers = Tiers(max(60, sum(sizes)), 0, 1)
-    snapshots = [saved(tiers, size) for size in sizes]
+    snapshots = [save(tiers, size) for size in sizes]
     order = list(range(len(sizes)))
     for key in used:
         if key < len(sizes):
             tiers.touch(snapshots[key])
             order.remove(key)
             order.append(key)
-    leaving = keys(tiers.make_room(need))
+    leaving = list_keys(tiers.make_room(need))
     assert leaving == order[: len(leaving)]
     assert tiers.num_ram_bytes + need <= tiers.ram_bytes
     if leaving:

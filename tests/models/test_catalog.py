@@ -1,4 +1,4 @@
-"""Which names mean what."""
+"""Model names, and the files they resolve to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
-from cllm.models.catalog import BUILTIN, model_name, resolve
-from cllm.models.hub import Progress, choose, quantization_of
+from cllm.models.catalog import BUILTIN, derive_model_name, resolve
+from cllm.models.hub import Progress, choose_files, parse_quantization
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """What the hub is asked for; nothing is downloaded."""
+    """The requests to the hub; nothing is downloaded."""
     calls: list[tuple[str, str | None]] = []
 
     def download(
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
         ("hf:owner/repo:sub/file-Q4_0.gguf", None, ("owner/repo", "sub/file-Q4_0.gguf")),
     ],
 )
-def test_hub_names(
+def test_hub_name_is_split_into_repository_and_quantization(
     asked: list[tuple[str, str | None]],
     name: str,
     quantization: str | None,
@@ -63,7 +63,9 @@ def test_hub_names(
         ("none.gguf", "There is no file"),
     ],
 )
-def test_refused(asked: list[tuple[str, str | None]], name: str, words: str) -> None:
+def test_unresolvable_name_is_rejected_with_a_hint(
+    asked: list[tuple[str, str | None]], name: str, words: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         resolve(name, "q8_0" if "drop" in words else None)
     assert words in str(caught.value)
@@ -71,7 +73,9 @@ def test_refused(asked: list[tuple[str, str | None]], name: str, words: str) -> 
     assert not asked
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_an_existing_file_resolves_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.gguf").touch()
     (tmp_path / "no_suffix").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -80,17 +84,19 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("no_suffix") == Path("no_suffix")
 
 
-def test_split_files_lead_to_the_first(tmp_path: Path) -> None:
+def test_part_of_a_split_model_resolves_to_the_first_part(tmp_path: Path) -> None:
     first, second = (tmp_path / f"big-{part:05}-of-00002.gguf" for part in (1, 2))
     second.touch()
     with pytest.raises(StartupError, match=r"has 2 files; .*00001-of-00002\.gguf is missing"):
         resolve(str(second))
     first.touch()
     assert resolve(str(second)) == first
-    assert model_name(first) == "big"
+    assert derive_model_name(first) == "big"
 
 
-def test_builtin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_name_resolves_to_the_builtin_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(catalog, "BUILTIN", tmp_path / "builtin.gguf")
     with pytest.raises(StartupError, match="missing from this installation"):
         resolve(None)
@@ -98,11 +104,11 @@ def test_builtin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert resolve(None) == resolve("cllm-builtin") == tmp_path / "builtin.gguf"
 
 
-def test_served_names() -> None:
-    assert model_name(BUILTIN) == "cllm-builtin"
-    assert model_name(Path("/models/Qwen3-0.6B-Q8_0.gguf")) == "Qwen3-0.6B-Q8_0"
+def test_model_name_is_derived_from_the_path() -> None:
+    assert derive_model_name(BUILTIN) == "cllm-builtin"
+    assert derive_model_name(Path("/models/Qwen3-0.6B-Q8_0.gguf")) == "Qwen3-0.6B-Q8_0"
     assert (
-        model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B-GGUF/snapshots/abc/f.gguf"))
+        derive_model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B-GGUF/snapshots/abc/f.gguf"))
         == "Qwen/Qwen3-0.6B-GGUF"
     )
 
@@ -120,8 +126,8 @@ def test_served_names() -> None:
         ("Qwen3.gguf", None),
     ],
 )
-def test_quantization_of(file: str, quantization: str | None) -> None:
-    assert quantization_of(file) == quantization
+def test_quantization_is_read_from_the_file_name(file: str, quantization: str | None) -> None:
+    assert parse_quantization(file) == quantization
 
 
 FILES = [
@@ -147,8 +153,10 @@ FILES = [
         ("m-q4_0.gguf", ["m-Q4_0.gguf"]),
     ],
 )
-def test_choose(wanted: str | None, chosen: list[str]) -> None:
-    assert choose("o/r", FILES, wanted) == chosen
+def test_choose_files_returns_all_parts_of_the_wanted_model(
+    wanted: str | None, chosen: list[str]
+) -> None:
+    assert choose_files("o/r", FILES, wanted) == chosen
 
 
 @pytest.mark.parametrize(
@@ -159,7 +167,9 @@ def test_choose(wanted: str | None, chosen: list[str]) -> None:
         (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "name one: a-Q4_0.gguf, b-Q4_0.gguf"),
     ],
 )
-def test_choose_refuses(files: list[str], wanted: str | None, words: str) -> None:
+def test_choose_files_names_the_alternatives(
+    files: list[str], wanted: str | None, words: str
+) -> None:
     with pytest.raises(StartupError) as caught:
-        choose("o/r", files, wanted)
+        choose_files("o/r", files, wanted)
     assert words in str(caught.value)

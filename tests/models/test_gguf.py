@@ -1,6 +1,4 @@
-"""The header reader: what it tells of sound files, and that everything else ends in one readable
-line.
-"""
+"""The header reader: valid files, and one-line errors for everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from cllm.models.gguf import (
     TENSOR_TYPES,
     GgufHeader,
     check_kv_type,
-    kv_bytes_per_token,
+    compute_kv_bytes_per_token,
     read_header,
 )
 
@@ -27,7 +25,7 @@ TOKENS = ["a", "b", "é", "x" * 40]
 
 
 def write(path: Path, tokens: Sequence[str] = TOKENS, **numbers: int | list[int]) -> Path:
-    """A file with one tensor of each kind we meet most, and ``qwen3.{name}`` for each of
+    """Write a file with one tensor of each common kind, and ``qwen3.{name}`` for each of
     ``numbers``.
     """
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -87,12 +85,12 @@ def tensor(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
-def test_header(file: Path) -> None:
+def test_header_of_a_valid_file(file: Path) -> None:
     header = read_header(file)
     assert header.architecture == "qwen3"
     assert header.metadata["general.name"] == "a test"
-    assert header.number("block_count") == 2
-    assert header.number("attention.head_count_kv") == (1, 2)
+    assert header.get_number("block_count") == 2
+    assert header.get_number("attention.head_count_kv") == (1, 2)
     assert header.array_lengths["tokenizer.ggml.tokens"] == 4
     assert header.array_lengths["tokenizer.ggml.scores"] == 5000
     assert "tokenizer.ggml.tokens" not in header.metadata
@@ -106,21 +104,21 @@ def test_header(file: Path) -> None:
     assert header.data_offset % 32 == 0
 
 
-def test_strings_on_request(file: Path) -> None:
+def test_string_arrays_are_kept_on_request(file: Path) -> None:
     assert read_header(file, keep_strings=["tokenizer.ggml.tokens"]).metadata[
         "tokenizer.ggml.tokens"
     ] == tuple(TOKENS)
 
 
-def test_types_agree_with_the_reference() -> None:
+def test_tensor_types_match_the_gguf_package() -> None:
     for kind, (block, num_bytes) in gguf.GGML_QUANT_SIZES.items():
         if kind.name != "Q8_1":  # an activation type; the reference has the size it once had
             assert TENSOR_TYPES[kind.value] == (kind.name, block, num_bytes)
 
 
-def test_large_vocabulary_is_skipped_and_not_decoded(tmp_path: Path) -> None:
-    """To skip 152,000 strings costs an eighth of reading them; the least of three times, in CPU
-    seconds.
+def test_large_vocabulary_is_skipped_without_decoding(tmp_path: Path) -> None:
+    """Skipping 152,000 strings takes an eighth of the CPU time of reading them. The minimum of
+    three runs counts.
     """
     file = write(tmp_path / "large.gguf", [f"token {i}" for i in range(152_000)])
 
@@ -148,18 +146,18 @@ def test_large_vocabulary_is_skipped_and_not_decoded(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     ],
 )
-def test_other_files(tmp_path: Path, content: bytes, words: str) -> None:
+def test_file_of_another_kind_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     assert words in refusal(with_bytes(tmp_path / "f.gguf", content))
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_rejected(tmp_path: Path) -> None:
     assert "no file" in refusal(tmp_path / "none.gguf")
     assert "is a directory" in refusal(tmp_path)
     assert "no file" in refusal(with_bytes(tmp_path / "f", b"x") / "below")
     assert "not a regular file" in refusal(Path("/dev/null"))
 
 
-def test_truncated_data_says_how_much_is_missing(file: Path) -> None:
+def test_truncated_data_error_states_the_missing_bytes(file: Path) -> None:
     whole = file.stat().st_size
     end = read_header(file)
     last = end.tensors[-1]
@@ -171,7 +169,7 @@ def test_truncated_data_says_how_much_is_missing(file: Path) -> None:
     assert file.stat().st_size < whole
 
 
-def test_truncated_anywhere(file: Path) -> None:
+def test_file_truncated_anywhere_is_rejected(file: Path) -> None:
     content, header = file.read_bytes(), read_header(file)
     needed = header.data_offset + header.tensors[-1].offset + header.tensors[-1].num_bytes
     for length in [*range(200), *range(200, needed, 97)]:
@@ -179,7 +177,7 @@ def test_truncated_anywhere(file: Path) -> None:
         assert length < 24 or "incomplete" in message
 
 
-def test_flipped_bytes_never_raise_anything_else(file: Path) -> None:
+def test_flipped_bits_raise_only_startup_errors(file: Path) -> None:
     content, end = file.read_bytes(), read_header(file).data_offset
     rng = random.Random(5)
     for _ in range(1000):
@@ -191,7 +189,7 @@ def test_flipped_bytes_never_raise_anything_else(file: Path) -> None:
         except StartupError as error:
             assert "\n" not in str(error)
         else:
-            kv_bytes_per_token(header)
+            compute_kv_bytes_per_token(header)
 
 
 HUGE = (1 << 64) - 1
@@ -205,7 +203,7 @@ HUGE = (1 << 64) - 1
         ({"num_keys": 0}, "general.architecture is missing"),
         ({"num_keys": 1, "body": struct.pack("<Q", HUGE) + b"x" * 99}, "claims"),
         ({"num_keys": 1, "body": text("") + struct.pack("<IB", 0, 0)}, "empty"),
-        ({"num_keys": 2, "body": ARCHITECTURE * 2}, "there twice"),
+        ({"num_keys": 2, "body": ARCHITECTURE * 2}, "not unique"),
         ({"num_keys": 1, "body": text("k") + struct.pack("<I", 99)}, "unknown type"),
         ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 9, 1)}, "claims"),
         ({"num_keys": 1, "body": text("k") + struct.pack("<IIQ", 9, 4, HUGE)}, "claims"),
@@ -239,7 +237,7 @@ HUGE = (1 << 64) - 1
         ({"tensors": [tensor("t", [1 << 40])]}, "incomplete"),
     ],
 )
-def test_crafted(tmp_path: Path, parts: dict[str, object], words: str) -> None:
+def test_crafted_header_is_rejected(tmp_path: Path, parts: dict[str, object], words: str) -> None:
     tensors = parts.pop("tensors", None)
     if isinstance(tensors, list):
         parts = {
@@ -247,10 +245,10 @@ def test_crafted(tmp_path: Path, parts: dict[str, object], words: str) -> None:
             "num_tensors": len(tensors),
             "body": ARCHITECTURE + b"".join(tensors) + b"\0" * 64,
         }
-    assert words in refusal(crafted(tmp_path / "f.gguf", **parts))  # type: ignore[arg-type]
+    assert words in refusal(crafted(tmp_path / "f.gguf", **parts))
 
 
-def test_a_long_string_is_not_built(tmp_path: Path) -> None:
+def test_string_over_the_limit_is_not_read(tmp_path: Path) -> None:
     body = text("k") + struct.pack("<IQ", 8, 1 << 30)
     file = crafted(tmp_path / "f.gguf", num_keys=1, body=body)
     with file.open("r+b") as sparse:
@@ -258,31 +256,30 @@ def test_a_long_string_is_not_built(tmp_path: Path) -> None:
     assert "claims" in refusal(file)
 
 
-def test_a_long_name_is_shortened(tmp_path: Path) -> None:
+def test_long_key_is_shortened_in_the_error(tmp_path: Path) -> None:
     file = crafted(tmp_path / "f.gguf", num_keys=1, body=text("k" * 5000) + struct.pack("<I", 99))
     assert len(refusal(file)) < 400 + len(str(file))
 
 
-def test_kv_types(tmp_path: Path) -> None:
-    """A head must divide into the blocks of its type."""
+def test_head_must_be_a_multiple_of_the_kv_block(tmp_path: Path) -> None:
     lengths = {"attention__key_length": 64, "attention__value_length": 48}
     header = read_header(
         write(tmp_path / "f.gguf", TOKENS, block_count=1, attention__head_count=1, **lengths)
     )
     check_kv_type(header, "f16")
     with pytest.raises(
-        StartupError, match=r"q8_0 stores 32 numbers together, but a value of this model has 48"
+        StartupError, match=r"q8_0 stores numbers in blocks of 32, but a value of this model has 48"
     ):
         check_kv_type(header, "q8_0")
 
 
 class TestKvBytesPerToken:
-    """Two bytes a number, keys and values, over all layers."""
+    """Two bytes per number, for keys and values in all layers."""
 
     def header(self, tmp_path: Path, **numbers: int | list[int]) -> GgufHeader:
         return read_header(write(tmp_path / "f.gguf", TOKENS, **numbers))
 
-    def test_from_lengths(self, tmp_path: Path) -> None:
+    def test_computed_from_key_and_value_lengths(self, tmp_path: Path) -> None:
         numbers = {
             "attention__head_count": 16,
             "attention__head_count_kv": 8,
@@ -290,15 +287,15 @@ class TestKvBytesPerToken:
         }
         lengths = {"attention__key_length": 128, "attention__value_length": 64}
         header = self.header(tmp_path, block_count=28, **numbers, **lengths)
-        assert kv_bytes_per_token(header) == 2 * 28 * 8 * (128 + 64)
-        assert kv_bytes_per_token(header, "q8_0") == 34 * 28 * 8 * (4 + 2)
-        assert kv_bytes_per_token(header, "q4_0") == 18 * 28 * 8 * (4 + 2)
+        assert compute_kv_bytes_per_token(header) == 2 * 28 * 8 * (128 + 64)
+        assert compute_kv_bytes_per_token(header, "q8_0") == 34 * 28 * 8 * (4 + 2)
+        assert compute_kv_bytes_per_token(header, "q4_0") == 18 * 28 * 8 * (4 + 2)
 
-    def test_from_width(self, tmp_path: Path) -> None:
+    def test_computed_from_embedding_length(self, tmp_path: Path) -> None:
         header = self.header(tmp_path, block_count=4, attention__head_count=8, embedding_length=512)
-        assert kv_bytes_per_token(header) == 2 * 4 * 8 * (64 + 64)
+        assert compute_kv_bytes_per_token(header) == 2 * 4 * 8 * (64 + 64)
 
-    def test_heads_by_layer(self, tmp_path: Path) -> None:
+    def test_heads_may_differ_by_layer(self, tmp_path: Path) -> None:
         heads: list[int] = [0, 4, 0, 2]
         header = self.header(
             tmp_path,
@@ -307,7 +304,7 @@ class TestKvBytesPerToken:
             attention__head_count=8,
             attention__head_count_kv=heads,
         )
-        assert kv_bytes_per_token(header) == 2 * 6 * (64 + 64)
+        assert compute_kv_bytes_per_token(header) == 2 * 6 * (64 + 64)
 
     @pytest.mark.parametrize(
         "change",
@@ -318,18 +315,20 @@ class TestKvBytesPerToken:
             {"attention__head_count_kv": [1, 2, 3]},
         ],
     )
-    def test_unknown(self, tmp_path: Path, change: dict[str, int | list[int]]) -> None:
+    def test_unsupported_metadata_gives_none(
+        self, tmp_path: Path, change: dict[str, int | list[int]]
+    ) -> None:
         numbers: dict[str, int | list[int]] = {
             "block_count": 2,
             "attention__head_count": 8,
             "embedding_length": 512,
         }
-        assert kv_bytes_per_token(self.header(tmp_path, **(numbers | change))) is None
+        assert compute_kv_bytes_per_token(self.header(tmp_path, **(numbers | change))) is None
 
 
-def test_a_token_that_is_there_twice_is_damage(tmp_path: Path) -> None:
-    """llama.cpp aborts the process that reads such a vocabulary; looked for on request, for it
-    takes time.
+def test_duplicate_token_is_rejected_on_request(tmp_path: Path) -> None:
+    """llama.cpp aborts the process that reads such a vocabulary. The check takes time, so it is
+    optional.
     """
     file = write(tmp_path / "twice.gguf", ["a", "b", "", "é", "", "b"])
     assert read_header(file).array_lengths["tokenizer.ggml.tokens"] == 6
@@ -349,13 +348,13 @@ def test_a_token_that_is_there_twice_is_damage(tmp_path: Path) -> None:
         ({"expert_used_count": 2}, "uses 2 of 0 experts"),
     ],
 )
-def test_values_that_abort_llama_cpp_are_damage(
+def test_values_that_abort_llama_cpp_are_rejected(
     tmp_path: Path, numbers: dict[str, int], words: str
 ) -> None:
     assert words in refusal(write(tmp_path / "f.gguf", **numbers))
 
 
-def test_layers_and_experts_of_large_models_are_possible(tmp_path: Path) -> None:
+def test_layer_and_expert_counts_of_large_models_are_accepted(tmp_path: Path) -> None:
     for numbers in (
         {"block_count": 512},
         {"expert_count": 1024, "expert_used_count": 8},

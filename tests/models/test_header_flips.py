@@ -1,5 +1,5 @@
-"""Files with flipped bits in their header: an error, or a model that works, but never the end of a
-process we need.
+"""Files with flipped bits in their header: the result is an error or a working model, and only an
+engine process may crash.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def try_flips(model: Path, seed: int) -> dict:
 
 @pytest.mark.parametrize("seed", range(PARTS))
 @pytest.mark.parametrize("kind", ["builtin", "lfm2"])
-def test_flipped_header_bits_kill_no_process_but_an_engine(builtin_path, tiny_model, kind, seed):
-    """header_flips.py says what is promised; more flips: python tests/header_flips.py MODEL --flips
-    100000.
+def test_flipped_header_bits_crash_only_the_engine(builtin_path, tiny_model, kind, seed):
+    """header_flips.py defines what may crash. For more flips: python tests/header_flips.py MODEL
+    --flips 100000.
     """
     found = try_flips(builtin_path if kind == "builtin" else tiny_model(kind), seed)
     assert found["broken"] == []

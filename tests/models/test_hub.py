@@ -1,4 +1,4 @@
-"""Downloads from a hub on this machine."""
+"""Downloads from a fake hub on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from huggingface_hub import constants
 
 from cllm.errors import StartupError
 from cllm.models import hub
-from cllm.models.catalog import model_name
+from cllm.models.catalog import derive_model_name
 
 
 @pytest.fixture
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub that huggingface_hub talks to, with an empty cache; its constants were read at
-    import.
+    """A hub for huggingface_hub, with an empty cache. The library reads its constants at import, so
+    they are patched.
     """
     server = FakeHub()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -53,12 +53,12 @@ def refusal(repo: str, quantization: str | None = None) -> str:
     return str(caught.value)
 
 
-def test_download_and_cache(fake_hub: FakeHub) -> None:
+def test_download_is_reused_from_the_cache(fake_hub: FakeHub) -> None:
     seen: list[tuple[str, int, int]] = []
     path = hub.download("o/models", None, lambda *report: seen.append(report))
     assert path.read_bytes() == SMALL
     assert path.name == "m-Q4_0.gguf"
-    assert model_name(path) == "o/models"
+    assert derive_model_name(path) == "o/models"
     assert seen[-1] == ("m-Q4_0.gguf", len(SMALL), len(SMALL))
     downloads = len([request for request in fake_hub.requests if request[0] == "GET"])
     assert hub.download("o/models", "Q4_0", quiet) == path
@@ -66,14 +66,16 @@ def test_download_and_cache(fake_hub: FakeHub) -> None:
     assert all("/api/" in request[1] for request in again)
 
 
-def test_split_model(fake_hub: FakeHub) -> None:
+def test_all_parts_of_a_split_model_are_downloaded(fake_hub: FakeHub) -> None:
     path = hub.download("o/models", "f16", quiet)
     assert path.name == "m-F16-00001-of-00002.gguf"
     assert path.read_bytes() == SMALL
     assert path.with_name("m-F16-00002-of-00002.gguf").read_bytes() == SMALL[::-1]
 
 
-def test_broken_download_is_resumed(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_download_is_resumed(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     fake_hub.break_off_at = 400_000
     assert hub.download("o/models", "Q8_0", quiet).read_bytes() == LARGE
@@ -96,16 +98,20 @@ def test_broken_download_is_resumed(fake_hub: FakeHub, monkeypatch: pytest.Monke
         ("o/--x..y", None, "not the name of a repository"),
     ],
 )
-def test_refusals(fake_hub: FakeHub, repo: str, quantization: str | None, words: str) -> None:
+def test_hub_errors_are_explained_in_one_line(
+    fake_hub: FakeHub, repo: str, quantization: str | None, words: str
+) -> None:
     assert words in refusal(repo, quantization)
 
 
-def test_token_opens_a_gated_repository(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_gives_access_to_a_gated_repository(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert hub.download("o/gated", "Q4_0", quiet).read_bytes() == SMALL
 
 
-def test_without_a_network(fake_hub: FakeHub) -> None:
+def test_cached_files_are_used_without_a_network(fake_hub: FakeHub) -> None:
     path = hub.download("o/models", "Q4_0", quiet)
     fake_hub.shutdown()
     fake_hub.server_close()
@@ -115,7 +121,9 @@ def test_without_a_network(fake_hub: FakeHub) -> None:
     assert "Cannot reach http://127.0.0.1" in refusal("o/other")
 
 
-def test_offline(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_uses_only_the_cache(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = hub.download("o/models", "Q4_0", quiet)
     fake_hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -124,14 +132,16 @@ def test_offline(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fake_hub.requests
 
 
-def test_full_disk(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_is_rejected_if_the_disk_is_too_small(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "needs 1.0 MB" in refusal("o/models", "Q8_0")
 
 
-def test_environment_is_honoured(fake_hub: FakeHub, tmp_path: Path) -> None:
-    """In a process of its own, as a user runs it: HF_ENDPOINT, HF_HOME, HF_TOKEN; progress lines
-    without a terminal.
+def test_hub_variables_are_read_from_the_environment(fake_hub: FakeHub, tmp_path: Path) -> None:
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN, in a process of its own. Without a terminal, progress is
+    written in lines.
     """
     code = "from cllm.models.catalog import resolve; print(resolve('hf:o/gated:q8_0'))"
     hidden = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

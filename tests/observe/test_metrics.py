@@ -11,7 +11,7 @@ NAMES = [name for name, _ in COUNTERS.values()]
 
 
 def read(page: bytes) -> dict[str, tuple[str, float]]:
-    """Type and value of each metric that has one sample, by its name without "cllm:"."""
+    """Return the type and the value of each metric with one sample, by its name without "cllm:"."""
     families = text_string_to_metric_families(page.decode())
     return {
         family.name.removeprefix("cllm:"): (family.type, family.samples[0].value)
@@ -20,8 +20,10 @@ def read(page: bytes) -> dict[str, tuple[str, float]]:
     }
 
 
-def test_what_only_grows_is_a_counter() -> None:
-    """With the name's suffix, and equal to the totals however often the page is read between."""
+def test_totals_are_rendered_as_counters() -> None:
+    """Their names have the suffix _total, and rendering the page repeatedly does not change the
+    values.
+    """
     metrics = Metrics("m")
     for factor in (1, 1, 3):
         stats = Stats(**{field: factor * i for i, field in enumerate(COUNTERS, start=1)})
@@ -35,6 +37,6 @@ def test_what_only_grows_is_a_counter() -> None:
         assert f'cllm:{name}_total{{model_name="m"}}'.encode() in page
 
 
-def test_every_total_is_a_counter_and_no_gauge() -> None:
+def test_every_total_is_a_counter_and_not_a_gauge() -> None:
     assert {*COUNTERS} == {*TOTALS}
     assert not {*GAUGES} & {*TOTALS}

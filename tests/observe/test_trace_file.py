@@ -1,7 +1,8 @@
-"""Traces: what is read, what is refused, what a server records."""
+"""Traces: reading, errors, and recording."""
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from cllm.observe.trace_file import RECORDED_BLOCK, Entry, Recorder, read_trace,
 LINE = '{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}'
 
 
-def test_a_line_of_mooncake(tmp_path: Path) -> None:
-    """Their fields alone are enough; what we do not know is ignored; the order is that of time."""
+def test_mooncake_lines_are_read_in_order_of_time(tmp_path: Path) -> None:
+    """Mooncake's fields are sufficient, and unknown fields are ignored."""
     file = tmp_path / "trace.jsonl"
     file.write_text(
         f'{LINE}\n\n{LINE[:-1].replace("27482", "5")}, "turn": 3, "key": "a", "deadline_ms": '
@@ -25,7 +26,7 @@ def test_a_line_of_mooncake(tmp_path: Path) -> None:
     )
     first, second = read_trace(file)
     assert (first.arrived, second.arrived) == (0.005, 27.482)
-    assert (first.key, first.deadline_ms, first.block_size, first.priority) == (
+    assert (first.account, first.deadline_ms, first.block_size, first.priority) == (
         "a",
         1.5,
         512,
@@ -34,10 +35,8 @@ def test_a_line_of_mooncake(tmp_path: Path) -> None:
     assert second == Entry(timestamp=27482, input_length=1000, output_length=52, hash_ids=[46, 47])
 
 
-def test_prompts() -> None:
-    """The same blocks give the same tokens, other ones differ within the first tokens; all are
-    bytes.
-    """
+def test_same_blocks_give_same_prompt() -> None:
+    """Different blocks differ within the first few tokens. All tokens are bytes."""
     prompts = {i: prompt_of([i, i + 1], 600) for i in (0, 1, 255, 256, 70_000, 2**62)}
     assert {len(prompt) for prompt in prompts.values()} == {600}
     assert all(0 <= token < 256 for prompt in prompts.values() for token in prompt)
@@ -47,13 +46,13 @@ def test_prompts() -> None:
 
 
 def prompt_of(blocks: list[int], length: int) -> list[int]:
-    return Entry(timestamp=0, input_length=length, output_length=1, hash_ids=blocks).prompt()
+    return Entry(timestamp=0, input_length=length, output_length=1, hash_ids=blocks).make_prompt()
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (("{", ""), "JSON"),
+        (("{", ""), "object"),
         (("27482", '"now"'), "timestamp"),
         (("27482", "-1"), "timestamp"),
         (('"input_length": 1000, ', ""), "input_length"),
@@ -68,17 +67,18 @@ def prompt_of(blocks: list[int], length: int) -> list[int]:
         (("{", '{"key": 7, '), "key"),
     ],
 )
-def test_broken_lines(tmp_path: Path, change: tuple[str, str], word: str) -> None:
-    """One line that names the file, the line and the field."""
+def test_invalid_line_is_named_in_the_error(
+    tmp_path: Path, change: tuple[str, str], word: str
+) -> None:
+    """The error is one line that names the file, the line and the field."""
     file = tmp_path / "trace.jsonl"
     file.write_text(f"{LINE}\n{LINE.replace(*change)}\n")
-    with pytest.raises(StartupError, match=word) as raised:
+    with pytest.raises(StartupError, match=rf"^{re.escape(str(file))}, line 2: .*{word}") as raised:
         read_trace(file)
-    assert str(raised.value).startswith(f"{file}, line 2: ")
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_broken_files(tmp_path: Path) -> None:
+def test_unreadable_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "bytes").write_bytes(b'{"timestamp": 1, "key": "\xff"}')
     for name, words in (
@@ -100,27 +100,25 @@ def request(prompt: list[int], **changes) -> Request:
     return Request("A", prompt, SamplingParams(max_tokens=50), **changes)
 
 
-def test_what_is_recorded(tmp_path: Path) -> None:
-    """Lengths, times and classes, one line for each answer; of one that got no token what it asked
-    for.
-    """
+def test_recorder_writes_one_line_per_answer(tmp_path: Path) -> None:
+    """With lengths, times and classes. An answer without tokens is recorded with its max_tokens."""
     file = tmp_path / "trace.jsonl"
     with closing(Recorder(file)) as recorder:
         recorder.record(
-            request([5] * 40, key="a", priority=Priority.BATCH, deadline=1.5), 10.0, [7, 0, 3]
+            request([5] * 40, account="a", priority=Priority.BATCH, deadline=1.5), 10.0, [7, 0, 3]
         )
         recorder.record(request([5] * 40), 12.0, [1])
     earlier, *others = read_trace(file)
-    assert (earlier.key, earlier.priority, earlier.deadline_ms) == ("", "normal", None)
+    assert (earlier.account, earlier.priority, earlier.deadline_ms) == ("", "normal", None)
     assert [entry.output_length for entry in others] == [7, 50, 3]
     assert {
-        (entry.input_length, entry.key, entry.priority, entry.deadline_ms) for entry in others
+        (entry.input_length, entry.account, entry.priority, entry.deadline_ms) for entry in others
     } == {(40, "a", "batch", 1500.0)}
     assert others[0].arrived - earlier.arrived == pytest.approx(2.0, abs=0.5)
 
 
-def test_answer_that_did_not_begin_is_recorded_with_the_usual_length(tmp_path: Path) -> None:
-    """A simulation of an overload must not take the rejected requests for short ones."""
+def test_answer_without_tokens_is_recorded_with_the_mean_length(tmp_path: Path) -> None:
+    """Otherwise a simulation of an overload would treat rejected requests as short ones."""
     file = tmp_path / "trace.jsonl"
     rejected = msgspec.structs.replace(request([5] * 40), params=SamplingParams())
     with closing(Recorder(file)) as recorder:
@@ -130,9 +128,9 @@ def test_answer_that_did_not_begin_is_recorded_with_the_usual_length(tmp_path: P
     assert [entry.output_length for entry in read_trace(file)] == [1, 10, 30, 50, 20, 20]
 
 
-def test_what_prompts_share_is_recorded_and_nothing_else(tmp_path: Path) -> None:
-    """Equal prefixes have equal ids, to the block; equal blocks behind different ones have not; nor
-    in another run.
+def test_hash_ids_are_equal_for_equal_prefixes_only(tmp_path: Path) -> None:
+    """Equal blocks after different prefixes have different ids, and so have equal prefixes in
+    another recording.
     """
     file = tmp_path / "trace.jsonl"
     shared, size = list(range(1000, 1000 + 3 * RECORDED_BLOCK)), RECORDED_BLOCK
@@ -146,10 +144,10 @@ def test_what_prompts_share_is_recorded_and_nothing_else(tmp_path: Path) -> None
     assert a[3] != b[3]
     assert not set(a) & set(c)
     assert not set(a) & set(d)
-    simulated = [entry.prompt() for entry in read_trace(file)]
+    simulated = [entry.make_prompt() for entry in read_trace(file)]
     assert simulated[0][: 3 * size] == simulated[1][: 3 * size]
 
 
-def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
+def test_recorder_rejects_unwritable_path(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be written"):
         Recorder(tmp_path)

@@ -1,4 +1,4 @@
-"""Who is ahead of a newcomer, for how long, and who is refused."""
+"""Queue limits: what counts as ahead of a newcomer, the estimated wait, and rejections."""
 
 import pytest
 
@@ -6,146 +6,154 @@ from cllm.backends.fake.backend import Costs
 from cllm.core.output import Stats
 from cllm.core.params import SamplingParams
 from cllm.core.request import Priority, Request
-from cllm.process.backlog import Backlog, Place, QueueFull, QueueLimits
+from cllm.process.backlog import Backlog, QueueFull, QueueLimits, QueuePosition
 from cllm.process.reservations import LONGEST_WAIT, Claim
 from cllm.scheduler.policy import Fair, FirstComeFirstServed, Priorities, make_policy
+from cllm.scheduler.report import collect_stats
 
 CAPACITY = 4
 BATCH, NORMAL, INTERACTIVE = Priority.BATCH, Priority.NORMAL, Priority.INTERACTIVE
 
 
-def ask(key="", priority=NORMAL, n=1, length=10):
-    return Request("r", [1] * length, SamplingParams(n=n), key, priority)
+def ask(account="", priority=NORMAL, n=1, length=10):
+    return Request("r", [1] * length, SamplingParams(n=n), account, priority)
 
 
-def backlog_of(*, policy="fair", weights=None, seconds_each=0.0, clock=lambda: 0.0, **limits):
+def make_backlog(*, policy="fair", weights=None, seconds_each=0.0, clock=lambda: 0.0, **limits):
     weights = weights or {}
     backlog = Backlog(QueueLimits(**limits), make_policy(policy, weights), weights, clock)
-    backlog.observe(Stats(num_seq_ids=CAPACITY, place_seconds=seconds_each))
+    backlog.observe(Stats(num_seq_ids=CAPACITY, slot_seconds=seconds_each))
     return backlog
 
 
 def submit(backlog, count, **what):
-    """Submit up to ``count`` requests; how many were let in."""
+    """Submit up to ``count`` requests; return how many were admitted."""
     for i in range(count):
         try:
             backlog.admit([ask(**what)])
         except QueueFull:
             return i
-        backlog.submitted(ask(**what))
+        backlog.record_submission(ask(**what))
     return count
 
 
-def refusal(backlog, *requests, body=0):
+def reject(backlog, *requests, body=0):
     with pytest.raises(QueueFull) as caught:
         backlog.admit([*requests], Claim(body=body))
     return caught.value
 
 
-def told(seconds):
-    """Retry-After with which clients that add up to a tenth return after ``seconds`` on average."""
+def expected_retry_after(seconds):
+    """Return the Retry-After for clients that should return after ``seconds`` on average, if each
+    adds up to a tenth to it.
+    """
     return max(1, round(seconds / 1.05))
 
 
-def test_no_client_is_sent_away_for_longer_than_ten_minutes():
-    """Neither for a text nor for embeddings, which have no reservations."""
+def test_retry_after_is_at_most_ten_minutes():
+    """Also for embeddings, which have no reservations."""
     assert QueueFull("an hour of work waits", "seconds", 3600.0).retry_after == LONGEST_WAIT
 
 
-def test_the_place_is_the_number_of_those_that_find_none():
-    """Whoever finds a free place is at 0, the next one at 1."""
-    backlog, places = backlog_of(), []
+def test_queue_position_counts_requests_without_slot():
+    """A request that finds a free slot has position 0, the next one 1."""
+    backlog, positions = make_backlog(), []
     for _ in range(7):
-        places.append(backlog.place(ask()).position)
-        backlog.submitted(ask())
-    assert places == [0, 0, 0, 0, 1, 2, 3]
+        positions.append(backlog.estimate_position(ask()).position)
+        backlog.record_submission(ask())
+    assert positions == [0, 0, 0, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("num_begun", [0, 2, 4])
-def test_exactly_as_many_wait_as_may(num_begun):
-    """Whether or not those that run have had their first token; each end lets one in."""
-    backlog = backlog_of(requests=10)
-    running = [ask() for _ in range(num_begun)]
+@pytest.mark.parametrize("num_started", [0, 2, 4])
+def test_number_of_waiting_requests_meets_limit_exactly(num_started):
+    """Whether or not the running requests have their first token. Each end admits one more."""
+    backlog = make_backlog(requests=10)
+    running = [ask() for _ in range(num_started)]
     for request in running:
-        backlog.submitted(request)
-        backlog.begun(request)
-    assert submit(backlog, 100) == CAPACITY + 10 - num_begun
-    backlog.ended(ask())
-    if not num_begun:
-        backlog.begun(ask())
+        backlog.record_submission(request)
+        backlog.record_first_token(request)
+    assert submit(backlog, 100) == CAPACITY + 10 - num_started
+    backlog.record_end(ask())
+    if not num_started:
+        backlog.record_first_token(ask())
     assert submit(backlog, 100) == 1
 
 
-def test_without_a_queue_only_what_runs_at_once_is_taken():
-    """A bound of 0 is not "nothing"; and one request of many sequences begins if one of them
-    can.
-    """
-    assert submit(backlog_of(requests=0), 100) == CAPACITY
-    backlog = backlog_of(requests=0)
+def test_limit_of_zero_admits_only_requests_that_start_immediately():
+    """A request with many sequences is admitted if one of them can start."""
+    assert submit(make_backlog(requests=0), 100) == CAPACITY
+    backlog = make_backlog(requests=0)
     assert submit(backlog, 9, n=128) == 1
     assert submit(backlog, 9) == 0
 
 
-def test_prompt_tokens_that_wait_are_bounded():
-    """Those of prompts that are being computed do not count."""
-    backlog = backlog_of(tokens=100, seconds_each=2.0)
+def test_waiting_prompt_tokens_are_limited():
+    """Tokens of prompts that are being computed do not count."""
+    backlog = make_backlog(tokens=100, seconds_each=2.0)
     assert submit(backlog, CAPACITY + 3, length=30) == CAPACITY + 3
     backlog.admit([ask(length=10)])
-    error = refusal(backlog, ask(length=40))
-    assert (error.bound, "130 prompt tokens would wait, 100 may" in str(error)) == ("tokens", True)
-    assert error.retry_after == told(30 / 90 * 4 * 2.0)
+    error = reject(backlog, ask(length=40))
+    assert (error.bound, "130 prompt tokens would wait (limit 100)" in str(error)) == (
+        "tokens",
+        True,
+    )
+    assert error.retry_after == expected_retry_after(30 / 90 * 4 * 2.0)
 
 
-def test_estimated_seconds_are_bounded():
-    """The engine says what one of those who wait takes; until it has said so, nobody is refused."""
-    assert submit(backlog_of(seconds=5.0), 50) == 50
-    backlog = backlog_of(seconds=5.0, seconds_each=1.0)
+def test_estimated_wait_is_limited():
+    """The engine estimates the seconds of a waiting sequence. Without an estimate, no request is
+    rejected.
+    """
+    assert submit(make_backlog(seconds=5.0), 50) == 50
+    backlog = make_backlog(seconds=5.0, seconds_each=1.0)
     assert submit(backlog, CAPACITY + 5) == CAPACITY + 5
-    error = refusal(backlog, ask())
-    assert (error.bound, error.retry_after) == ("seconds", told(1.0))
+    error = reject(backlog, ask())
+    assert (error.bound, error.retry_after) == ("seconds", expected_retry_after(1.0))
 
 
-def test_retry_after_is_the_time_until_there_is_room():
-    """One request must be served for one, ten for ten; never more than are there."""
+def test_retry_after_is_time_until_there_is_room():
+    """One request needs one to be served first, ten need ten, and none needs more than are waiting."""
     for count, num_seconds in ((1, 3.0), (10, 30.0), (100, 63.0)):
-        backlog = backlog_of(requests=20, seconds_each=3.0)
+        backlog = make_backlog(requests=20, seconds_each=3.0)
         submit(backlog, CAPACITY + 20)
-        assert refusal(backlog, *[ask()] * count).retry_after == told(num_seconds)
+        assert reject(backlog, *[ask()] * count).retry_after == expected_retry_after(num_seconds)
 
 
 @pytest.mark.parametrize("num_waiting", [0, 20])
-def test_rate_of_service_is_measured_while_all_places_are_taken(num_waiting):
-    """Four places, each held for eight seconds: one becomes free every two.
+def test_service_rate_is_measured_while_all_slots_are_taken(num_waiting):
+    """With four slots, each held for eight seconds, a slot becomes free every two seconds.
 
     Idle time in between does not count.
     """
     now = 0.0
-    backlog = backlog_of(requests=num_waiting, seconds_each=77.0, clock=lambda: now)
+    backlog = make_backlog(requests=num_waiting, seconds_each=77.0, clock=lambda: now)
     assert submit(backlog, CAPACITY + num_waiting) == CAPACITY + num_waiting
     for _ in range(3):
         for _ in range(num_waiting // CAPACITY + 1):
-            for finish in (backlog.begun, backlog.ended):
+            for finish in (backlog.record_first_token, backlog.record_end):
                 now += 4.0
                 backlog.observe(Stats(num_seq_ids=CAPACITY))
                 for _ in range(CAPACITY):
                     finish(ask())
         now += 100.0
         assert submit(backlog, CAPACITY + num_waiting) == CAPACITY + num_waiting
-    assert backlog.place(ask()).seconds == pytest.approx(2.0 * (num_waiting + 1))
+    assert backlog.estimate_position(ask()).seconds == pytest.approx(2.0 * (num_waiting + 1))
 
 
-def test_the_first_token_of_a_long_prompt_takes_longer():
-    """By what steps and tokens of prompts cost, as the engine says."""
-    backlog = backlog_of()
+def test_estimate_includes_prompt_computation():
+    """By the engine's costs of steps and prompt tokens."""
+    backlog = make_backlog()
     backlog.observe(Stats(num_seq_ids=CAPACITY, step_seconds=0.5, prompt_token_seconds=0.01))
-    assert backlog.place(ask(length=10)) == Place(0, 0.6)
-    assert backlog.place(ask(length=400)) == Place(0, 4.5)
+    assert backlog.estimate_position(ask(length=10)) == QueuePosition(0, 0.6)
+    assert backlog.estimate_position(ask(length=400)) == QueuePosition(0, 4.5)
 
 
 def test_estimated_time_to_first_token_is_about_right(fake_engine):
-    """Once a queue has been seen: the last of eight that wait begins when it was said to."""
+    """After one full queue has been observed, the last of eight waiting requests starts at about
+    its estimated time.
+    """
     engine = fake_engine(max_num_seqs=CAPACITY, costs=Costs(step=0.005, row=0.0005, token=0.0001))
-    backlog = backlog_of(clock=lambda: engine.now)
+    backlog = make_backlog(clock=lambda: engine.now)
     for wave in ("warm", "seen"):
         asked = [
             engine.add(f"{wave} {i}", [i, 1], max_tokens=60, ignore_eos=True)
@@ -153,60 +161,60 @@ def test_estimated_time_to_first_token_is_about_right(fake_engine):
         ]
         sent, estimates, first = engine.now, {}, {}
         for request in asked:
-            estimates[request.request_id] = backlog.place(request).seconds
-            backlog.submitted(request)
+            estimates[request.request_id] = backlog.estimate_position(request).seconds
+            backlog.record_submission(request)
         while engine.scheduler.has_work():
             num_seen = len(engine.outputs)
             engine.step()
-            backlog.observe(engine.scheduler.stats())
+            backlog.observe(collect_stats(engine.scheduler))
             for output in engine.outputs[num_seen:]:
                 request = asked[int(output.request_id.split()[1])]
                 if output.request_id not in first:
                     first[output.request_id] = engine.now - sent
-                    backlog.begun(request)
+                    backlog.record_first_token(request)
                 if output.finish:
-                    backlog.ended(request)
+                    backlog.record_end(request)
     last = asked[-1].request_id
     assert estimates[last] == pytest.approx(first[last], rel=0.25)
 
 
-def test_lower_classes_are_not_in_the_way():
-    """A queue full of batch requests refuses batch requests alone; and the higher ones are ahead of
-    them.
+def test_lower_classes_do_not_count_as_ahead():
+    """A queue full of batch requests rejects only batch requests, and higher classes count as ahead
+    of them.
     """
-    backlog = backlog_of(requests=10)
+    backlog = make_backlog(requests=10)
     assert submit(backlog, 100, priority=BATCH) == CAPACITY + 10
-    assert backlog.place(ask()).position == 0
+    assert backlog.estimate_position(ask()).position == 0
     assert submit(backlog, 100) == CAPACITY + 10
     assert submit(backlog, 100, priority=INTERACTIVE) == CAPACITY + 10
-    assert backlog.place(ask(priority=INTERACTIVE)).position == 11
-    assert backlog.place(ask(priority=BATCH)).position == 3 * 10 + 2 * CAPACITY + 1
+    assert backlog.estimate_position(ask(priority=INTERACTIVE)).position == 11
+    assert backlog.estimate_position(ask(priority=BATCH)).position == 3 * 10 + 2 * CAPACITY + 1
 
 
-def test_another_key_is_not_in_the_way():
-    """Who sends a few is served between those of who sends many."""
-    backlog = backlog_of(requests=10)
-    submit(backlog, 100, key="many")
-    assert submit(backlog, 3, key="few") == 3
-    assert backlog.place(ask(key="few")).position <= 7
-    assert submit(backlog, 1, key="many") == 0
+def test_full_queue_of_one_account_admits_another_account():
+    """An account with few requests is served between those of an account with many."""
+    backlog = make_backlog(requests=10)
+    submit(backlog, 100, account="many")
+    assert submit(backlog, 3, account="few") == 3
+    assert backlog.estimate_position(ask(account="few")).position <= 7
+    assert submit(backlog, 1, account="many") == 0
 
 
-def test_all_keys_together_stay_bounded():
-    """Names cost nothing; those who take a new one each time get no longer queue."""
-    backlog = backlog_of(requests=10)
-    assert sum(submit(backlog, 1, key=f"name {i}") for i in range(1000)) == CAPACITY + 10
+def test_new_account_for_each_request_does_not_extend_queue():
+    """Account names cost nothing, so a client that uses a new one each time gains nothing."""
+    backlog = make_backlog(requests=10)
+    assert sum(submit(backlog, 1, account=f"name {i}") for i in range(1000)) == CAPACITY + 10
 
 
-def test_a_weight_counts():
-    """A key of weight 3 has three served before one of another key."""
-    backlog = backlog_of(weights={"heavy": 3.0})
+def test_account_weight_scales_its_turns():
+    """An account of weight 3 is served three requests for each one of another account."""
+    backlog = make_backlog(weights={"heavy": 3.0})
     submit(backlog, CAPACITY)
     for _ in range(CAPACITY):
-        backlog.begun(ask())
-    submit(backlog, 9, key="heavy")
-    assert backlog.place(ask(key="light")).position == 4
-    assert backlog.place(ask(key="heavy")).position == 10
+        backlog.record_first_token(ask())
+    submit(backlog, 9, account="heavy")
+    assert backlog.estimate_position(ask(account="light")).position == 4
+    assert backlog.estimate_position(ask(account="heavy")).position == 10
 
 
 class Tenants(Fair):
@@ -222,7 +230,7 @@ class Shortest(FirstComeFirstServed):
 
 
 class Silent:
-    """A policy that inherits nothing and does not say how it sorts."""
+    """A policy that inherits nothing and does not declare how it sorts."""
 
     def __init__(self, weights):
         pass
@@ -238,33 +246,33 @@ OWN = [
     ("policy", "position"),
     [("fcfs", 11), ("priority", 6), ("fair", 2), *OWN, (f"{__name__}:Silent", 11)],
 )
-def test_what_is_ahead_depends_on_the_policy(policy, position):
-    """A subclass counts as what it is derived from; of a policy that says nothing, everything is
+def test_load_ahead_depends_on_policy(policy, position):
+    """A subclass counts like its base class. With a policy that declares nothing, everything is
     ahead.
     """
-    backlog = backlog_of(policy=policy)
+    backlog = make_backlog(policy=policy)
     submit(backlog, CAPACITY, priority=INTERACTIVE)
     for _ in range(CAPACITY):
-        backlog.begun(ask(priority=INTERACTIVE))
-    submit(backlog, 5, key="other")
+        backlog.record_first_token(ask(priority=INTERACTIVE))
+    submit(backlog, 5, account="other")
     submit(backlog, 5, priority=BATCH)
-    assert backlog.place(ask()).position == position
+    assert backlog.estimate_position(ask()).position == position
 
 
-def test_what_has_ended_leaves_nothing():
-    """Aborted before or after its first token, or with the engine."""
-    backlog = backlog_of()
+def test_ended_requests_leave_no_counts():
+    """Whether they ended before or after their first token, or with the engine."""
+    backlog = make_backlog()
     for request in (ask(n=3), ask("a"), ask("b", BATCH)):
-        backlog.submitted(request)
-        backlog.begun(request)
-        backlog.ended(request, request.params.n)
+        backlog.record_submission(request)
+        backlog.record_first_token(request)
+        backlog.record_end(request, request.params.n)
     assert [*backlog._pending.values(), *backlog._num_seqs.values()] == [{}, {}, {}, 0, 0, 0]
     submit(backlog, 9)
     backlog.clear()
-    assert backlog.place(ask()).position == 0
+    assert backlog.estimate_position(ask()).position == 0
 
 
-# -------------------------------------------------------------- clients that were told to come back
+# ---------------------------------------------------------------- rejected clients that return
 
 
 class Clock:
@@ -275,68 +283,70 @@ class Clock:
         return self.now
 
 
-def rejected(backlog, count=1, **what):
-    """Claims of rejected clients, and their Retry-After."""
-    errors = [refusal(backlog, ask(**what), body=i + 1) for i in range(count)]
+def reject_several(backlog, count=1, **what):
+    """Return the claims of ``count`` rejected clients, and their Retry-After."""
+    errors = [reject(backlog, ask(**what), body=i + 1) for i in range(count)]
     return [Claim(error.ticket) for error in errors], [error.retry_after for error in errors]
 
 
-def test_rejected_clients_are_told_to_return_one_after_the_other():
-    """Each when it can be served behind the earlier ones."""
-    backlog = backlog_of(requests=8, seconds_each=3.0)
+def test_rejected_clients_get_increasing_retry_after():
+    """Each returns when it can be served behind the earlier ones."""
+    backlog = make_backlog(requests=8, seconds_each=3.0)
     submit(backlog, CAPACITY + 8)
-    assert rejected(backlog, 5)[1] == [told(3.0 * (i + 1)) for i in range(5)]
+    assert reject_several(backlog, 5)[1] == [expected_retry_after(3.0 * (i + 1)) for i in range(5)]
 
 
-def test_place_of_a_rejected_client_is_not_given_to_newcomers():
-    """If their turn would come after its return. The client that returns on time gets it."""
+def test_newcomers_cannot_take_reserved_place():
+    """If their turn would come after the client's return. The client that returns on time gets it."""
     clock = Clock()
-    backlog = backlog_of(requests=8, seconds_each=3.0, clock=clock)
+    backlog = make_backlog(requests=8, seconds_each=3.0, clock=clock)
     submit(backlog, CAPACITY + 8)
-    (claim,), (seconds,) = rejected(backlog)
-    backlog.ended(ask())
-    backlog.begun(ask())
+    (claim,), (seconds,) = reject_several(backlog)
+    backlog.record_end(ask())
+    backlog.record_first_token(ask())
     clock.now += seconds
-    assert refusal(backlog, ask()).bound == "requests"
+    assert reject(backlog, ask()).bound == "requests"
     backlog.admit([ask()], claim)
-    backlog.submitted(ask())
-    assert refusal(backlog, ask()).ticket not in claim
+    backlog.record_submission(ask())
+    assert reject(backlog, ask()).ticket not in claim
 
 
-def test_newcomers_have_half_of_the_queue_whoever_will_return():
-    """So no capacity is lost to clients that never return; and what can begin at once is never
-    refused.
+def test_newcomers_always_get_half_of_queue():
+    """So no capacity is lost to clients that never return. Requests that can start immediately are
+    never rejected.
     """
     clock = Clock()
-    backlog = backlog_of(requests=8, seconds_each=0.1, clock=clock)
+    backlog = make_backlog(requests=8, seconds_each=0.1, clock=clock)
     submit(backlog, CAPACITY + 8)
-    seconds = rejected(backlog, 20)[1]
+    seconds = reject_several(backlog, 20)[1]
     for _ in range(CAPACITY + 8):
-        backlog.begun(ask())
-        backlog.ended(ask())
+        backlog.record_first_token(ask())
+        backlog.record_end(ask())
     clock.now += seconds[-1]
     assert submit(backlog, 99) == CAPACITY + 4
 
 
-def test_client_on_time_may_exceed_the_bound_by_what_is_served_in_a_second():
-    """Because Retry-After has whole seconds, so that several return together; at least one may."""
+def test_clients_on_time_may_exceed_limit_by_one_second_of_service():
+    """Because Retry-After has whole seconds, so several return together. At least one may exceed
+    it.
+    """
     for seconds_each, num_more in ((0.25, 4), (3.0, 1)):
         clock = Clock()
-        backlog = backlog_of(requests=8, seconds_each=seconds_each, clock=clock)
+        backlog = make_backlog(requests=8, seconds_each=seconds_each, clock=clock)
         submit(backlog, CAPACITY + 8)
-        claims, seconds = rejected(backlog, 8)
+        claims, seconds = reject_several(backlog, 8)
         clock.now += seconds[-1]
         for claim in claims[-num_more - 1 : -1]:
             backlog.admit([ask()], claim)
-            backlog.submitted(ask())
+            backlog.record_submission(ask())
         with pytest.raises(QueueFull) as caught:
             backlog.admit([ask()], claims[-1])
-        assert caught.value.ticket == claims[-1].ticket, "its place is kept"
+        assert caught.value.ticket == claims[-1].ticket, "its reservation remains"
 
 
-def test_returning_clients_of_a_lower_class_are_not_in_the_way():
+def test_reservations_of_lower_class_do_not_count_as_ahead():
     clock = Clock()
-    backlog = backlog_of(requests=8, seconds_each=3.0, clock=clock)
+    backlog = make_backlog(requests=8, seconds_each=3.0, clock=clock)
     submit(backlog, CAPACITY + 8, priority=BATCH)
-    clock.now += rejected(backlog, 20, priority=BATCH)[1][-1]
+    clock.now += reject_several(backlog, 20, priority=BATCH)[1][-1]
     assert submit(backlog, 99) == CAPACITY + 8

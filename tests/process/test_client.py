@@ -1,4 +1,4 @@
-"""The engine process seen from the API process, on the fake backend."""
+"""The engine client with a real engine process, on the fake backend."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from conftest import PATIENCE
@@ -24,7 +25,7 @@ FAKE = EngineParams(backend="fake", max_num_seqs=2, check=True)
 
 
 def run(test, **more):
-    """Run ``test(client)`` with a started engine and end both."""
+    """Run ``test(client)`` with a started engine, and end both."""
 
     async def main():
         client = EngineClient(FAKE, **more)
@@ -38,29 +39,29 @@ def run(test, **more):
     asyncio.run(main())
 
 
-def ask(client, name, prompt=(97,), terms=(), **params):
-    """One request, greedy and so the same as others like it."""
+def ask(client, name, prompt=(97,), scheduling=(), **params):
+    """Submit one greedy request, which equals others with the same arguments."""
     return client.submit(
-        [Request(name, [*prompt], SamplingParams(temperature=0, **params), *terms)]
+        [Request(name, [*prompt], SamplingParams(temperature=0, **params), *scheduling)]
     )
 
 
-async def received(stream):
-    """The next outputs."""
+async def receive(stream):
+    """Return the next outputs."""
     await stream.arrival()
     return stream.take()
 
 
 async def tokens(stream):
-    """All tokens of a stream of one sequence."""
+    """Return all tokens of a stream of one sequence."""
     outputs = []
     while not outputs or not outputs[-1].finish:
-        outputs += await received(stream)
+        outputs += await receive(stream)
     return [output.token for output in outputs]
 
 
-def test_requests_are_answered_together():
-    """More requests than sequence ids, each with its own tokens."""
+def test_concurrent_requests_get_their_own_tokens():
+    """With more requests than sequence ids."""
 
     async def test(client):
         streams = [ask(client, f"r{i}", [i], max_tokens=4) for i in range(5)]
@@ -74,12 +75,12 @@ def test_requests_are_answered_together():
     run(test)
 
 
-def test_a_closed_stream_is_aborted():
-    """Its sequence is given back although it had much to say, and the next one gets it."""
+def test_closed_stream_is_aborted():
+    """The next request gets the sequence id, although the aborted request was not finished."""
 
     async def test(client):
         stream = ask(client, "long", n=2, max_tokens=1000, ignore_eos=True)
-        await received(stream)
+        await receive(stream)
         client.close_stream(stream)
         assert await tokens(ask(client, "next", max_tokens=2)) == [98, 99]
         assert client.stats.num_running == client.stats.num_waiting == 0
@@ -87,8 +88,8 @@ def test_a_closed_stream_is_aborted():
     run(test)
 
 
-def test_what_is_the_same_is_computed_once():
-    """Together or one after the other, the second with a cache; the engine sees one prompt."""
+def test_equal_requests_are_computed_once():
+    """Concurrently, or later through the result cache. The engine computes one prompt."""
 
     async def test(client):
         streams = [ask(client, f"r{i}", range(50), max_tokens=4) for i in range(20)]
@@ -100,15 +101,15 @@ def test_what_is_the_same_is_computed_once():
     run(test, results=ResultCache(1, 1000))
 
 
-def test_a_reader_that_leaves_takes_nothing_from_the_others():
-    """And when the last has left, the engine computes no further."""
+def test_departing_reader_does_not_affect_others():
+    """When the last reader has left, the engine stops computing."""
 
     async def test(client):
         first, second = (ask(client, name, max_tokens=900, ignore_eos=True) for name in "ab")
-        await received(first)
+        await receive(first)
         client.close_stream(first)
         for _ in range(5):
-            await received(second)
+            await receive(second)
         client.close_stream(second)
         assert await tokens(ask(client, "next", [1], max_tokens=3)) == [2, 3, 4]
         assert client.stats.num_running == client.stats.num_waiting == 0
@@ -116,8 +117,8 @@ def test_a_reader_that_leaves_takes_nothing_from_the_others():
     run(test)
 
 
-def test_a_burst_meets_the_bound_exactly():
-    """Although the engine has not said a word meanwhile; each end lets one in."""
+def test_burst_meets_queue_limit_exactly():
+    """Although no message of the engine arrives meanwhile. Each end admits one more."""
 
     async def test(client):
         streams = []
@@ -131,20 +132,20 @@ def test_a_burst_meets_the_bound_exactly():
     run(test, limits=QueueLimits(requests=7))
 
 
-def test_room_is_checked_for_a_number_of_tokens():
-    """A prompt that can begin immediately always has room. A second rejection with the ticket of
-    the first one makes no second reservation.
+def test_check_room_rejects_by_number_of_tokens():
+    """A prompt that can start immediately always has room. A second rejection with the first one's
+    ticket makes no second reservation.
     """
 
     async def test(client):
         def check(num_tokens, priority=Priority.NORMAL, claim=NO_CLAIM):
             client.check_room(num_tokens, "account", priority, claim)
 
-        check(10**9)  # which begins immediately
+        check(10**9)  # it can start immediately
         for i in range(2):
             ask(client, f"r{i}", [i], ignore_eos=True)
         check(100)
-        with pytest.raises(QueueFull, match="101 prompt tokens would wait, 100 may") as caught:
+        with pytest.raises(QueueFull, match="101 prompt tokens would wait") as caught:
             check(101)
         assert caught.value.bound == "tokens"
         with pytest.raises(QueueFull) as again:
@@ -160,17 +161,17 @@ def test_room_is_checked_for_a_number_of_tokens():
     run(test, limits=QueueLimits(tokens=100))
 
 
-def test_limits_of_its_own_end_a_request():
-    """One that waits too long, one that takes too long; the reason is TIMEOUT."""
+def test_time_limits_of_request_end_it():
+    """A request that waits too long, and one that runs too long, end with TIMEOUT."""
 
     async def test(client):
         busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(2)]
-        waits = ask(client, "waits", terms=("", Priority.NORMAL, None, 0.1))
-        (output,) = await received(waits)
+        waits = ask(client, "waits", scheduling=("", Priority.NORMAL, None, 0.1))
+        (output,) = await receive(waits)
         assert (output.token, output.finish) == (-1, "timeout")
         client.close_stream(busy[0])
         takes = ask(
-            client, "takes", terms=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True
+            client, "takes", scheduling=("", Priority.NORMAL, 0.2), max_tokens=900, ignore_eos=True
         )
         assert (await tokens(takes))[-1] == -1
         client.close_stream(busy[1])
@@ -178,13 +179,13 @@ def test_limits_of_its_own_end_a_request():
     run(test)
 
 
-def test_the_engine_explains_itself():
-    """Each who asks has his own answer, also if the one before him has gone away."""
+def test_explain_answers_each_caller():
+    """Also if an earlier caller has been cancelled."""
 
     async def test(client):
         busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
         while client.stats.num_steps < 3:
-            await received(busy[1])
+            await receive(busy[1])
         gone, *asked = (asyncio.ensure_future(client.explain(count)) for count in (9, 1, 3))
         await asyncio.sleep(0)
         gone.cancel()
@@ -201,19 +202,19 @@ def test_the_engine_explains_itself():
     run(test)
 
 
-def test_a_dead_engine_fails_its_streams_and_comes_back():
-    """The reason is named, nothing is accepted in between, and the new engine answers."""
+def test_dead_engine_fails_its_streams_and_restarts():
+    """The error names the signal, requests in between are rejected, and the new engine answers."""
 
     async def test(client):
         stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
-        await received(stream)
+        await receive(stream)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL"):
             await tokens(stream)
         client.close_stream(stream)
         with pytest.raises(EngineError, match="not ready"):
             ask(client, "b")
-        while not client.ready:  # noqa: ASYNC110  # it tells nobody
+        while not client.ready:  # noqa: ASYNC110  # there is no event to await
             await asyncio.sleep(0.02)
         assert await tokens(ask(client, "c", max_tokens=1)) == [98]
         assert client.num_restarts == 1
@@ -221,8 +222,8 @@ def test_a_dead_engine_fails_its_streams_and_comes_back():
     run(test)
 
 
-def test_retry_after_a_death_is_the_pause_and_the_time_of_a_load(monkeypatch):
-    """For those whose streams have ended, and for all that come until the engine is ready."""
+def test_retry_after_engine_death_is_backoff_plus_load_time(monkeypatch):
+    """For ended streams, and for all requests until the engine is ready."""
     monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 2.0)
     now = 1000.0
 
@@ -230,7 +231,7 @@ def test_retry_after_a_death_is_the_pause_and_the_time_of_a_load(monkeypatch):
         nonlocal now
         client._load_seconds = 12.0
         stream = ask(client, "a", max_tokens=1000, ignore_eos=True)
-        await received(stream)
+        await receive(stream)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineError) as died:
             await tokens(stream)
@@ -239,16 +240,16 @@ def test_retry_after_a_death_is_the_pause_and_the_time_of_a_load(monkeypatch):
         with pytest.raises(EngineError) as refused:
             ask(client, "b")
         assert refused.value.retry_after == 12.5
-        while not client.ready:  # noqa: ASYNC110  # it tells nobody
+        while not client.ready:  # noqa: ASYNC110  # there is no event to await
             await asyncio.sleep(0.02)
         assert client.seconds_until_ready() == 0.0
 
     run(test, clock=lambda: now)
 
 
-def test_counters_survive_a_restart():
-    """What Prometheus reads never falls, and goes on from where it was: while there is no engine,
-    and with the next.
+def test_counters_survive_restart():
+    """The metrics never fall, and continue from their values while there is no engine and with the
+    next one.
     """
 
     def counted(metrics, client):
@@ -269,7 +270,7 @@ def test_counters_survive_a_restart():
             await tokens(ask(client, "a", range(50), max_tokens=4))
             watched.append(counted(metrics, client))
             os.kill(client.pid, signal.SIGKILL)
-            while client.ready:  # noqa: ASYNC110  # it tells nobody
+            while client.ready:  # noqa: ASYNC110  # there is no event to await
                 await asyncio.sleep(0.02)
             watched.append(counted(metrics, client))
             while not client.ready:  # noqa: ASYNC110
@@ -283,14 +284,14 @@ def test_counters_survive_a_restart():
             [12, 150, 2],
         ]
         assert client.stats.num_steps == 0
-        assert counted(late, client) == [12, 150, 3], "however seldom the page is read"
+        assert counted(late, client) == [12, 150, 3], "also if the metrics were never read before"
 
     run(test)
 
 
-def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(monkeypatch, caplog):
-    """A request that kills every engine meets longer and longer pauses, although each engine
-    computes a few steps.
+def test_backoff_grows_until_engine_has_served_for_a_minute(monkeypatch, caplog):
+    """A request that kills every engine meets growing pauses, although each engine computes a few
+    steps.
     """
     monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 0.1)
     now = [1000.0]
@@ -298,13 +299,13 @@ def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(m
     async def test(client):
         for seconds_of_service in (59.0, 59.0, 59.0, 60.0):
             stream = ask(client, "poison", max_tokens=1000, ignore_eos=True)
-            await received(stream)
+            await receive(stream)
             now[0] += seconds_of_service
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineError):
                 await tokens(stream)
             client.close_stream(stream)
-            while not client.ready:  # noqa: ASYNC110  # it tells nobody
+            while not client.ready:  # noqa: ASYNC110  # there is no event to await
                 await asyncio.sleep(0.02)
         pauses = [
             record.args[-1] for record in caplog.records if record.msg.startswith("the engine died")
@@ -314,8 +315,8 @@ def test_pauses_between_restarts_grow_until_the_engine_has_served_for_a_minute(m
     run(test, clock=lambda: now[0])
 
 
-def test_what_cannot_start_is_a_startup_error(tmp_path):
-    """The reason comes from the child; the child is gone."""
+def test_failed_load_raises_startup_error(tmp_path):
+    """The child reports the reason and has ended."""
 
     async def main():
         client = EngineClient(EngineParams(path=str(tmp_path / "missing.gguf")))
@@ -328,17 +329,17 @@ def test_what_cannot_start_is_a_startup_error(tmp_path):
     asyncio.run(main())
 
 
-def test_death_during_the_load_names_the_file():
-    """And the signal: a damaged file is the likely cause."""
+def test_death_while_loading_names_file_and_signal():
+    """A damaged file is the likely cause."""
 
     code = "import os, signal, sys; sys.stdin.buffer.read(1); os.kill(os.getpid(), signal.SIGSEGV)"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     launched = subprocess.Popen([sys.executable, "-c", code], bufsize=0, **pipes)
 
     async def main():
         client = EngineClient(EngineParams(path="m.gguf"), launched=launched)
         with pytest.raises(
-            StartupError, match=r"died \(SIGSEGV\) while it loaded m\.gguf: the file may be damaged"
+            StartupError, match=r"died \(SIGSEGV\) while loading m\.gguf: the file may be damaged"
         ):
             await client.start()
         await client.close()

@@ -1,4 +1,4 @@
-"""Who waits for vectors: what comes, what is refused, what is told when nothing will come."""
+"""Requests for embeddings: results, queue limits and failures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 
 import pytest
 
-from cllm.core.output import Embedded
+from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import EngineError
 from cllm.process.backlog import QueueFull, QueueLimits
 from cllm.process.embeddings import MAX_TOKENS, Embeddings
 
 
-def request(name: str, num_tokens: int = 10, num_texts: int = 1, key: str = "") -> EmbeddingRequest:
-    return EmbeddingRequest(name, [[1] * num_tokens] * num_texts, key)
+def request(
+    name: str, num_tokens: int = 10, num_texts: int = 1, account: str = ""
+) -> EmbeddingRequest:
+    return EmbeddingRequest(name, [[1] * num_tokens] * num_texts, account)
 
 
 def run(work) -> None:
@@ -24,27 +26,27 @@ def run(work) -> None:
     asyncio.run(go())
 
 
-def test_vectors_are_gathered_in_order() -> None:
+def test_vectors_arrive_in_order() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits())
         waiter = embeddings.begin(request("a", num_texts=3))
-        embeddings.put(Embedded("a", []))
-        assert waiter.begun.done()
+        embeddings.put(EmbeddingOutput("a", []))
+        assert waiter.started.done()
         assert not waiter.done.done()
-        embeddings.put(Embedded("a", [b"1"]))
-        embeddings.put(Embedded("stranger", [b"x"]))
-        embeddings.put(Embedded("a", [b"2", b"3"]))
+        embeddings.put(EmbeddingOutput("a", [b"1"]))
+        embeddings.put(EmbeddingOutput("stranger", [b"x"]))
+        embeddings.put(EmbeddingOutput("a", [b"2", b"3"]))
         assert await waiter.done == [b"1", b"2", b"3"]
         assert not embeddings.forget(waiter), "the engine has finished it"
 
     run(work)
 
 
-def test_faults_reach_who_waits() -> None:
+def test_errors_reach_waiting_callers() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits())
         failed, orphan = embeddings.begin(request("a")), embeddings.begin(request("b"))
-        embeddings.put(Embedded("a", [], "no reason"))
+        embeddings.put(EmbeddingOutput("a", [], "no reason"))
         with pytest.raises(EngineError, match="no reason"):
             await failed.done
         embeddings.fail(EngineError("gone"))
@@ -54,13 +56,13 @@ def test_faults_reach_who_waits() -> None:
     run(work)
 
 
-def test_who_leaves_early_is_told_to_the_engine_once() -> None:
+def test_forgotten_request_is_aborted_once() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits())
         waiter = embeddings.begin(request("a"))
         assert embeddings.forget(waiter)
         assert not embeddings.forget(waiter)
-        embeddings.put(Embedded("a", [b"1"]))
+        embeddings.put(EmbeddingOutput("a", [b"1"]))
 
     run(work)
 
@@ -73,14 +75,14 @@ def test_who_leaves_early_is_told_to_the_engine_once() -> None:
         (QueueLimits(seconds=0.0), "seconds"),
     ],
 )
-def test_limits(limits, bound) -> None:
-    """The first is let in whatever its size; and who is refused leaves nothing behind."""
+def test_queue_limits_reject_requests(limits, bound) -> None:
+    """The first request is admitted whatever its size, and rejected ones leave nothing behind."""
 
     async def work() -> None:
         embeddings = Embeddings(limits)
         first = embeddings.begin(request("first", 100, 10))
-        # 100 tokens are left, and what one costs is known
-        embeddings.put(Embedded("first", [b""] * 9))
+        # 100 tokens are left, and the cost of one is known
+        embeddings.put(EmbeddingOutput("first", [b""] * 9))
         admitted = [first]
         admitted += [
             embeddings.begin(request(str(i), 100))
@@ -96,20 +98,20 @@ def test_limits(limits, bound) -> None:
     run(work)
 
 
-def test_nobody_is_refused_because_another_key_has_filled_the_queue() -> None:
+def test_full_queue_of_one_account_admits_embeddings_of_another() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits(requests=3, tokens=500))
         for i in range(4):
-            embeddings.begin(request(str(i), 100, key="greedy"))
+            embeddings.begin(request(str(i), 100, account="greedy"))
         with pytest.raises(QueueFull):
-            embeddings.begin(request("greedy again", 100, key="greedy"))
-        embeddings.begin(request("modest", 100, key="modest"))
-        embeddings.begin(request("modest again", 100, key="modest"))
+            embeddings.begin(request("greedy again", 100, account="greedy"))
+        embeddings.begin(request("modest", 100, account="modest"))
+        embeddings.begin(request("modest again", 100, account="modest"))
 
     run(work)
 
 
-def test_memory_is_bounded_without_limits() -> None:
+def test_tokens_are_limited_without_queue_limits() -> None:
     async def work() -> None:
         embeddings = Embeddings(QueueLimits())
         embeddings.begin(request("0", 1000, MAX_TOKENS // 1000))

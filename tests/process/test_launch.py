@@ -1,4 +1,4 @@
-"""What an engine process has of its parent's environment."""
+"""The environment of an engine process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SECRETS = [
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_engine_process_gets_no_secrets(monkeypatch):
-    """A real one: what it needs is there, with a word to glibc; tokens and whatever else we were
-    given are not.
+    """A real process inherits the variables that it needs, plus GLIBC_TUNABLES. It inherits no
+    tokens and nothing else.
     """
     for name, value in NEEDED.items():
         monkeypatch.setenv(name, value)

@@ -1,6 +1,4 @@
-"""Places in the queue that are reserved for rejected clients: for which clients, when, and for how
-long.
-"""
+"""Reserved queue places for rejected clients: who may claim them, when, and for how long."""
 
 import pytest
 
@@ -13,18 +11,18 @@ NORMAL, BATCH = Priority.NORMAL, Priority.BATCH
 
 
 class Desk:
-    """Reservations, and a clock that is set by hand."""
+    """Reservations with a clock that tests set."""
 
     def __init__(self):
         self.now = 100.0
         self.reservations = Reservations(lambda: self.now)
 
     def reject(self, account="a", body=0, priority=NORMAL, seconds=10.5):
-        """The ticket."""
+        """Return the ticket."""
         return self.reservations.add(ask(account, priority), Claim(body=body), seconds)[0]
 
     def find(self, account="a", ticket="", body=0, priority=NORMAL):
-        """The ticket of the reservation that is found."""
+        """Return the ticket of the reservation that ``find`` returns, or None."""
         found = self.reservations.find(ask(account, priority), Claim(ticket, body))
         return found and found.ticket
 
@@ -36,13 +34,13 @@ def ask(account="a", priority=NORMAL):
     return Newcomer(account, priority, QueueLoad(1, 1, 2), 2)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (1.4, 1), (10.5, 10), (600.0, 571)])
-def test_clients_that_wait_up_to_a_tenth_longer_come_in_time_on_average(seconds, told):
-    ticket, said = Desk().reservations.add(ask(), NO_CLAIM, seconds)
-    assert (bool(ticket), said) == (True, told)
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 1), (1.4, 1), (10.5, 10), (600.0, 571)])
+def test_retry_after_allows_for_a_tenth_of_delay(seconds, expected):
+    ticket, retry_after = Desk().reservations.add(ask(), NO_CLAIM, seconds)
+    assert (bool(ticket), retry_after) == (True, expected)
 
 
-def test_ticket_works_once_and_for_its_account_and_class_alone():
+def test_ticket_works_once_for_its_account_and_class_only():
     desk = Desk()
     ticket, other = desk.reject(body=1), desk.reject(body=2)
     assert desk.find(ticket=ticket) == ticket
@@ -57,8 +55,8 @@ def test_ticket_works_once_and_for_its_account_and_class_alone():
     assert desk.reservations.counts == {"issued": 2, "honoured": 2, "expired": 0}
 
 
-def test_clients_without_tickets_are_recognized_once_they_are_due():
-    """By the body; or by the account, if it has a name and only one reservation."""
+def test_due_clients_without_tickets_are_recognized():
+    """By the body, or by the account if it has a name and only one reservation."""
     desk = Desk()
     first, second = desk.reject(body=1), desk.reject(body=2)
     desk.reject("")
@@ -70,8 +68,8 @@ def test_clients_without_tickets_are_recognized_once_they_are_due():
     assert desk.find("", body=3) is desk.find("b", body=2) is None
 
 
-def test_request_without_ticket_is_new_where_clients_send_tickets():
-    """Until all of these have gone; groups of other bodies are not affected."""
+def test_request_without_ticket_is_new_in_groups_that_send_tickets():
+    """Until all clients of the group have gone. Groups of other bodies are not affected."""
     desk = Desk()
     first, _, other = desk.reject(body=1), desk.reject(body=1), desk.reject(body=2)
     desk.now += 10.0
@@ -86,10 +84,10 @@ def test_request_without_ticket_is_new_where_clients_send_tickets():
     assert desk.find(body=1) == again
 
 
-def test_reservation_expires_if_nobody_claims_it():
-    """Two seconds and a tenth of Retry-After after the retry was due.
+def test_unclaimed_reservation_expires():
+    """Two seconds plus a tenth of Retry-After after the retry was due.
 
-    The ticket is worth nothing then.
+    Its ticket is no longer valid.
     """
     desk = Desk()
     ticket = desk.reject()
@@ -101,9 +99,9 @@ def test_reservation_expires_if_nobody_claims_it():
     assert desk.reservations.counts == {"issued": 1, "honoured": 0, "expired": 1}
 
 
-def test_client_that_comes_too_early_keeps_its_time():
-    """Retry-After is the rest of it, however often the client asks; it is longer if there is no
-    room then.
+def test_early_retry_keeps_due_time():
+    """Retry-After is the remaining time, however often the client asks. It is longer if there is no
+    room at that time.
     """
     desk = Desk()
     ticket = desk.reject()
@@ -123,9 +121,9 @@ def test_client_that_comes_too_early_keeps_its_time():
 
 @pytest.mark.parametrize("account", ["a", ""])
 def test_early_retries_without_ticket_make_no_reservations(account):
-    """They are told the rest of the time.
+    """They get the remaining time.
 
-    A request that comes at the same time is of another client.
+    A request that arrives at the same time comes from another client.
     """
     desk = Desk()
     ticket = desk.reject(account, body=1, seconds=105.0)
@@ -138,8 +136,8 @@ def test_early_retries_without_ticket_make_no_reservations(account):
     assert len(desk.reservations) == 1
 
 
-def test_early_retry_does_not_shorten_the_time_of_a_reservation():
-    """It may be of another client with the same body."""
+def test_early_retry_does_not_shorten_reservation():
+    """It may come from another client with the same body."""
     desk = Desk()
     ticket = desk.reject(body=1, seconds=105.0)
     desk.now += 99.0
@@ -150,7 +148,7 @@ def test_early_retry_does_not_shorten_the_time_of_a_reservation():
     assert desk.find(ticket=ticket) is None
 
 
-def test_early_retries_of_several_clients_with_one_body_keep_all_reservations():
+def test_early_retries_with_equal_bodies_keep_all_reservations():
     desk = Desk()
     tickets = [desk.reject(body=1), desk.reject(body=1)]
     desk.now += 1.0
@@ -162,13 +160,13 @@ def test_early_retries_of_several_clients_with_one_body_keep_all_reservations():
     assert desk.find(body=1) is None, "a third client"
 
 
-def test_returning_clients_are_counted_by_account_and_time():
+def test_load_of_returning_clients_is_summed_by_due_time():
     """For each class separately."""
     desk = Desk()
     for account, seconds in (("a", 10.5), ("b", 21.0), ("a", 31.5)):
         desk.reject(account, seconds=seconds)
     desk.reject("c", priority=BATCH)
-    load = desk.reservations.load_within
+    load = desk.reservations.sum_load_within
     assert load(NORMAL, 9.9) == QueueLoad(0, 0, 0)
     assert load(NORMAL, 20.0) == QueueLoad(2, 2, 4)
     desk.now += 10.0
@@ -184,17 +182,17 @@ def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
     for account in range(1, 6):
         for _ in range(account):
             desk.reject(str(account))
-    for account in ("1", "5", "5"):
-        desk.reservations.redeem(next(iter(desk.reservations._groups[NORMAL, account, None])))
+    for name in ("1", "5", "5"):
+        desk.reservations.redeem(next(iter(desk.reservations._groups[NORMAL, name, None])))
     counts = {"2": 2, "3": 3, "4": 4, "5": 3}
     served = sum(
         min(count, num_turns * weights.get(account, 1.0)) for account, count in counts.items()
     )
-    share = desk.reservations.share_in_turns(NORMAL, num_turns, weights)
+    share = desk.reservations.compute_share_of_turns(NORMAL, num_turns, weights)
     assert share == pytest.approx(served / 12)
 
 
-def test_retry_after_is_bounded_and_longer_waits_have_no_reservation():
+def test_retry_after_is_limited_and_longer_waits_get_no_reservation():
     desk = Desk()
     assert desk.reservations.add(ask(), NO_CLAIM, 1e9) == ("", module.LONGEST_WAIT)
     ticket = desk.reject()
@@ -203,8 +201,8 @@ def test_retry_after_is_bounded_and_longer_waits_have_no_reservation():
     assert len(desk.reservations) == 1
 
 
-def test_an_account_does_not_take_the_reservations_of_others(monkeypatch):
-    """Its further clients get a Retry-After, but no place; the limit is of each class."""
+def test_account_cannot_take_all_reservations(monkeypatch):
+    """Its further clients get a Retry-After but no place. The limit holds for each class."""
     monkeypatch.setattr(module, "MAX_PER_ACCOUNT", 2)
     desk = Desk()
     assert [bool(desk.reject(body=i)) for i in range(3)] == [True, True, False]
@@ -215,8 +213,8 @@ def test_an_account_does_not_take_the_reservations_of_others(monkeypatch):
     assert desk.reject()
 
 
-def test_number_of_reservations_is_bounded(monkeypatch):
-    """Further clients get a Retry-After, but no place."""
+def test_number_of_reservations_is_limited(monkeypatch):
+    """Further clients get a Retry-After but no place."""
     monkeypatch.setattr(module, "MAX_RESERVATIONS", 2)
     desk = Desk()
     assert [bool(desk.reject(body=i)) for i in range(3)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The cache of results: what is the same, and what is kept."""
+"""The result cache: its keys and what it evicts."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from cllm.core.request import Priority, Request
 from cllm.process.results import OVERHEAD, ResultCache, digest
 
 
-def ask(prompt=(1, 2), name="r", key="", **params):
-    return Request(name, [*prompt], SamplingParams(**params), key)
+def ask(prompt=(1, 2), name="r", account="", **params):
+    return Request(name, [*prompt], SamplingParams(**params), account)
 
 
 def outputs(count, name="r"):
@@ -19,14 +19,14 @@ def outputs(count, name="r"):
     ]
 
 
-def test_chance_has_no_digest():
-    """Only the best token, or a seed, gives the same answer twice."""
+def test_random_request_has_no_digest():
+    """Only greedy sampling or a seed gives the same answer twice."""
     assert digest(ask()) is None
     assert None not in (digest(ask(temperature=0)), digest(ask(top_k=1)), digest(ask(seed=0)))
 
 
-def test_what_decides_nothing_is_not_in_the_digest():
-    """The best token is the same whatever else is asked for."""
+def test_digest_ignores_parameters_without_effect():
+    """Greedy sampling chooses the same token whatever the other parameters are."""
     best = [
         ask(temperature=0),
         ask(top_k=1),
@@ -37,8 +37,8 @@ def test_what_decides_nothing_is_not_in_the_digest():
     assert digest(ask(temperature=0, presence_penalty=1.0)) != digest(ask(temperature=0))
 
 
-def test_a_digest_is_of_the_prompt_and_all_parameters():
-    """And of nothing else."""
+def test_digest_covers_prompt_and_all_parameters():
+    """And nothing else."""
     same = Request("other", [1, 2], SamplingParams(seed=1), "user-x", Priority.BATCH, 5.0)
     assert digest(same) == digest(ask(seed=1))
     different = [
@@ -59,10 +59,10 @@ def test_a_digest_is_of_the_prompt_and_all_parameters():
     )
 
 
-def test_a_result_comes_back_under_another_name():
-    """Every token of every choice; what was cached then is not what is cached now."""
+def test_result_is_returned_under_another_request_id():
+    """Every token of every choice, but with no cached tokens."""
     cache = ResultCache(4, 10_000)
-    cache.keep(b"x", outputs(6))
+    cache.store(b"x", outputs(6))
     expected = [
         TokenOutput("s", one.index, one.token, one.finish, one.is_text) for one in outputs(6)
     ]
@@ -71,32 +71,32 @@ def test_a_result_comes_back_under_another_name():
         cache.recall(b"y", "s")
 
 
-def test_the_least_recently_used_leaves_first():
-    """By their number."""
+def test_least_recently_used_result_is_evicted_first():
+    """When there are too many results."""
     cache = ResultCache(2, 10_000)
     for key in (b"a", b"b"):
-        cache.keep(key, outputs(3))
+        cache.store(key, outputs(3))
     cache.recall(b"a", "r")
-    cache.keep(b"c", outputs(3))
+    cache.store(b"c", outputs(3))
     assert [key for key in (b"a", b"b", b"c") if key in cache] == [b"a", b"c"]
 
 
-def test_memory_is_bounded_and_counted_right():
-    """A result that is larger than all there is leaves nothing behind, and one that is kept twice
+def test_memory_is_limited_and_counted():
+    """A result that is larger than the limit leaves nothing behind. A result that is stored twice
     counts once.
     """
     cache = ResultCache(1000, 5000)
     for i in range(100):
-        cache.keep(b"%d" % (i % 30), outputs(i))
+        cache.store(b"%d" % (i % 30), outputs(i))
         assert cache.num_bytes <= 5000
         assert cache.num_bytes == sum(OVERHEAD + len(result) for result in cache._results.values())
     assert len(cache) > 2
-    cache.keep(b"huge", outputs(5000))
+    cache.store(b"huge", outputs(5000))
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
-def test_a_cache_of_nothing_keeps_nothing():
-    """That is the default."""
+def test_cache_of_size_zero_stores_nothing():
+    """This is the default."""
     cache = ResultCache()
-    cache.keep(b"a", outputs(3))
+    cache.store(b"a", outputs(3))
     assert (cache.is_on, len(cache), cache.num_bytes) == (False, 0, 0)

@@ -1,8 +1,8 @@
-"""Ten times as many clients as the server has room for: rejected clients are served when they retry
-as told.
+"""A crowd ten times the server's capacity: rejected clients are served when they retry after
+Retry-After.
 
-The engine, its scheduler, the queue and the sharing of results are the product's own. The model
-(whose steps take what its cost model says), the clients and the clock are simulated.
+The engine, its scheduler, the queue and the sharing of results are the real ones. The model (whose
+steps take as long as its cost model says), the clients and the clock are simulated.
 """
 
 import functools
@@ -21,9 +21,10 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.process.backlog import NO_CLAIM, Backlog, QueueFull, QueueLimits
 from cllm.process.in_flight import InFlightRequests
-from cllm.process.reservations import Claim, QueueLoad, Reservations, newcomer_of
+from cllm.process.reservations import Claim, QueueLoad, Reservations, describe_newcomer
 from cllm.process.results import ResultCache
 from cllm.scheduler.policy import Fair
+from cllm.scheduler.report import collect_stats
 
 CAPACITY, MAX_WAITING = 4, 8
 CROWD = 10 * (CAPACITY + MAX_WAITING)
@@ -32,7 +33,7 @@ COSTS = Costs(step=0.12, row=0.0075, token=0.003)  # a request takes about three
 
 @dataclass
 class Client:
-    """Sends a request, and retries once as told, if it ``returns``.
+    """Sends a request, and retries once after Retry-After if ``returns``.
 
     ended: the time of its complete answer.
     """
@@ -58,7 +59,7 @@ class World:
         one_body: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.now = self._engine_now = 0.0  # while the engine computes a step, clients come
+        self.now = self._engine_now = 0.0  # clients arrive while the engine computes a step
         backend = Timekeeper(
             context_length=512, max_num_seqs=CAPACITY, length=NEVER, costs=COSTS, sleep=self._sleep
         )
@@ -66,7 +67,7 @@ class World:
             backend, EngineParams(speculation="off"), lambda: self._engine_now
         )
         self.backlog = Backlog(QueueLimits(requests=max_waiting), Fair({}), {}, lambda: self.now)
-        self.backlog.observe(self.engine.scheduler.stats())
+        self.backlog.observe(collect_stats(self.engine.scheduler))
         self.in_flight = InFlightRequests(self.backlog, ResultCache())
         self.sends_ticket = sends_ticket
         self.one_body = one_body  # of all clients
@@ -78,7 +79,7 @@ class World:
         self._engine_now += seconds
 
     def add(self, at: float, account: str = "", *, returns: float = 1.0, ticket: str = "") -> None:
-        """A client will send its first request at the time ``at``; it comes back with the
+        """Add a client that sends its first request at the time ``at`` and returns with the
         probability ``returns``.
         """
         number = len(self.clients)
@@ -91,7 +92,7 @@ class World:
         heapq.heappush(self._arrivals, (at, number))
 
     def run(self) -> None:
-        """Until all clients have gone."""
+        """Run until all clients have gone."""
         while self._arrivals or self.engine.scheduler.has_work():
             if not self.engine.scheduler.has_work():
                 self._engine_now = self._arrivals[0][0]
@@ -100,7 +101,7 @@ class World:
             outputs = self.engine.step()
             self._admit_until(self._engine_now)
             self.now = self._engine_now
-            self.backlog.observe(self.engine.scheduler.stats())
+            self.backlog.observe(collect_stats(self.engine.scheduler))
             self.in_flight.put(outputs)
             for output in outputs:
                 if output.finish:
@@ -132,15 +133,15 @@ class World:
             self.engine.handle(Add(request))
 
     def tokens(self, begin: float, end: float) -> int:
-        """Of the answers that were complete in this time."""
+        """Return the tokens of the answers completed between ``begin`` and ``end``."""
         return sum(
             c.num_tokens for c in self.clients if c.ended is not None and begin <= c.ended <= end
         )
 
 
 @functools.cache
-def ideal(seed: int) -> tuple[float, float]:
-    """Seconds that the crowd takes where nobody is rejected, and tokens/s."""
+def measure_ideal(seed: int) -> tuple[float, float]:
+    """Return the seconds that the crowd takes if no client is rejected, and the tokens/s."""
     world = World(seed, max_waiting=None)
     for _ in range(CROWD):
         world.add(0.0)
@@ -158,16 +159,16 @@ def measure(
     ticket: str = "",
     **options,
 ):
-    """A crowd at once, and then ``fresh`` times as many clients as the server can serve while it
-    serves the crowd.
+    """Send a crowd at once, and then ``fresh`` times as many clients as the server can serve while
+    it serves the crowd.
 
-    Returns the world; the share of retries that were served; and goodput: the tokens/s of complete
-    answers, until the last client has gone or while fresh clients come, divided by those of a
-    server that is never idle.
+    Returns the world, the share of retries that were served, and the goodput: the tokens/s of
+    complete answers, until the last client has gone or while fresh clients arrive, divided by those
+    of a server that is never idle.
     """
-    seconds, rate = ideal(seed)
+    seconds, rate = measure_ideal(seed)
     world = World(seed, **options)
-    for _ in range(3 * (CAPACITY + MAX_WAITING)):  # from these the server learns how fast it is
+    for _ in range(3 * (CAPACITY + MAX_WAITING)):  # the server measures its speed with these
         world.add(0.0, returns=0.0)
     world.run()
     begin = world.now + 1000.0
@@ -188,7 +189,7 @@ def measure(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_closed_population_is_served_at_the_next_try(seed):
+def test_rejected_clients_are_served_at_next_try(seed):
     world, served, goodput = measure(seed)
     assert sum(client.num_tries > 1 for client in world.clients) >= CROWD - CAPACITY - MAX_WAITING
     assert served >= 0.8
@@ -196,7 +197,7 @@ def test_closed_population_is_served_at_the_next_try(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_returning_clients_go_before_newcomers(seed):
+def test_returning_clients_are_served_before_newcomers(seed):
     """Even while twice as many newcomers arrive as can be served."""
     world, served, goodput = measure(seed, fresh=2.0)
     assert sum(client.num_tries > 1 for client in world.clients) > 2 * CROWD
@@ -206,22 +207,22 @@ def test_returning_clients_go_before_newcomers(seed):
 
 @pytest.mark.parametrize("account", ["", "shared"])
 def test_clients_without_tickets_are_recognized(account):
-    """By their accounts; or, where all have the same account, by the body that they send again."""
+    """By their accounts or, if all have the same account, by the body that they send again."""
     _, served, goodput = measure(0, fresh=2.0, account=account, sends_ticket=False)
     assert served >= 0.8
     assert goodput >= 0.9
 
 
-def test_newcomers_with_the_same_body_do_not_take_places_of_clients_with_tickets():
-    """All have the same account, too."""
+def test_newcomers_with_equal_body_cannot_take_reserved_places():
+    """All clients have the same account, too."""
     _, served, goodput = measure(0, fresh=2.0, account="shared", one_body=True)
     assert served >= 0.8
     assert goodput >= 0.9
 
 
-def test_clients_are_rejected_again_if_the_server_ignores_reservations(monkeypatch):
-    """So the tests above measure the reservations."""
-    monkeypatch.setattr(Reservations, "load_within", lambda *_: QueueLoad())
+def test_clients_are_rejected_again_without_reservations(monkeypatch):
+    """So the tests above measure the effect of reservations."""
+    monkeypatch.setattr(Reservations, "sum_load_within", lambda *_: QueueLoad())
     monkeypatch.setattr(Reservations, "find", lambda *_: None)
     assert measure(0)[1] < 0.1
     assert measure(0, fresh=2.0)[1] < 0.5
@@ -235,12 +236,12 @@ def test_no_capacity_is_lost_to_clients_that_never_return(returns):
     assert goodput >= 0.9
     world.now += 10_000.0
     request = Request("", [0], SamplingParams())
-    assert world.backlog.reservations.find(newcomer_of(request), NO_CLAIM) is None
+    assert world.backlog.reservations.find(describe_newcomer(request), NO_CLAIM) is None
     assert len(world.backlog.reservations) == 0
 
 
 def test_forged_tickets_gain_nothing():
-    """The same newcomers are served as if they had none."""
+    """The same newcomers are served as without tickets."""
     ends = [
         [client.ended for client in measure(0, fresh=2.0, ticket=t)[0].clients]
         for t in ("", "forged")

@@ -1,4 +1,4 @@
-"""What the engine process says, as it comes out of a pipe."""
+"""How messages of the engine process are read from its pipe."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from cllm.process.spawn import EngineProcess, spawn
 
 
 class Process:
-    """Notes that it was killed."""
+    """Counts how often it is killed."""
 
     def __init__(self):
         self.kills = 0
@@ -29,7 +29,7 @@ class Process:
 
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.lists(st.integers(0, 400), max_size=6))
-def test_messages_come_whole_however_they_are_cut(lengths, cuts):
+def test_messages_are_decoded_however_bytes_are_split(lengths, cuts):
     """Each once, in order."""
     messages = [Failed("x" * length) for length in lengths]
     data = b"".join(map(frame, messages))
@@ -42,8 +42,8 @@ def test_messages_come_whole_however_they_are_cut(lengths, cuts):
 
 
 @pytest.mark.parametrize("rest", [b"", frame(Loading(0.3))])
-def test_after_what_is_not_understood_nothing_is(rest):
-    """The engine is ended, and what it said before is not taken twice."""
+def test_unreadable_message_kills_engine(rest):
+    """Later messages are ignored, and earlier ones are not handled twice."""
     taken = []
 
     def take(message):
@@ -58,7 +58,7 @@ def test_after_what_is_not_understood_nothing_is(rest):
     assert (taken, process.kills) == ([0.1, 0.2], 1)
 
 
-def test_end_of_an_engine_is_noticed_while_all_threads_of_asyncio_are_busy():
+def test_engine_end_is_noticed_while_asyncio_threads_are_busy():
     free = threading.Event()
     program = [sys.executable, "-c", "raise SystemExit(3)"]
     launched = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -77,6 +77,6 @@ def test_end_of_an_engine_is_noticed_while_all_threads_of_asyncio_are_busy():
     asyncio.run(run())
 
 
-def test_the_border_names_the_module_of_its_commands():
+def test_messages_docstring_names_module_of_commands():
     path = "/".join(Add.__module__.split(".")[1:]) + ".py"
     assert f"then commands ({path})" in messages.__doc__

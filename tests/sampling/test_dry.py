@@ -1,4 +1,4 @@
-"""DRY against its definition, in loops over all suffixes."""
+"""DRY, compared with its definition in loops over all suffixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sequence(tokens: list[int], **params) -> Sequence:
 
 
 def reference(tokens: list[int], params: SamplingParams) -> dict[int, float]:
-    """The penalty of each token."""
+    """Return the penalty of each token."""
     if params.dry_penalty_last_n >= 0:
         tokens = tokens[max(0, len(tokens) - params.dry_penalty_last_n) :]
     penalties: dict[int, float] = {}
@@ -56,7 +56,7 @@ def reference(tokens: list[int], params: SamplingParams) -> dict[int, float]:
     st.integers(1, 6),
 )
 def test_like_the_reference(tokens, params, num_known):
-    """For every text, in few letters so that they repeat, also when the text grows step by step."""
+    """With few letters, so that texts repeat. Also while a text grows token by token."""
     seq = Sequence(Request("A", tokens[:num_known], params), 0, 0, 10**6)
     past = Past(params.dry_breakers)
     for token in [*tokens[num_known:], None]:
@@ -71,16 +71,14 @@ def test_like_the_reference(tokens, params, num_known):
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=200))
-def test_a_repetition_is_counted_up_to_its_limit(tokens):
-    """No length above MAX_MATCH, however long the text repeats itself."""
+def test_match_length_is_capped_at_max_match(tokens):
+    """However long the text repeats itself."""
     _, lengths = repetitions(np.array(tokens * 2, np.int32), frozenset())
     assert lengths.max(initial=0) <= MAX_MATCH
 
 
-def test_it_breaks_a_loop():
-    """A model that wants to say 1 2 3 for ever says something else, and one whose loops are broken
-    by 3 does not.
-    """
+def test_dry_breaks_a_loop():
+    """A model that prefers 1 2 3 for ever samples another token, unless 3 is a sequence breaker."""
     # after 0 comes 1, after 1 comes 2 ...
     logits = np.eye(SIZE, dtype=np.float32)[[1, 2, 3, 1]] * 5
     for breakers, loops in (((), False), ((3,), True)):
@@ -95,8 +93,8 @@ def test_it_breaks_a_loop():
 
 
 @pytest.mark.parametrize("tokens", [[1] * 20_000, [1, 2] * 10_000, [*range(64)] * 300])
-def test_the_cost_is_bounded(tokens):
-    """Texts that repeat themselves all the time; the least of five times, in CPU seconds."""
+def test_cost_per_token_is_bounded(tokens):
+    """For texts that repeat themselves all the time. The minimum CPU time of five runs counts."""
     seq, past = sequence(tokens, dry_multiplier=1.0), Past(())
     row = np.zeros(100, np.float32)
     add_dry(row, seq, past)

@@ -1,6 +1,4 @@
-"""Typical, top-n-sigma, XTC and mirostat against slow references in plain Python, by their
-definitions.
-"""
+"""Typical, top-n-sigma, XTC and mirostat, compared with slow references in plain Python."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def shares(values: dict[int, float], temperature: float = 1.0) -> dict[int, floa
 
 
 def left_by(params: SamplingParams, logits: np.ndarray, chance: float) -> dict[int, float]:
-    """The tokens that all steps leave, in falling order, and their logits. Raises Undecided."""
+    """Return the tokens that all steps leave, in falling order, and their logits. Raises Undecided."""
     every = {token: float(value) for token, value in enumerate(logits)}
     left = dict(sorted(every.items(), key=lambda item: -item[1]))
     if params.top_n_sigma > 0:
@@ -134,7 +132,9 @@ some_params = st.builds(
     xtc_probability=st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)),
     xtc_threshold=st.floats(0, 0.5),
 )
-rows = st.tuples(some_params.filter(lambda params: params.extended), st.integers(0, 2**64 - 1))
+rows = st.tuples(
+    some_params.filter(lambda params: params.uses_extensions), st.integers(0, 2**64 - 1)
+)
 
 
 @settings(max_examples=200)
@@ -142,9 +142,7 @@ rows = st.tuples(some_params.filter(lambda params: params.extended), st.integers
     st.lists(rows, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([30, 257, 600])
 )
 def test_like_the_reference(rows, seed, size):
-    """Each row gets the token of the reference for the same uniform numbers, alone and in
-    company.
-    """
+    """For the same uniform numbers, alone and in a batch."""
     seqs = [Sequence(Request("A", [1], params), 0, own_seed, 10**6) for params, own_seed in rows]
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), size)).astype(np.float32)
     tokens = sample(seqs, logits)
@@ -161,8 +159,8 @@ def test_like_the_reference(rows, seed, size):
     assume(num_decided)
 
 
-def test_equal_logits_and_both_zeros_keep_their_order():
-    """The first of equal ones comes first, also where one of them is minus nought."""
+def test_equal_logits_keep_their_order():
+    """Also if one of them is minus zero."""
     logits = np.array([-1, 0.0, -0.0, 3, 3, -np.inf, -1], np.float32)
     counts = {
         sample([sequence(seed, typical_p=0.999, temperature=5.0)], [logits])[0]
@@ -172,10 +170,8 @@ def test_equal_logits_and_both_zeros_keep_their_order():
     assert sample([sequence(7, top_n_sigma=0.001)], [np.array([1, 5, 5], np.float32)])[0] in (1, 2)
 
 
-def test_xtc_takes_the_best_away():
-    """Of the tokens that reach the threshold only the least probable one is left; with one of them
-    nothing happens.
-    """
+def test_xtc_keeps_the_least_probable_token_above_the_threshold():
+    """If only one token reaches the threshold, nothing changes."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.07, 0.03], np.float32))
     always = {"xtc_probability": 1.0, "xtc_threshold": 0.15}
     assert {sample([sequence(seed, **always)], [logits])[0] for seed in range(200)} == {2, 3, 4}
@@ -215,8 +211,8 @@ class MirostatReference:
     st.integers(0, 2**32),
     st.integers(2, 300),
 )
-def test_mirostat_follows_its_paper(tau, eta, temperature, seed, size):
-    """Thirty tokens, each with the mu that those before have left."""
+def test_mirostat_matches_its_paper(tau, eta, temperature, seed, size):
+    """Thirty tokens, each with the mu that the preceding ones leave."""
     seq = sequence(seed, mirostat=2, mirostat_tau=tau, mirostat_eta=eta, temperature=temperature)
     reference, sampler = MirostatReference(tau, eta), Sampler()
     generator = np.random.default_rng(seed)
@@ -233,10 +229,8 @@ def test_mirostat_follows_its_paper(tau, eta, temperature, seed, size):
     assume(num_decided)
 
 
-def test_mirostat_is_the_same_with_guesses_and_after_a_failed_step():
-    """Positions that are sampled again, because a guess was wrong or a step failed, find the mu
-    that was before.
-    """
+def test_mirostat_restores_mu_when_a_position_is_sampled_again():
+    """After a rejected draft token or a failed step."""
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (40, 200)).astype(np.float32)
     plain, sampler = sequence(5, **params), Sampler()
@@ -261,23 +255,20 @@ def test_mirostat_is_the_same_with_guesses_and_after_a_failed_step():
     "params", [{"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}]
 )
 def test_what_is_not_a_number_gives_no_token(params):
-    """A broken model is an error of that sequence here too."""
     assert sample([sequence(**params)], [np.full(600, np.nan, np.float32)]) == [FAILED]
 
 
 @pytest.mark.parametrize(
     "params", [{"typical_p": 0.3}, {"mirostat": 2}, {"top_n_sigma": 1.0}, {"xtc_probability": 1}]
 )
-def test_greedy_stays_greedy(params):
-    """Temperature 0 takes the best token whatever else is asked for."""
+def test_temperature_0_ignores_all_extensions(params):
     logits = np.array([1, 4, 3.9], np.float32)
     assert {
         sample([sequence(seed, temperature=0, **params)], [logits])[0] for seed in range(20)
     } == {1}
 
 
-def test_min_tokens_keep_the_end_away():
-    """End tokens and the request's own stop tokens, until so many tokens have come."""
+def test_min_tokens_forbids_end_and_stop_tokens():
     logits = np.array([9, 1, 8, 7], np.float32)
     seq, sampler = sequence(temperature=0, min_tokens=2, stop_token_ids=(2,)), Sampler([0])
     for _ in range(4):
@@ -285,10 +276,8 @@ def test_min_tokens_keep_the_end_away():
     assert seq.tokens == [1, 3, 3, 0, 0]
 
 
-def test_mirostat_with_tokens_that_were_not_drawn():
-    """A token that is written by force leaves mu as it was, also after guesses that went
-    further.
-    """
+def test_forced_token_does_not_change_mu():
+    """Also after draft tokens that went further."""
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (8, 200)).astype(np.float32)
     one, other = Sampler(), Sampler()
@@ -301,8 +290,7 @@ def test_mirostat_with_tokens_that_were_not_drawn():
     assert sample([seq], [logits[4]], one) == sample([seq], [logits[4]], other)
 
 
-def test_typical_of_equal_surprise_takes_the_first():
-    """Of tokens with the same logit those with the smaller ids stay, whatever sorts them."""
+def test_typical_prefers_smaller_ids_among_equal_logits():
     for seed in range(20):
         values = np.sort(np.random.default_rng(seed).normal(0, 3, 1000).round())[::-1]
         kept = typical(values, 0.5)
@@ -311,8 +299,7 @@ def test_typical_of_equal_surprise_takes_the_first():
             assert equal.tolist() == np.flatnonzero(values == value)[: len(equal)].tolist()
 
 
-def test_a_row_in_which_everything_is_forbidden_is_an_error():
-    """And no token that does not exist."""
+def test_row_without_allowed_tokens_fails():
     forbidden = np.full(600, -np.inf, np.float32)
     for params in ({}, {"typical_p": 0.5}, {"mirostat": 2}, {"top_n_sigma": 1.0}):
         assert sample([sequence(**params)], [forbidden]) == [FAILED]

@@ -1,5 +1,5 @@
-"""Masks, compared with a row in which forbidden tokens are minus infinity; and matchers over a
-vocabulary of bytes.
+"""Grammar masks, compared with rows in which forbidden tokens are minus infinity, and matchers over
+a vocabulary of bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Fixed:
     def __init__(self, mask: np.ndarray) -> None:
         self.mask = np.packbits(mask, bitorder="little")
 
-    def allowed(self) -> np.ndarray:
+    def compute_mask(self) -> np.ndarray:
         return self.mask
 
 
 def bytes_allowed(matcher) -> set[int]:
-    return set(np.unpackbits(matcher.allowed(), bitorder="little").nonzero()[0].tolist())
+    return set(np.unpackbits(matcher.compute_mask(), bitorder="little").nonzero()[0].tolist())
 
 
 def follow(text: str, *tokens: int):
@@ -49,8 +49,8 @@ def follow(text: str, *tokens: int):
 
 
 @given(st.sets(st.integers(0, 999)), st.integers(950, 1000))
-def test_forbidden_tokens_are_minus_infinity(allowed, size):
-    """Whatever the size of the vocabulary is modulo eight, and nothing else of the row changes."""
+def test_forbid_sets_exactly_the_forbidden_logits(allowed, size):
+    """For vocabulary sizes of any remainder modulo eight."""
     mask = np.zeros(1000, bool)
     mask[list(allowed)] = True
     row = np.random.default_rng(size).normal(0, 2, size).astype(np.float32)
@@ -60,13 +60,13 @@ def test_forbidden_tokens_are_minus_infinity(allowed, size):
 
 
 @given(st.sets(st.integers(0, 999)))
-def test_few_allowed_tokens_are_listed(allowed):
+def test_small_masks_are_listed_as_ids(allowed):
     mask = np.zeros(1000, bool)
     mask[list(allowed)] = True
     assert allowed_ids(np.packbits(mask, bitorder="little")).tolist() == sorted(allowed)
 
 
-def test_many_allowed_tokens_are_not_listed():
+def test_large_masks_are_not_listed():
     assert allowed_ids(np.ones(module.FEW + 1, np.uint8)) is None
 
 
@@ -85,12 +85,8 @@ sampling = st.fixed_dictionaries(
 
 
 @given(sampling, st.sets(st.integers(0, 999), min_size=1), st.integers(0, 1000))
-def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, seed):
-    """Tokens that are listed and a row that is written to: an exact mask before selection, greedy
-    or drawn.
-
-    Equally spaced numbers in place of random ones give every token its share.
-    """
+def test_listed_ids_and_masked_rows_give_the_same_token(params, allowed, seed):
+    """Greedy and drawn. Equally spaced numbers in place of random ones give every token its share."""
     mask = np.zeros(1000, bool)
     mask[list(allowed)] = True
     logits = np.random.default_rng(seed).normal(0, 3, 1000).astype(np.float32)
@@ -116,7 +112,7 @@ def test_both_ways_choose_what_the_forbidden_row_would_give(params, allowed, see
         assert all(abs(found[token] - expected[token]) <= 1 for token in allowed)
 
 
-def test_the_only_legal_token_wins_against_any_bias():
+def test_only_allowed_token_is_sampled_despite_any_bias():
     seq = Sequence(
         Request("A", [1], SamplingParams(logit_bias={ord("x"): -100}, grammar="some")), 0, 0, 100
     )
@@ -130,12 +126,8 @@ def test_the_only_legal_token_wins_against_any_bias():
     "params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"mirostat": 2}, {"temperature": 0}]
 )
 @pytest.mark.parametrize("many", [False, True])
-def test_min_tokens_and_a_loose_grammar_that_exclude_each_other_give_a_token(
-    monkeypatch, params, many
-):
-    """Whatever the grammar allows here is kept away by min_tokens, which is no error of the
-    step.
-    """
+def test_loose_grammar_that_conflicts_with_min_tokens_is_ignored(monkeypatch, params, many):
+    """min_tokens forbids every token that the grammar allows here, which must not fail the step."""
     monkeypatch.setattr(module, "FEW", 0 if many else 512)
     bound = SamplingParams(
         **params, min_tokens=9, stop_token_ids=(97, 98), grammar="some", grammar_is_loose=True
@@ -146,13 +138,13 @@ def test_min_tokens_and_a_loose_grammar_that_exclude_each_other_give_a_token(
     assert Sampler([END]).sample(Batch([Row(seq, 0, 1, 1)], []), row) == [120]
 
 
-def test_the_end_is_allowed_exactly_where_the_text_may_end():
+def test_end_token_is_allowed_only_where_the_text_may_end():
     text = "start: /a{2,3}/"
     assert bytes_allowed(follow(text)) == {ord("a")}
     assert bytes_allowed(follow(text, ord("a"))) == {ord("a")}
     assert bytes_allowed(follow(text, ord("a"), ord("a"))) == {ord("a"), END}
-    assert not follow(text, ord("a"), ord("a")).stopped
-    assert follow(text, ord("a"), ord("a"), ord("a")).stopped
+    assert not follow(text, ord("a"), ord("a")).is_stopped
+    assert follow(text, ord("a"), ord("a"), ord("a")).is_stopped
 
 
 def test_every_end_token_is_allowed():
@@ -160,7 +152,7 @@ def test_every_end_token_is_allowed():
     assert bytes_allowed(Grammar("start: /a*/", tokenizer).matcher()) == {ord("a"), END, 259}
 
 
-def test_sequences_of_one_grammar_are_apart():
+def test_matchers_of_one_grammar_are_independent():
     grammar = Grammar('start: "ab" | "cd"', TOKENIZER)
     first, second = grammar.matcher(), grammar.matcher()
     first.consume(ord("a"))
@@ -168,8 +160,8 @@ def test_sequences_of_one_grammar_are_apart():
     assert bytes_allowed(second) == {ord("a"), ord("c")}
 
 
-def test_special_tokens_are_not_their_text():
-    """A grammar allows them where it names them, and their text only as text."""
+def test_special_token_is_not_allowed_in_place_of_its_text():
+    """A grammar allows special tokens only where it names them."""
     assert bytes_allowed(follow("start: <|im_start|>")) == {257}
     assert bytes_allowed(follow("start: <[258]>")) == {258}
     assert bytes_allowed(follow('start: "<|im_start|>"')) == {ord("<")}
@@ -177,11 +169,10 @@ def test_special_tokens_are_not_their_text():
 
 
 @pytest.mark.parametrize("text", ["start: a\na: a", "start: /a+/ & /b+/"])
-def test_no_way_on(text):
-    """A grammar that allows nothing gives no token, and is not thought to have ended."""
+def test_dead_end_gives_no_token_and_is_not_stopped(text):
     matcher = follow(text)
-    assert matcher.allowed() is None
-    assert not matcher.stopped
+    assert matcher.compute_mask() is None
+    assert not matcher.is_stopped
     seq = Sequence(Request("A", [1], SamplingParams(grammar=text)), 0, 0, 100)
     seq.matcher = matcher
     assert Sampler().sample(
@@ -190,12 +181,12 @@ def test_no_way_on(text):
 
 
 @pytest.mark.parametrize("text", ["", "start: b", "start: /(/", "start: %json {"])
-def test_what_is_no_grammar(text):
+def test_invalid_grammar_is_an_error(text):
     assert Grammar(text, TOKENIZER).error
 
 
-def test_a_grammar_that_takes_too_long_ends(monkeypatch):
-    """For its neighbours' sake; a slow token now and then is forgiven."""
+def test_grammar_that_is_often_slow_fails(monkeypatch):
+    """It would delay other sequences. A slow token now and then is tolerated."""
     now = 0.0
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     matcher = follow("start: /a*/")
@@ -212,10 +203,10 @@ def test_a_grammar_that_takes_too_long_ends(monkeypatch):
 
     real, matcher._own = matcher._own, Slow()
     cost = module.PATIENCE / 2
-    assert matcher.allowed() is not None
+    assert matcher.compute_mask() is not None
     cost = module.SLOW / 2
-    assert all(matcher.allowed() is not None for _ in range(1000))
+    assert all(matcher.compute_mask() is not None for _ in range(1000))
     cost = 2 * module.SLOW
-    assert [matcher.allowed() is None for _ in range(2000)].index(True) < 1 + (
+    assert [matcher.compute_mask() is None for _ in range(2000)].index(True) < 1 + (
         1000 + 2 * module.PATIENCE / module.SLOW
     )

@@ -1,4 +1,4 @@
-"""Logprobs are those of the model, whatever is done to its logits afterwards."""
+"""Logprobs are those of the model, before any sampling step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ def expected(logits: np.ndarray) -> list[float]:
 
 
 @given(st.integers(0, 20), st.integers(0, 2**32), st.sampled_from([20, 300, 2000]))
-def test_of_the_logits_as_they_come(num_top, seed, size):
-    """The chosen token's and the best ones', though penalties, a bias and a temperature have
-    changed the choice.
-    """
+def test_logprobs_ignore_penalties_bias_and_temperature(num_top, seed, size):
+    """For the chosen token and for the most probable ones."""
     logits = np.random.default_rng(seed).normal(0, 4, (2, size)).astype(np.float32)
     plain = sequence(temperature=0)
     asking = sequence(
@@ -48,10 +46,8 @@ def test_of_the_logits_as_they_come(num_top, seed, size):
     )
 
 
-def test_of_the_prompt():
-    """Rows that only say how probable the next token of the prompt is, before one that is sampled;
-    and they are gone with the next call.
-    """
+def test_prompt_logprobs_precede_the_sampled_row():
+    """The next call does not report them again."""
     logits = np.random.default_rng(0).normal(0, 4, (3, 50)).astype(np.float32)
     seq, sampler = sequence((7, 8, 9), temperature=0, prompt_logprobs=1), Sampler()
     tokens = sampler.sample(Batch([Row(seq, 0, 3, 3, (), 2)], []), logits.copy())
@@ -65,8 +61,8 @@ def test_of_the_prompt():
     assert not sampler.logprobs
 
 
-def test_a_forbidden_token_is_not_probable():
-    """A logit of minus infinity is a logprob of minus infinity, and does not disturb the others."""
+def test_logit_of_minus_infinity_has_that_logprob():
+    """The other logprobs are not affected."""
     logits = np.array([[0.0, -np.inf, 0.0]], np.float32)
     seq, sampler = sequence(temperature=0, logprobs=3), Sampler()
     sampler.sample(Batch([Row(seq, 0, 1, 1)], []), logits)

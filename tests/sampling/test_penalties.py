@@ -1,4 +1,4 @@
-"""Changes to single logits."""
+"""Penalties and logit_bias."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ def penalized(logits: list[float], prompt: list[int], output: list[int], **param
         ({"repetition_penalty": 0.5}, [4.0, 4.0, -1.0, 2.0]),
     ],
 )
-def test_penalties(params, expected):
-    """Repetition counts prompt and output, presence and frequency the output alone; 0 is only in
-    the prompt, 1 once in the output, 2 in the prompt and twice in the output, 3 nowhere.
+def test_penalties_count_the_right_tokens(params, expected):
+    """Repetition counts prompt and output, presence and frequency only the output. Token 0 is only
+    in the prompt, 1 once in the output, 2 in the prompt and twice in the output, 3 nowhere.
     """
     assert penalized([2.0, 2.0, -2.0, 2.0], [0, 0, 2], [1, 2, 2], **params) == pytest.approx(
         expected
     )
 
 
-def test_nothing_asked_nothing_counted():
-    """A sequence without penalties keeps no counts, and its logits stay."""
+def test_sequence_without_penalties_keeps_no_counts():
+    """Its logits do not change."""
     assert Sequence(Request("A", [1], SamplingParams()), 0, 0, 99).token_counts is None
     assert penalized([1.0, 2.0], [0, 1], [1]) == [1.0, 2.0]
 
 
-def test_bias():
-    """Each bias is added to its token's logit, and no other changes."""
+def test_logit_bias_changes_only_its_tokens():
     row = np.array([1, 2, 3, 4], np.float32)
     add_bias(row, {3: -100.0, 0: 0.5})
     assert row.tolist() == [1.5, 2, 3, -96]

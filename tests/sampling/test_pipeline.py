@@ -1,6 +1,4 @@
-"""From logits to tokens, compared with a slow reference that follows the documented order step by
-step.
-"""
+"""From logits to tokens, compared with a slow reference that follows the documented order of steps."""
 
 from __future__ import annotations
 
@@ -45,7 +43,8 @@ class Undecided(Exception):
 
 
 def reference(seq: Sequence, logits: np.ndarray) -> dict[int, float]:
-    """The tokens that are left, in order, with their weights; in float64 and plain loops.
+    """Return the tokens that are left, in order, with their weights, computed in float64 and plain
+    loops.
 
     Raises Undecided where rounding would decide.
     """
@@ -61,7 +60,7 @@ def reference(seq: Sequence, logits: np.ndarray) -> dict[int, float]:
         values[token] += bias
 
     left = sorted(values, key=lambda token: -values[token])
-    if params.greedy:
+    if params.is_greedy:
         clear(values[left[0]], values[left[1]])
         return {left[0]: 1.0}
     if 0 < params.top_k < len(left):
@@ -89,7 +88,9 @@ def reference(seq: Sequence, logits: np.ndarray) -> dict[int, float]:
 
 
 def pick(weights: dict[int, float], number: float) -> int:
-    """The token in whose share of the weights ``number`` lies. Raises Undecided at its borders."""
+    """Return the token in whose share of the weights ``number`` lies. Raises Undecided at its
+    borders.
+    """
     total, passed = sum(weights.values()), 0.0
     for token, weight in weights.items():
         passed += weight
@@ -130,10 +131,8 @@ rows = st.tuples(
     st.integers(0, 2**32),
     st.sampled_from([40, 41, 257, 1000]),
 )
-def test_like_the_reference(rows, seed, size):
-    """Rows with params of their own get the reference's tokens for the same uniform numbers, alone
-    and together.
-    """
+def test_tokens_match_the_reference(rows, seed, size):
+    """For the same uniform numbers, alone and in a batch of rows with different params."""
     seqs = [
         sequence(params, own_seed, tuple(prompt), tuple(output))
         for params, own_seed, prompt, output in rows
@@ -169,10 +168,8 @@ def test_like_the_reference(rows, seed, size):
         {},
     ],
 )
-def test_what_is_left(monkeypatch, params, size):
-    """Exactly the reference's tokens can be drawn: a number in the middle of each share draws that
-    token, and even the largest number draws none behind the last.
-    """
+def test_exactly_the_tokens_of_the_reference_can_be_drawn(monkeypatch, params, size):
+    """A number in the middle of each share draws that token. The largest number draws the last one."""
     generator = np.random.default_rng(size)
     logits = generator.normal(0, 1 if size > 100 else 2, size).astype(np.float32)
     if size > 100:
@@ -194,8 +191,8 @@ def test_what_is_left(monkeypatch, params, size):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1, "temperature": 5.0}])
-def test_greedy(params):
-    """The most probable token, the first of equal ones, whatever the seed and beside whom."""
+def test_greedy_takes_the_first_of_the_most_probable_tokens(params):
+    """Whatever the seed and the other rows."""
     logits = [np.array([0, 5, 5, 1], np.float32), np.array([9, 5, 5, 1], np.float32)]
     greedy = [sequence(SamplingParams(**params), seed) for seed in range(2)]
     assert sample(greedy, logits) == [1, 0]
@@ -203,8 +200,7 @@ def test_greedy(params):
     assert sample([greedy[0], drawn, greedy[1]], [logits[0], logits[0], logits[1]]) == [1, 3, 0]
 
 
-def test_a_greedy_row_hears_penalties_and_bias():
-    """They come before the choice."""
+def test_greedy_choice_respects_penalties_and_bias():
     logits = np.array([5, 4, 3.5, 0], np.float32)
     assert sample(
         [sequence(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=(0,))], [logits]
@@ -224,8 +220,7 @@ def test_a_greedy_row_hears_penalties_and_bias():
         1e-3,
     ],
 )
-def test_hardly_any_temperature(temperature):
-    """However small the temperature, the best token wins, without a warning of overflow."""
+def test_tiny_temperature_is_greedy_without_overflow(temperature):
     logits = np.array([1, 30, 29.9, -30], np.float32)
     assert (
         sample(
@@ -236,8 +231,8 @@ def test_hardly_any_temperature(temperature):
     )
 
 
-def test_forbidden_tokens():
-    """A logit of minus infinity is never drawn, with or without anything left out."""
+def test_logit_of_minus_infinity_is_never_drawn():
+    """With and without other steps."""
     logits = np.full(600, -np.inf, np.float32)
     logits[[7, 300, 599]] = 0.5
     for params in ({}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 10}):
@@ -246,8 +241,8 @@ def test_forbidden_tokens():
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(rows, max_size=4), st.integers(0, 4))
-def test_a_seed_gives_the_same_token_in_any_company(seed, others, place):
-    """Who else is in the batch, and at which place a row stands, does not change its token."""
+def test_token_does_not_depend_on_other_rows(seed, others, place):
+    """Nor on the row's position in the batch."""
     logits = (
         np.random.default_rng(seed % 1000).normal(0, 2, (len(others) + 1, 300)).astype(np.float32)
     )
@@ -267,8 +262,8 @@ def test_a_seed_gives_the_same_token_in_any_company(seed, others, place):
 def test_tokens_are_drawn_as_often_as_they_are_probable(params):
     """20,000 draws of six tokens follow their probabilities.
 
-    Chi-square with at most 5 degrees of freedom exceeds 50 with probability 1.4e-9; the seeds are
-    fixed, so that this either holds for ever or not at all.
+    Chi-square with at most 5 degrees of freedom exceeds 50 with probability 1.4e-9. The seeds are
+    fixed, so the test always passes or always fails.
     """
     logits = np.array([2, 1.5, 1, 0, 0.5, -1], np.float32)
     num_draws = 20_000
@@ -287,8 +282,8 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(params):
     assert ((counts[some] - expected[some]) ** 2 / expected[some]).sum() < 50
 
 
-def test_only_sampling_rows_are_sampled():
-    """A row in the middle of its prompt has no logits and gets no token."""
+def test_row_without_samples_gets_no_token():
+    """Its prompt is not computed to the end."""
     seqs = [sequence(SamplingParams(temperature=0)) for _ in range(3)]
     batch = Batch(
         [Row(seqs[0], 0, 1, True), Row(seqs[1], 0, 1, False), Row(seqs[2], 0, 1, True)], []
@@ -297,9 +292,7 @@ def test_only_sampling_rows_are_sampled():
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}])
-def test_what_is_not_a_number_gives_no_token(params):
-    """A broken model or build is an error of that sequence alone, never an id that no vocabulary
-    has.
-    """
+def test_nan_logits_fail_only_that_sequence(params):
+    """They never give an id outside the vocabulary."""
     seqs = [sequence(SamplingParams(**params)), sequence(SamplingParams(temperature=0))]
     assert sample(seqs, [np.full(600, np.nan, np.float32), np.eye(600)[7]]) == [FAILED, 7]

@@ -1,4 +1,4 @@
-"""A limit of reasoning, as a function of the tokens alone."""
+"""The limit on reasoning, as a function of the tokens alone."""
 
 import pytest
 
@@ -11,7 +11,7 @@ OPEN, CLOSE = 7, 9
 
 
 def forced(output, guesses=(), begin=None, num_tokens=3, ahead=0) -> int | None:
-    """What must come after ``output`` and the first ``ahead`` of ``guesses``."""
+    """Return the token that is forced after ``output`` and the first ``ahead`` draft tokens."""
     seq = Sequence(Request("r", [1, 2], SamplingParams()), 0, 0, 100)
     for token in output:
         seq.append(token)
@@ -33,12 +33,12 @@ def forced(output, guesses=(), begin=None, num_tokens=3, ahead=0) -> int | None:
         ([5, 5, 5, 5, 9], None),
     ],
 )
-def test_the_end_is_written_when_the_budget_is_used_up(output, expected) -> None:
+def test_end_of_reasoning_is_forced_after_the_budget(output, expected) -> None:
     assert forced(output) == expected
 
 
-def test_it_counts_from_where_reasoning_begins() -> None:
-    """And only if it does, with one of the first tokens."""
+def test_budget_counts_from_the_start_of_reasoning() -> None:
+    """Only if reasoning starts with one of the first tokens."""
     assert forced([7, 5, 5], begin=OPEN) is None
     assert forced([7, 5, 5, 5], begin=OPEN) == 9
     assert forced([5, 5, 7, 5, 5], begin=OPEN) is None
@@ -50,7 +50,7 @@ def test_it_counts_from_where_reasoning_begins() -> None:
     assert forced([], num_tokens=0) == 9
 
 
-def test_guesses_count_as_far_as_they_stand_before() -> None:
+def test_draft_tokens_before_the_position_count() -> None:
     assert forced([5], guesses=(5, 5, 9), ahead=2) == 9
     assert forced([5], guesses=(5, 5, 9), ahead=3) == 11
     assert forced([5], guesses=(5, 9, 5), ahead=2) is None

@@ -1,4 +1,4 @@
-"""The k largest, compared with a full sort."""
+"""The k largest values, compared with a full sort."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check(row: np.ndarray, k: int) -> None:
     st.integers(1, 750),
     st.sampled_from([0, 2, 9, 10**6]),
 )
-def test_like_a_full_sort(seed, size, k, num_values):
-    """Any size, any k, also more than there are; with many ties, few, or none (num_values 0)."""
+def test_top_k_matches_a_full_sort(seed, size, k, num_values):
+    """Any size and any k, also larger than the row; with many ties, few, or none (num_values 0)."""
     generator = np.random.default_rng(seed)
     row = (
         generator.standard_normal(size)
@@ -36,8 +36,8 @@ def test_like_a_full_sort(seed, size, k, num_values):
 
 
 @pytest.mark.parametrize("k", [1, 2, 40, 256, 1185, 1190, 151_936, 200_000])
-def test_a_real_vocabulary(k):
-    """Qwen's 151,936 logits, on both sides of the k from which the whole row is partitioned."""
+def test_vocabulary_of_151936_logits(k):
+    """Below and above the k from which the whole row is partitioned."""
     row = np.random.default_rng(k).standard_normal(151_936).astype(np.float32)
     check(row, k)
     check(np.round(row, 2), k)
@@ -46,8 +46,8 @@ def test_a_real_vocabulary(k):
 @pytest.mark.parametrize(
     "size", [NUM_BLOCKS * 40 - 1, NUM_BLOCKS * 40, NUM_BLOCKS * 40 + 1, NUM_BLOCKS * 41 - 1]
 )
-def test_what_the_blocks_do_not_cover(size):
-    """The largest value is found wherever it stands, also in the rest behind the last block."""
+def test_largest_value_is_found_at_any_position(size):
+    """Also after the last whole block."""
     for at in (0, 39, 40, size // 2, size - 2, size - 1):
         row = np.zeros(size, np.float32)
         row[at] = 1
@@ -55,8 +55,8 @@ def test_what_the_blocks_do_not_cover(size):
         assert top_k(row, 1)[0].tolist() == [at]
 
 
-def test_the_largest_in_one_column():
-    """All the largest values in the same column of the blocks, and minus infinity elsewhere."""
+def test_largest_values_in_one_column_of_the_blocks():
+    """All other values are minus infinity."""
     width = 100
     row = np.full(NUM_BLOCKS * width, -np.inf, np.float32)
     row[3::width] = np.arange(NUM_BLOCKS)

@@ -1,5 +1,5 @@
-"""The option that rewrites the scenarios: ``pytest tests/scheduler --update-scenarios``, then read
-the diff.
+"""Adds an option that rewrites the scenarios: ``pytest tests/scheduler --update-scenarios``. Then
+review the diff.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is served next: classes, fair shares, ageing."""
+"""Policies: classes, fair shares, ageing, and users' own policies."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ numbers = itertools.count()
 
 
 def sequence(
-    key: str = "",
+    account: str = "",
     priority: Priority = Priority.NORMAL,
     arrived: float = 0.0,
     size: int = 10,
     **limits,
 ):
     seq = Sequence(
-        Request(str(next(numbers)), [1] * size, SamplingParams(), key, priority, **limits),
+        Request(str(next(numbers)), [1] * size, SamplingParams(), account, priority, **limits),
         0,
         0,
         100,
@@ -45,7 +45,7 @@ def sequence(
 
 
 def order(waiting: Waiting, now: float = 0.0) -> list[Sequence]:
-    """Serve everybody, charging prompts."""
+    """Take all sequences in the order of the policy, charging their prompts."""
     served = []
     while (seq := waiting.head(now)) is not None:
         waiting.take(seq)
@@ -54,8 +54,8 @@ def order(waiting: Waiting, now: float = 0.0) -> list[Sequence]:
     return served
 
 
-def test_classes_go_before_arrival():
-    """Interactive, normal, batch; within a class who came first."""
+def test_higher_classes_go_first():
+    """Interactive, normal, batch. Within a class, the earliest arrival goes first."""
     waiting = Waiting(Fair({}))
     seqs = [
         sequence(priority=p)
@@ -66,47 +66,47 @@ def test_classes_go_before_arrival():
     assert order(waiting) == [seqs[2], seqs[1], seqs[3], seqs[0]]
 
 
-def test_first_come_first_served():
+def test_fcfs_ignores_classes_and_accounts():
     """One queue, whatever the class."""
     waiting = Waiting(make_policy("fcfs", {}))
-    seqs = [sequence(key, priority) for key in "ab" for priority in Priority]
+    seqs = [sequence(account, priority) for account in "ab" for priority in Priority]
     for seq in seqs:
         waiting.push(seq)
     assert order(waiting) == seqs
 
 
-def test_keys_take_turns():
-    """Twenty of one key do not keep two of another waiting."""
+def test_accounts_take_turns():
+    """Twenty requests of one account do not delay two of another."""
     waiting = Waiting(Fair({}))
     for _ in range(20):
         waiting.push(sequence("heavy"))
     for _ in range(2):
         waiting.push(sequence("light"))
-    assert [seq.request.key for seq in order(waiting)][:5].count("light") == 2
+    assert [seq.request.account for seq in order(waiting)][:5].count("light") == 2
 
 
-def test_tokens_count_not_requests():
-    """Who sends prompts three times as long is served a third as often."""
+def test_fair_shares_count_tokens():
+    """An account with prompts three times as long is served a third as often."""
     waiting = Waiting(Fair({}))
     for _ in range(30):
         waiting.push(sequence("long", size=30))
         waiting.push(sequence("short", size=10))
-    first = [seq.request.key for seq in order(waiting)[:40]]
+    first = [seq.request.account for seq in order(waiting)[:40]]
     assert first.count("short") in (29, 30)
 
 
-def test_a_weight_is_a_share():
-    """With twice the weight a key is served twice as often."""
+def test_weight_scales_share():
+    """An account with twice the weight is served twice as often."""
     waiting = Waiting(Fair({"rich": 2.0}))
     for _ in range(30):
         waiting.push(sequence("rich"))
         waiting.push(sequence("poor"))
-    first = [seq.request.key for seq in order(waiting)[:30]]
+    first = [seq.request.account for seq in order(waiting)[:30]]
     assert first.count("rich") in (19, 20, 21)
 
 
-def test_output_counts():
-    """Sampled tokens are charged too, with their weight."""
+def test_output_tokens_are_charged():
+    """With OUTPUT_WEIGHT."""
     policy = Fair({})
     seq = sequence("a")
     policy.arrived(policy.group(seq))
@@ -115,8 +115,8 @@ def test_output_counts():
     assert policy.counters[policy.group(seq)] == 10 + 3 * OUTPUT_WEIGHT
 
 
-def test_nobody_saves_up():
-    """A key that comes back after a long pause gets its turn, but not all that it did not use."""
+def test_idle_accounts_save_no_credit():
+    """An account that returns after a long pause gets its turns, but not those that it did not use."""
     waiting = Waiting(Fair({}))
     for _ in range(20):
         waiting.push(sequence("busy"))
@@ -124,12 +124,12 @@ def test_nobody_saves_up():
     for _ in range(20):
         waiting.push(sequence("idle"))
         waiting.push(sequence("busy"))
-    first = [seq.request.key for seq in order(waiting)[:10]]
+    first = [seq.request.account for seq in order(waiting)[:10]]
     assert 4 <= first.count("busy") <= 6
 
 
-def test_deadlines_sort_within_a_key():
-    """Who must have finished first goes first; who has no deadline goes last."""
+def test_earlier_deadline_goes_first_within_account():
+    """Requests without a deadline go last."""
     waiting = Waiting(Fair({}))
     seqs = [sequence(), sequence(deadline=9.0), sequence(deadline=3.0)]
     for seq in seqs:
@@ -137,14 +137,16 @@ def test_deadlines_sort_within_a_key():
     assert order(waiting) == seqs[::-1]
 
 
-def test_nobody_starves():
-    """One in AGED_SHARE admissions goes to who has waited longest, also in the lowest class."""
+def test_oldest_request_is_served_regularly():
+    """After PATIENCE, one in AGED_SHARE admissions goes to the oldest request, also in the lowest
+    class.
+    """
     waiting = Waiting(Fair({}))
     old = sequence(priority=Priority.BATCH)
     waiting.push(old)
     for _ in range(50):
         waiting.push(sequence(priority=Priority.INTERACTIVE, arrived=PATIENCE))
-    assert order(waiting, PATIENCE).index(old) == 50, "it is not old yet"
+    assert order(waiting, PATIENCE).index(old) == 50, "it has not waited for longer than PATIENCE"
     old = sequence(priority=Priority.BATCH)
     waiting.push(old)
     for _ in range(50):
@@ -152,8 +154,8 @@ def test_nobody_starves():
     assert order(waiting, PATIENCE + 1).index(old) < AGED_SHARE
 
 
-def test_who_comes_back_has_the_place_it_had():
-    """Pushed again, a sequence stands where its arrival puts it."""
+def test_returning_sequence_keeps_its_position():
+    """Its arrival decides."""
     waiting = Waiting(Fair({}))
     seqs = [sequence() for _ in range(3)]
     for seq in seqs:
@@ -163,18 +165,19 @@ def test_who_comes_back_has_the_place_it_had():
     assert order(waiting) == seqs
 
 
-def test_counters_are_bounded():
-    """A new key for every request does not fill the memory, and changes nobody's turn."""
-    waiting = Waiting(Fair({}))
+def test_number_of_counters_is_limited():
+    """A new account for each request does not fill the memory."""
+    fair = Fair({})
+    waiting = Waiting(fair)
     for i in range(2 * MAX_COUNTERS):
         waiting.push(sequence(str(i)))
         order(waiting)
-    assert len(waiting.policy.counters) <= MAX_COUNTERS + 1
+    assert len(fair.counters) <= MAX_COUNTERS + 1
 
 
-def test_forgotten_key_is_charged_from_the_floor(monkeypatch):
-    """A running key whose counter was forgotten goes on where those who come back begin, not at
-    0.
+def test_forgotten_account_is_charged_from_floor(monkeypatch):
+    """A running account whose counter was forgotten continues from the floor, as returning accounts
+    do, not from 0.
     """
     monkeypatch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 10)
     policy = Fair({})
@@ -197,15 +200,15 @@ def test_forgotten_key_is_charged_from_the_floor(monkeypatch):
         max_size=150,
     )
 )
-def test_rank_of_a_waiting_key_never_falls(events):
-    """Whatever is served, forgotten and comes back meanwhile; also when those served are not the
-    first in order.
+def test_rank_of_waiting_account_never_falls(events):
+    """Whatever is served, forgotten or returns meanwhile, also if sequences are served out of
+    order.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 6)
         policy, ranks = Fair({"3": 5.0}), {}
-        for key, priority, size, waits in events:
-            seq = sequence(str(key), priority, size=size)
+        for account, priority, size, waits in events:
+            seq = sequence(str(account), priority, size=size)
             group = policy.group(seq)
             if waits and group not in ranks:
                 policy.arrived(group)
@@ -217,7 +220,7 @@ def test_rank_of_a_waiting_key_never_falls(events):
                 ranks[waiting] = policy.rank(waiting)
 
 
-def test_a_policy_of_ones_own():
+def test_own_policy_is_imported_with_weights():
     """package.module:Class is imported and given the weights."""
     policy = make_policy(f"{__name__}:Own", {"a": 2.0})
     assert isinstance(policy, Own)
@@ -229,8 +232,33 @@ class Own(FirstComeFirstServed):
         self.weights = weights
 
 
-def test_the_policy_of_the_docs(tmp_path, monkeypatch):
-    """A module in the current folder is found, also where Python would not look there."""
+class OldName(FirstComeFirstServed):
+    """A policy written for earlier versions."""
+
+    def urgency(self, seq) -> int:
+        return 7
+
+
+class BothNames(OldName):
+    """A policy for earlier and present versions."""
+
+    def effective_priority(self, seq) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "priority", "num_warnings"), [(Own, 1, 0), (OldName, 7, 1), (BothNames, 5, 0)]
+)
+def test_own_policy_may_define_urgency(policy, priority, num_warnings, caplog):
+    """The old name of ``effective_priority`` works, with a warning."""
+    made = make_policy(f"{__name__}:{policy.__name__}", {})
+    assert made.effective_priority(sequence()) == priority
+    warnings = [r.message for r in caplog.records if "urgency is deprecated" in r.message]
+    assert len(warnings) == num_warnings
+
+
+def test_policy_of_docs_sorts_by_length(tmp_path, monkeypatch):
+    """A module in the current folder is found, although Python would not search there."""
     page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
     (example,) = (
         block
@@ -249,7 +277,7 @@ def test_the_policy_of_the_docs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["unfair", "no.such.module:Class", f"{__name__}:Nobody", ":"])
-def test_a_policy_that_is_not_there(name):
+def test_unknown_policy_raises_startup_error(name):
     """One line that names the setting and the value."""
     with pytest.raises(
         StartupError, match=r"scheduler\.policy must be fair, priority, fcfs or package"
@@ -263,12 +291,10 @@ def test_a_policy_that_is_not_there(name):
         max_size=40,
     )
 )
-def test_nobody_is_lost_or_served_twice(events):
-    """Whatever comes, goes and comes back: the queue gives out exactly those who wait, and its
-    length is right.
-    """
+def test_queue_returns_each_waiting_sequence_once(events):
+    """Whatever arrives, leaves and returns. The length of the queue is right, too."""
     waiting, inside, served = Waiting(Fair({})), set(), []
-    for key, priority, take in events:
+    for account, priority, take in events:
         if take and inside:
             seq = waiting.head(0.0)
             assert seq in inside
@@ -277,7 +303,7 @@ def test_nobody_is_lost_or_served_twice(events):
             inside.discard(seq)
             served.append(seq)
         else:
-            seq = served.pop() if take and served else sequence(key, priority)
+            seq = served.pop() if take and served else sequence(account, priority)
             waiting.push(seq)
             inside.add(seq)
         assert len(waiting) == len(inside)
@@ -287,19 +313,19 @@ def test_nobody_is_lost_or_served_twice(events):
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), min_size=30, max_size=60))
-def test_counters_of_backlogged_keys_stay_close(sizes):
-    """While both wait, virtual counters differ by what one admission costs, at most (theorem 4.1 of
-    the paper).
+def test_counters_of_waiting_accounts_stay_close(sizes):
+    """While both wait, the counters differ by at most the cost of one admission (theorem 4.1 of the
+    paper).
     """
     policy = Fair({})
     waiting = Waiting(policy)
-    for key, size in sizes:
-        waiting.push(sequence(key, size=size))
-    left = {key: sum(k == key for k, _ in sizes) for key in "ab"}
+    for account, size in sizes:
+        waiting.push(sequence(account, size=size))
+    left = {account: sum(k == account for k, _ in sizes) for account in "ab"}
     while all(left.values()):
         seq = waiting.head(0.0)
         waiting.take(seq)
         policy.served(seq, seq.num_prompt_tokens, 0)
-        left[seq.request.key] -= 1
-        a, b = (policy.counters[Priority.NORMAL, key] for key in "ab")
+        left[seq.request.account] -= 1
+        a, b = (policy.counters[Priority.NORMAL, account] for account in "ab")
         assert abs(a - b) <= 50

@@ -1,4 +1,4 @@
-"""What is computed in each step and for whom; told by the batches that reach the fake backend."""
+"""What each step computes, and for which requests, as the batches that reach the fake backend."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from cllm.core.sequence import Sequence, Status
 from cllm.engine.commands import Add
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS, Ledger
 from cllm.scheduler.policy import make_policy
+from cllm.scheduler.report import collect_stats
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 
 LONG = list(range(100, 140))
 
 
 def make_scheduler(max_num_batched_tokens: int) -> Scheduler:
-    """Two sequences of up to 8 tokens."""
+    """Return a scheduler for two sequences of up to 8 tokens."""
     params = SchedulerParams(max_num_batched_tokens=max_num_batched_tokens)
     return Scheduler(Ledger(16, 8, 2), params, [], make_policy("fair", {}))
 
 
-def test_continuous_batching(fake_engine):
-    """A finished row leaves, and a waiting sequence takes its seq_id in the next step; nobody waits
-    for a batch.
-    """
+def test_waiting_sequence_takes_finished_ones_seq_id(fake_engine):
+    """In the next step. No sequence waits for a batch to end."""
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
     for name, max_tokens in (("A", 2), ("B", 4), ("C", 2)):
         engine.add(name, [1, 2, 3], max_tokens=max_tokens)
@@ -40,27 +39,27 @@ def test_continuous_batching(fake_engine):
     ]
 
 
-def test_a_seq_id_is_free_in_the_step_of_the_last_token(fake_engine):
-    """A sequence gives its seq_id and cells back in the step that samples its last token."""
+def test_seq_id_is_free_after_step_of_last_token(fake_engine):
+    """The sequence releases its seq_id and cells in the step that samples its last token."""
     engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=16)
     engine.add("A", [1, 2, 3], max_tokens=1)
     engine.add("B", [4, 5, 6], max_tokens=1)
     assert engine.step() == "A.0 0+3 sample"
-    assert engine.ledger.seq_ids.num_free == 1
-    assert engine.ledger.cells.num_held == 0
+    assert engine.kv_cache.seq_ids.num_free == 1
+    assert engine.kv_cache.cells.num_held == 0
     assert engine.step() == "B.0 0+3 sample"
     assert engine.step() == ""
 
 
-def test_a_prompt_enters_in_chunks(fake_engine):
-    """A prompt longer than a step takes several; only the last chunk is sampled."""
+def test_long_prompt_is_computed_in_chunks(fake_engine):
+    """A prompt longer than a step takes several. Only the last chunk is sampled."""
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
     engine.add("A", LONG, max_tokens=1)
     assert engine.finish() == ["A.0 0+16", "A.0 16+16", "A.0 32+8 sample"]
     assert engine.tokens("A") == [140]
 
 
-def test_what_a_prompt_leaves_of_a_step_is_the_next_ones(fake_engine):
+def test_step_is_filled_with_prompts_in_order_of_arrival(fake_engine):
     """A step is filled to the last token, in order of arrival."""
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=16)
     for name in "ABC":
@@ -68,20 +67,20 @@ def test_what_a_prompt_leaves_of_a_step_is_the_next_ones(fake_engine):
     assert engine.finish() == ["A.0 0+10 sample | B.0 0+6", "B.0 6+4 sample | C.0 0+10 sample"]
 
 
-def test_decoding_goes_before_prompts(fake_engine):
-    """Who decodes has a row in every step; prompts get what is left."""
+def test_decoding_sequences_get_rows_before_prompts(fake_engine):
+    """A decoding sequence has a row in every step. Prompts get the rest."""
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=8)
     engine.add("A", [1, 2], max_tokens=3)
     engine.step()
     engine.add("B", LONG, max_tokens=1)
     assert engine.step() == "A.0 2+1 sample | B.0 0+7"
     assert engine.step() == "A.0 3+1 sample | B.0 7+7"
-    assert engine.step() == "B.0 14+8", "alone again, it has the whole step"
+    assert engine.step() == "B.0 14+8", "without decoding sequences, B has the whole step"
 
 
-def test_prompts_get_what_keeps_the_latency_target(fake_engine):
-    """Beside decoding rows a prompt gets the tokens that fit into the target, by the costs of the
-    steps before.
+def test_prompts_respect_latency_target(fake_engine):
+    """While sequences decode, a prompt gets the tokens that fit into the target by the learned
+    costs.
     """
     costs = Costs(step=0.010, row=0.010, token=0.001)
     engine = fake_engine(max_num_batched_tokens=200, costs=costs, engine_target_itl=0.1)
@@ -89,20 +88,22 @@ def test_prompts_get_what_keeps_the_latency_target(fake_engine):
     for _ in range(40):
         engine.step()
     engine.add("B", [2] * 400, max_tokens=1)
-    begun, chunks = engine.now, []
+    started, chunks = engine.now, []
     while "B.0" not in engine.ends():
         chunks.append(engine.step())
-        assert engine.now - begun <= 0.102, chunks
-        begun = engine.now
-    assert len(chunks) <= 10, "what fits is given"
+        assert engine.now - started <= 0.102, chunks
+        started = engine.now
+    assert len(chunks) <= 10, "the target time is used"
     engine.abort("A")
     engine.add("C", [3] * 400, max_tokens=1)
-    assert engine.finish() == ["C.0 0+200", "C.0 200+200 sample"], "nobody decodes: full chunks"
+    assert engine.finish() == ["C.0 0+200", "C.0 200+200 sample"], (
+        "full chunks, because no sequence decodes"
+    )
 
 
-def test_prompts_that_come_together_are_not_all_computed_together(fake_engine):
-    """Two of them are enough for an efficient step; more would only have their first token with the
-    last of them.
+def test_step_computes_no_more_prompts_than_efficient(fake_engine):
+    """Two of these prompts make an efficient step. With more, all would get their first token when
+    the last one does.
     """
     engine = fake_engine(
         max_num_batched_tokens=400, costs=Costs(step=0.004, row=0.001, token=0.001)
@@ -115,10 +116,8 @@ def test_prompts_that_come_together_are_not_all_computed_together(fake_engine):
     assert engine.step() == "B.0 60+1 sample | C.0 60+1 sample | D.0 0+60 sample | E.0 0+60 sample"
 
 
-def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
-    """If the decoding rows alone take longer than the target, prompts still get a tile of
-    tokens.
-    """
+def test_prompts_progress_if_target_cannot_be_met(fake_engine):
+    """If the decoding rows alone take longer than the target, prompts still get a tile of tokens."""
     engine = fake_engine(
         max_num_batched_tokens=200, costs=Costs(step=1, row=1, token=1), engine_target_itl=0.5
     )
@@ -129,8 +128,8 @@ def test_a_target_that_cannot_be_kept_lets_prompts_in(fake_engine):
     assert engine.step() == f"A.0 32+1 sample | B.0 0+{engine.backend.info.tile + 1}"
 
 
-def test_a_step_full_of_decoding_rows(fake_engine):
-    """As many tokens as seq_ids is enough: every running sequence gets its token."""
+def test_step_as_large_as_seq_ids_decodes_all_sequences(fake_engine):
+    """Every running sequence gets its token."""
     engine = fake_engine(max_num_seqs=3, max_num_batched_tokens=3, length=5)
     requests = [engine.add(name, [1, 2, 3, 4]) for name in "ABCD"]
     engine.finish()
@@ -138,7 +137,7 @@ def test_a_step_full_of_decoding_rows(fake_engine):
 
 
 def test_rows_are_sorted_by_seq_id(fake_engine):
-    """A batch lists its rows by seq_id, whoever came first."""
+    """Whichever sequence arrived first."""
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=16)
     engine.add("A", [1, 2], max_tokens=1)
     engine.add("B", [1, 2], max_tokens=4)
@@ -148,7 +147,7 @@ def test_rows_are_sorted_by_seq_id(fake_engine):
     assert engine.backend.seq_ids[-1] == [0, 1]
 
 
-def test_max_tokens(fake_engine):
+def test_max_tokens_ends_sequence_with_length(fake_engine):
     """As many tokens as asked for, and the reason is length."""
     engine = fake_engine(length=9)
     engine.add("A", [1], max_tokens=3)
@@ -157,10 +156,8 @@ def test_max_tokens(fake_engine):
     assert engine.ends() == {"A.0": "length"}
 
 
-def test_the_end_of_the_context(fake_engine):
-    """Prompt and output together fill the context and no more, also where more tokens were asked
-    for.
-    """
+def test_context_length_limits_prompt_and_output(fake_engine):
+    """Also if more tokens were requested."""
     engine = fake_engine(context_length=16, length=99)
     for name, size in (("A", 10), ("B", 15)):
         engine.add(name, LONG[:size], max_tokens=50)
@@ -169,18 +166,16 @@ def test_the_end_of_the_context(fake_engine):
     assert engine.ends() == {"A.0": "length", "B.0": "length"}
 
 
-def test_a_prompt_that_can_never_fit(fake_engine):
-    """It ends in an error before anything is leased, although whoever sent it should have
-    checked.
-    """
+def test_prompt_that_can_never_fit_ends_with_error(fake_engine):
+    """Before anything is leased, although the sender should have checked it."""
     engine = fake_engine(context_length=16)
     request = Request("A", LONG[:16], SamplingParams(n=2))
     assert [output.finish for output in engine.engine.handle(Add(request))] == ["error", "error"]
     assert not engine.scheduler.has_work()
 
 
-def test_the_model_ends(fake_engine):
-    """The token that means "end" ends the sequence; it is counted, but it is no text."""
+def test_end_token_ends_sequence(fake_engine):
+    """It is counted, but it is not text."""
     engine = fake_engine(length=2)
     engine.add("A", [1])
     engine.finish()
@@ -191,8 +186,8 @@ def test_the_model_ends(fake_engine):
     ]
 
 
-def test_ignore_eos(fake_engine):
-    """Who ignores the end goes on behind it, up to max_tokens."""
+def test_ignore_eos_continues_after_end_token(fake_engine):
+    """Up to max_tokens."""
     engine = fake_engine(length=2)
     engine.add("A", [1], ignore_eos=True, max_tokens=5)
     engine.finish()
@@ -200,8 +195,8 @@ def test_ignore_eos(fake_engine):
     assert engine.ends() == {"A.0": "length"}
 
 
-def test_stop_tokens(fake_engine):
-    """A request's own stop token ends it, and is no text either."""
+def test_stop_token_ends_sequence(fake_engine):
+    """It is not text either."""
     engine = fake_engine(length=9)
     engine.add("A", [1], stop_token_ids=(4,))
     engine.finish()
@@ -210,14 +205,14 @@ def test_stop_tokens(fake_engine):
     assert not engine.outputs[-1].is_text
 
 
-def test_parking_takes_from_the_tail(fake_engine):
-    """When the pool is short, those who came last are parked, one by one; everyone ends with the
-    right text.
+def test_sequences_are_parked_from_tail(fake_engine):
+    """When the pool is short, the last arrivals are parked, one by one. All end with the right
+    text.
     """
     engine = fake_engine(
         context_length=40, num_cells=60, max_num_seqs=4, max_num_batched_tokens=32, length=25
     )
-    engine.scheduler.expected.output = 4
+    engine.scheduler.length_estimates.output = 4
     requests = [engine.add(name, LONG[:4], max_tokens=24) for name in "ABCD"]
     running = ["ABCD"]
     while engine.scheduler.has_work():
@@ -227,21 +222,21 @@ def test_parking_takes_from_the_tail(fake_engine):
         if names != running[-1]:
             running.append(names)
     assert running == ["ABCD", "ABC", "AB", "CD", "D"]
-    assert engine.scheduler.num_parked == 2
+    assert engine.scheduler.statistics.num_parked == 2
     assert [engine.tokens(r.request_id) for r in requests] == [
         engine.right_tokens(r) for r in requests
     ]
     assert list(engine.ends()) == ["A.0", "B.0", "C.0", "D.0"]
 
 
-def test_a_sequence_that_is_parked_in_a_step_gets_no_row_in_it(fake_engine):
+def test_sequence_parked_in_step_gets_no_row(fake_engine):
     """An interactive prompt takes the cells of a batch prompt that was to be served in the same
     step.
     """
     engine = fake_engine(
         context_length=64, max_num_seqs=8, max_num_batched_tokens=9, num_cells=277, length=60
     )
-    engine.scheduler.expected.output = 8.0
+    engine.scheduler.length_estimates.output = 8.0
     for i in range(6):
         engine.add(f"D{i}", [10 * i] * 2, max_tokens=55, ignore_eos=True)
     for _ in range(4):
@@ -251,23 +246,23 @@ def test_a_sequence_that_is_parked_in_a_step_gets_no_row_in_it(fake_engine):
         engine.step()
     requests.append(engine.add("A", [200] * 38, priority=Priority.INTERACTIVE, max_tokens=3))
     engine.finish()
-    assert engine.scheduler.num_parked > 0
+    assert engine.scheduler.statistics.num_parked > 0
     assert set(engine.ends().values()) == {"length"}
     assert [engine.tokens(r.request_id) for r in requests] == [
         engine.right_tokens(r) for r in requests
     ]
 
 
-def test_a_parked_sequence_keeps_its_turn(fake_engine):
-    """It waits at the head of the queue, before those who never ran."""
+def test_parked_sequence_waits_at_head_of_queue(fake_engine):
+    """Before sequences that have never run."""
     engine = fake_engine(
         context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30
     )
-    engine.scheduler.expected.output = 1
+    engine.scheduler.length_estimates.output = 1
     engine.add("A", LONG[:18], max_tokens=20)
     engine.add("B", LONG[18:36], max_tokens=20)
     engine.add("C", [1, 2], max_tokens=1)
-    while not engine.scheduler.num_parked:
+    while not engine.scheduler.statistics.num_parked:
         engine.step()
     assert engine.scheduler.waiting.head(0).request.request_id == "B"
     assert engine.scheduler.waiting.head(0).status is Status.PARKED
@@ -275,20 +270,20 @@ def test_a_parked_sequence_keeps_its_turn(fake_engine):
     assert engine.tokens("B") == list(range(136, 156))
 
 
-def test_admission_leaves_room_for_the_running(fake_engine):
-    """A prompt that would fit only by stopping others from decoding waits."""
+def test_admission_leaves_cells_for_running_sequences(fake_engine):
+    """A prompt waits if it would fit only by parking decoding sequences."""
     engine = fake_engine(
         context_length=32, num_cells=32, max_num_seqs=2, max_num_batched_tokens=32, length=4
     )
     engine.add("A", LONG[:20])
     engine.add("B", LONG[20:36], max_tokens=1)
     steps = engine.finish()
-    assert engine.scheduler.num_parked == 0
-    assert steps[5] == "B.0 0+16 sample", "B came when A had gone"
+    assert engine.scheduler.statistics.num_parked == 0
+    assert steps[5] == "B.0 0+16 sample", "B is admitted after A has ended"
 
 
-def test_abort_while_waiting(fake_engine):
-    """Who waits is taken out of the queue; the others keep their places."""
+def test_abort_removes_waiting_sequence(fake_engine):
+    """The others keep their positions."""
     engine = fake_engine(max_num_seqs=1)
     for name in "ABC":
         engine.add(name, [1], max_tokens=2)
@@ -300,19 +295,19 @@ def test_abort_while_waiting(fake_engine):
     assert engine.ends() == {"B.0": "abort", "A.0": "length", "C.0": "length"}
 
 
-def test_abort_in_the_middle_of_a_prompt(fake_engine):
-    """Its seq_id and cells are free at once; the chunks computed so far serve as a prefix."""
+def test_abort_during_prefill_keeps_computed_prefix(fake_engine):
+    """Its seq_id and cells are free immediately, and the computed chunks serve as a prefix."""
     engine = fake_engine(max_num_seqs=1, max_num_batched_tokens=18)
     engine.add("A", LONG, max_tokens=2)
     engine.step()
     engine.abort("A")
-    assert str(engine.ledger) == "<Ledger 1024: held 0 idle 18 free 1006>"
+    assert str(engine.kv_cache) == "<Ledger 1024: held 0 idle 18 free 1006>"
     engine.add("B", LONG, max_tokens=1)
     assert engine.step() == "B.0 18+18"
 
 
-def test_abort_while_decoding(fake_engine):
-    """The next step is computed without it, and no token of it comes after the abort."""
+def test_abort_ends_decoding_sequence(fake_engine):
+    """The next step is computed without it, and no token of it follows."""
     engine = fake_engine(max_num_seqs=2)
     engine.add("A", [1])
     engine.add("B", [1], max_tokens=3)
@@ -324,7 +319,7 @@ def test_abort_while_decoding(fake_engine):
     assert engine.outputs[-2].finish == "abort"
 
 
-def test_abort_one_of_several(fake_engine):
+def test_abort_with_index_ends_only_that_sequence(fake_engine):
     """With an index only that sequence ends."""
     engine = fake_engine(max_num_seqs=2, length=3)
     engine.add("A", [1], n=3)
@@ -336,8 +331,8 @@ def test_abort_one_of_several(fake_engine):
     assert engine.tokens("A", 0) == [2, 3, 4, 256]
 
 
-def test_abort_of_nobody(fake_engine):
-    """A request that is unknown, or has ended, is not there to be ended."""
+def test_abort_of_unknown_request_does_nothing(fake_engine):
+    """Or of one that has ended."""
     engine = fake_engine(length=1)
     engine.add("A", [1])
     engine.finish()
@@ -345,8 +340,8 @@ def test_abort_of_nobody(fake_engine):
     assert engine.abort("B") == []
 
 
-def test_an_idle_prefix_is_reused(fake_engine):
-    """The second turn of a chat computes what the first one did not, and says how much it found."""
+def test_idle_prefix_is_reused(fake_engine):
+    """The second turn of a chat computes only its new tokens, and reports how many were cached."""
     engine = fake_engine(length=3)
     first = engine.add("A", LONG)
     engine.finish()
@@ -356,7 +351,7 @@ def test_an_idle_prefix_is_reused(fake_engine):
     assert engine.outputs[-1].num_cached_tokens == 43
 
 
-def test_a_short_prefix_is_computed_again(fake_engine):
+def test_prefix_below_min_shared_tokens_is_recomputed(fake_engine):
     """Fewer than MIN_SHARED_TOKENS common tokens are not looked for."""
     engine = fake_engine(length=1)
     engine.add("A", LONG[: MIN_SHARED_TOKENS - 1])
@@ -366,8 +361,8 @@ def test_a_short_prefix_is_computed_again(fake_engine):
     assert engine.outputs[-1].num_cached_tokens == 0
 
 
-def test_a_running_prefix_is_shared(fake_engine):
-    """What a running sequence has computed is copied, not computed again, and counted as cached."""
+def test_prefix_of_running_sequence_is_shared(fake_engine):
+    """It is copied instead of computed again, and counts as cached."""
     engine = fake_engine(max_num_batched_tokens=64)
     engine.add("A", LONG, max_tokens=3)
     engine.step()
@@ -377,10 +372,8 @@ def test_a_running_prefix_is_shared(fake_engine):
     assert engine.outputs[-1].num_cached_tokens == 39
 
 
-def test_a_prefix_in_flight_is_computed_once(fake_engine):
-    """Those who arrive together with the same prefix wait for the first of them, and then go on
-    from there.
-    """
+def test_common_prefix_of_new_requests_is_computed_once(fake_engine):
+    """The first request computes it, and the others wait and continue from there."""
     engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=24)
     for name, own in zip("ABC", ([1, 2], [3], [4, 5, 6]), strict=True):
         engine.add(name, [*LONG, *own], max_tokens=1)
@@ -394,7 +387,7 @@ def test_a_prefix_in_flight_is_computed_once(fake_engine):
     assert [engine.tokens(name) for name in "ABCD"] == [[3], [4], [7], [8]]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(fake_engine):
+def test_short_prompt_does_not_wait_for_long_one(fake_engine):
     """Up to half of a step goes to prompts that are much shorter than what the first one lacks."""
     engine = fake_engine(context_length=200, max_num_seqs=4, max_num_batched_tokens=20)
     engine.add("long", [1] * 100, max_tokens=1)
@@ -404,21 +397,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(fake_engine):
     for i in range(9):
         engine.add(str(i), [3 + i] * 10, max_tokens=1)
     engine.step()
-    assert engine.step().startswith("long.0 41+10"), "and half of a step stays its own"
+    assert engine.step().startswith("long.0 41+10"), "the long prompt keeps half of the step"
 
 
-def test_first_come_first_served_parks_nobody(fake_engine):
-    """Without classes in the policy, nobody gives way to another class."""
+def test_fcfs_parks_no_sequence(fake_engine):
+    """Without classes in the policy, no sequence yields to another class."""
     engine = fake_engine(max_num_seqs=1, engine_policy="fcfs")
     engine.add("A", [1], priority=Priority.BATCH, max_tokens=5)
     engine.step()
     engine.add("B", [2], priority=Priority.INTERACTIVE, max_tokens=5)
     engine.finish()
-    assert engine.scheduler.num_parked == 0
+    assert engine.scheduler.statistics.num_parked == 0
 
 
-def test_a_lower_class_gives_its_cells(fake_engine):
-    """Who waits for cells, not for a seq_id, is let in by a lower class too."""
+def test_lower_class_yields_its_cells(fake_engine):
+    """Also to a sequence that waits for cells, not for a seq_id."""
     engine = fake_engine(context_length=100, num_cells=100, max_num_seqs=4, length=90)
     engine.add("A", [1] * 40, priority=Priority.BATCH, max_tokens=50)
     engine.step()
@@ -428,7 +421,7 @@ def test_a_lower_class_gives_its_cells(fake_engine):
     assert len(engine.tokens("A")) == 50
 
 
-def test_a_leader_that_goes_leaves_its_followers_to_themselves(fake_engine):
+def test_next_follower_computes_prefix_of_aborted_leader(fake_engine):
     """An abort of the one who computes the prefix lets the next one compute what is missing."""
     engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=16)
     for name in "ABC":
@@ -440,16 +433,16 @@ def test_a_leader_that_goes_leaves_its_followers_to_themselves(fake_engine):
     assert [engine.tokens(name) for name in "BC"] == [[67], [68]]
 
 
-def test_a_few_common_tokens_are_not_waited_for(fake_engine):
-    """Fewer than MIN_SHARED_TOKENS tokens are computed by everybody."""
+def test_sequences_do_not_wait_for_short_prefixes(fake_engine):
+    """Fewer than MIN_SHARED_TOKENS common tokens are computed by each sequence."""
     engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=64)
     for name in "AB":
         engine.add(name, [*LONG[: MIN_SHARED_TOKENS - 1], ord(name)], max_tokens=1)
     assert engine.finish() == ["A.0 0+16 sample | B.0 0+16 sample"]
 
 
-def test_several_answers_share_their_prompt(fake_engine):
-    """n sequences of a request compute its prompt once."""
+def test_sequences_of_one_request_share_prompt(fake_engine):
+    """The prompt is computed once."""
     engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=64)
     engine.add("A", LONG, max_tokens=2, n=3)
     assert engine.finish() == [
@@ -459,10 +452,8 @@ def test_several_answers_share_their_prompt(fake_engine):
     ]
 
 
-def test_state_that_cannot_be_trimmed_is_shared_through_checkpoints(fake_engine):
-    """Recurrent state: the leader stops where its followers leave it, and its state is saved
-    there.
-    """
+def test_recurrent_state_is_shared_through_checkpoints(fake_engine):
+    """The leader stops where its followers branch off, and its state is saved there."""
     engine = fake_engine(
         context_length=200,
         max_num_seqs=4,
@@ -480,11 +471,11 @@ def test_state_that_cannot_be_trimmed_is_shared_through_checkpoints(fake_engine)
     ]
     assert [engine.tokens(name) for name in "ABC"] == [[3], [4], [7]]
     engine.add("D", [*prefix, 1, 9], max_tokens=1)
-    assert engine.finish() == ["D.0 81+1 sample"], "the state at the end of a prompt was saved too"
+    assert engine.finish() == ["D.0 81+1 sample"], "the state at the end of a prompt is saved, too"
 
 
-def test_a_parked_sequence_goes_on_from_ram(fake_engine):
-    """Its cells are saved when they are taken, and loaded when it comes back: nothing is computed
+def test_parked_sequence_resumes_from_ram(fake_engine):
+    """Its cells are saved when they are needed, and loaded when it resumes, so nothing is computed
     twice.
     """
     options = {
@@ -494,10 +485,10 @@ def test_a_parked_sequence_goes_on_from_ram(fake_engine):
         "max_num_batched_tokens": 200,
     }
     engine = fake_engine(**options, length=150, engine_ram_cache_bytes=10_000)
-    engine.scheduler.expected.output = 4
+    engine.scheduler.length_estimates.output = 4
     requests = [engine.add("A", LONG, max_tokens=100), engine.add("B", [7] * 80, max_tokens=100)]
     engine.finish()
-    assert engine.scheduler.num_parked == 1
+    assert engine.scheduler.statistics.num_parked == 1
     assert any(isinstance(op, Save) for batch in engine.backend.batches for op in batch.operations)
     assert any(isinstance(op, Load) for batch in engine.backend.batches for op in batch.operations)
     assert sum(batch.num_tokens for batch in engine.backend.batches) == 40 + 80 + 2 * 99
@@ -506,28 +497,28 @@ def test_a_parked_sequence_goes_on_from_ram(fake_engine):
     ]
 
 
-def test_own_tokens_found_after_parking_are_not_cached_ones(fake_engine):
-    """num_cached_tokens goes to the bill: what a sequence computed itself before it was parked is
-    not part of it.
+def test_own_tokens_after_parking_do_not_count_as_cached(fake_engine):
+    """num_cached_tokens is reported to the client. It excludes what the sequence itself had
+    computed before it was parked.
     """
     engine = fake_engine(
         context_length=69, num_cells=69, max_num_seqs=2, max_num_batched_tokens=64, length=40
     )
-    engine.scheduler.expected.output = 4
+    engine.scheduler.length_estimates.output = 4
     engine.add("A", LONG[:20], max_tokens=16)
     engine.add("B", LONG[20:], max_tokens=18)
     engine.finish()
-    assert engine.scheduler.num_parked == 1
+    assert engine.scheduler.statistics.num_parked == 1
     assert {o.num_cached_tokens for o in engine.outputs} == {0}
 
 
-def test_stats(fake_engine):
+def test_stats_count_sequences_and_cells(fake_engine):
     """The gauges count what is there."""
     engine = fake_engine(context_length=64, max_num_seqs=2, length=1)
     for name in "ABC":
         engine.add(name, [1, 2, 3])
     engine.step()
-    stats = engine.scheduler.stats()
+    stats = collect_stats(engine.scheduler)
     assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_seq_ids) == (
         2,
         1,
@@ -536,7 +527,7 @@ def test_stats(fake_engine):
     )
     assert (stats.num_cells, stats.num_cells_held, stats.num_cells_idle) == (128, 6, 0)
     engine.finish()
-    stats = engine.scheduler.stats()
+    stats = collect_stats(engine.scheduler)
     assert (stats.num_running, stats.num_waiting, stats.num_seq_ids_in_use, stats.num_steps) == (
         0,
         0,
@@ -546,42 +537,42 @@ def test_stats(fake_engine):
     assert (stats.num_cells_held, stats.num_cells_idle) == (0, 8)
 
 
-def test_nothing_to_do():
+def test_schedule_returns_none_without_sequences():
     """Without sequences there is no batch."""
     assert make_scheduler(8).schedule(0.0) is None
 
 
 @pytest.mark.parametrize(
-    "crime",
+    "damage",
     [
-        lambda scheduler: scheduler.running.clear(),
-        lambda scheduler: setattr(scheduler.running[0], "status", Status.WAITING),
-        lambda scheduler: setattr(scheduler.running[0], "num_computed_tokens", 9),
-        lambda scheduler: setattr(scheduler.running[0], "seq_id", 1),
+        lambda scheduler: scheduler.running.remove(scheduler.running.tail),
+        lambda scheduler: setattr(next(iter(scheduler.running)), "status", Status.WAITING),
+        lambda scheduler: setattr(next(iter(scheduler.running)), "num_computed_tokens", 9),
+        lambda scheduler: setattr(next(iter(scheduler.running)), "seq_id", 1),
         lambda scheduler: setattr(scheduler.waiting.head(0), "seq_id", 0),
         lambda scheduler: setattr(scheduler.waiting.head(0), "status", Status.RUNNING),
         lambda scheduler: scheduler.waiting.remove(scheduler.waiting.head(0)),
         lambda scheduler: scheduler.deferred.follow(
-            scheduler.running[0], 3, scheduler.waiting.head(0)
+            next(iter(scheduler.running)), 3, scheduler.waiting.head(0)
         ),
         lambda scheduler: scheduler.deferred.reasons.update({scheduler.waiting.head(0): "nothing"}),
-        lambda scheduler: scheduler.ledger.hold(0, 1),
+        lambda scheduler: scheduler.kv_cache.hold(0, 1),
     ],
     ids=[
         "lost",
         "status",
         "computed",
         "not leased",
-        "waits with a lease",
-        "waits running",
+        "waiting with a lease",
+        "waiting but running",
         "not in the queue",
         "in two queues",
         "deferred for nothing",
-        "a cell too many",
+        "one cell too many",
     ],
 )
-def test_check_finds_every_crime(crime):
-    """Each law is broken by hand once, and noticed."""
+def test_check_detects_broken_invariants(damage):
+    """Each test case breaks one invariant."""
     scheduler = make_scheduler(4)
     for name in "ABC":
         scheduler.add(
@@ -589,7 +580,7 @@ def test_check_finds_every_crime(crime):
         )
     scheduler.update(scheduler.schedule(0.0), [], 1.0)
     scheduler.check()
-    crime(scheduler)
+    damage(scheduler)
     with pytest.raises(AssertionError):
         scheduler.check()
 
@@ -618,10 +609,8 @@ limits = st.fixed_dictionaries(
 
 @settings(max_examples=80)
 @given(limits, st.lists(st.one_of(arrivals, arrivals, aborts, steps, steps), max_size=14))
-def test_random_arrivals_and_aborts(fake_engine, limits, events):
-    """Whoever comes and goes: everything is given back, no step is too large, and every text is
-    right.
-    """
+def test_random_arrivals_and_aborts_leave_nothing(fake_engine, limits, events):
+    """All seq_ids and cells are released, no step is too large, and every text is right."""
     engine = fake_engine(context_length=40, **limits)
     requests, aborted = [], set()
     for event, what, options in events:
@@ -634,31 +623,29 @@ def test_random_arrivals_and_aborts(fake_engine, limits, events):
                 engine.step()
     engine.finish()
 
-    assert engine.ledger.seq_ids.num_leased == 0
-    assert engine.ledger.cells.num_held == 0
+    assert engine.kv_cache.seq_ids.num_leased == 0
+    assert engine.kv_cache.cells.num_held == 0
     assert all(0 < b.num_tokens <= limits["max_num_batched_tokens"] for b in engine.backend.batches)
     ends = engine.ends()
     for request in requests:
-        right = engine.right_tokens(request)
+        expected = engine.right_tokens(request)
         for index in range(request.params.n):
             name, tokens = request.request_id, engine.tokens(request.request_id, index)
             if (name, index) in aborted:
-                assert tokens == right[: len(tokens)]
+                assert tokens == expected[: len(tokens)]
                 assert ends[f"{name}.{index}"] == "abort"
             else:
-                assert tokens == right
-                assert ends[f"{name}.{index}"] == ("stop" if right[-1] == 256 else "length")
+                assert tokens == expected
+                assert ends[f"{name}.{index}"] == ("stop" if expected[-1] == 256 else "length")
     num_ends = sum(bool(output.finish) for output in engine.outputs)
     assert num_ends == len(ends) == sum(request.params.n for request in requests), (
-        "nobody ends twice or never"
+        "each sequence ends exactly once"
     )
 
 
 @given(limits, st.lists(st.integers(1, 30), min_size=2, max_size=6))
-def test_decoding_is_never_held_up(fake_engine, limits, lengths):
-    """A sequence that decodes gets a token in each step until it ends, unless it is preempted,
-    whatever arrives.
-    """
+def test_decoding_sequence_gets_token_in_each_step(fake_engine, limits, lengths):
+    """Until it ends, unless it is parked, whatever arrives."""
     engine = fake_engine(context_length=40, **limits)
     for i, length in enumerate(lengths):
         engine.add(str(i), [1] * length, max_tokens=5)
@@ -674,9 +661,9 @@ def test_decoding_is_never_held_up(fake_engine, limits, lengths):
         decoding = {seq for seq in engine.scheduler.running if seq.num_lacking_tokens == 1}
 
 
-def test_a_request_that_has_begun_does_not_time_out_in_the_queue(fake_engine):
-    """Its second choice waits for the prompt that the first computes, for longer than the first may
-    have waited.
+def test_queue_timeout_ends_when_first_sequence_starts(fake_engine):
+    """The second sequence waits for the prompt that the first one computes, for longer than
+    queue_timeout.
     """
     engine = fake_engine(
         max_num_batched_tokens=20, costs=Costs(step=1.0, row=0.0, token=0.0), max_num_seqs=1
@@ -688,10 +675,8 @@ def test_a_request_that_has_begun_does_not_time_out_in_the_queue(fake_engine):
     assert engine.ends() == {"A.0": "length", "A.1": "length", "B.0": "timeout"}
 
 
-def test_what_is_probably_cached_is_no_work_ahead(fake_engine):
-    """Forty that share a long prompt: once that is known, those who wait are not estimated as if
-    nothing were there.
-    """
+def test_estimated_wait_ignores_cached_tokens(fake_engine):
+    """For forty requests that share a long cached prompt."""
     costs = Costs(step=0.01, row=0.001, token=0.001)
     engine = fake_engine(
         context_length=2048, max_num_seqs=4, max_num_batched_tokens=512, costs=costs
@@ -703,20 +688,18 @@ def test_what_is_probably_cached_is_no_work_ahead(fake_engine):
     for i in range(40):
         engine.add(f"late{i}", [*shared, 100 + i], max_tokens=4)
     engine.step()
-    begun, stats = engine.now, engine.scheduler.stats()
+    started, stats = engine.now, collect_stats(engine.scheduler)
     assert 0 < stats.num_waiting_tokens <= 40
     engine.finish()
-    assert stats.waiting_seconds < 10 < 36 * 1.5, "what is cached costs nothing"
-    assert engine.now - begun < 1
-    assert engine.scheduler.stats().prompt_token_seconds < 0.1 * costs.token, (
-        "nor is the next who comes"
+    assert stats.waiting_seconds < 10 < 36 * 1.5, "cached tokens cost nothing"
+    assert engine.now - started < 1
+    assert collect_stats(engine.scheduler).prompt_token_seconds < 0.1 * costs.token, (
+        "the next request is also expected to be cached"
     )
 
 
-def test_who_has_waited_too_long_is_not_parked_again(fake_engine):
-    """A batch request among interactive ones that never end: once it has aged it runs to its
-    end.
-    """
+def test_aged_sequence_is_not_parked_again(fake_engine):
+    """A batch request among endless interactive ones runs to its end once it has aged."""
     engine = fake_engine(
         max_num_seqs=2, max_num_batched_tokens=40, costs=Costs(step=1.0, row=0.0, token=0.0)
     )
@@ -736,8 +719,8 @@ def test_who_has_waited_too_long_is_not_parked_again(fake_engine):
     assert engine.tokens("slow") == [10, 11, 12, 13, 14]
 
 
-def test_a_leader_is_as_urgent_as_who_follows_it(fake_engine):
-    """An interactive request behind a prefix that a batch one computes does not wait for other
+def test_leader_inherits_class_of_followers(fake_engine):
+    """An interactive request whose prefix a batch request computes does not wait for other
     interactive prompts.
     """
     engine = fake_engine(max_num_seqs=4, max_num_batched_tokens=20, context_length=256)
@@ -752,10 +735,8 @@ def test_a_leader_is_as_urgent_as_who_follows_it(fake_engine):
     assert order.index("urgent") <= 2, order
 
 
-def test_a_snapshot_that_does_not_fit_holds_up_nobody(fake_engine):
-    """The pool has room for the prompt but not for the long prefix that it would be loaded from: it
-    is computed.
-    """
+def test_prompt_is_computed_if_snapshot_does_not_fit(fake_engine):
+    """The pool has room for the prompt, but not for the long prefix from which it would be loaded."""
     engine = fake_engine(
         context_length=200,
         num_cells=260,
@@ -766,7 +747,7 @@ def test_a_snapshot_that_does_not_fit_holds_up_nobody(fake_engine):
     long = [(7 * i) % 250 for i in range(180)]
     engine.add("first", long, max_tokens=2)
     engine.finish()
-    engine.add("second", [5] * 190, max_tokens=2)  # takes the cells: the first is saved
+    engine.add("second", [5] * 190, max_tokens=2)  # takes the cells, so the first prefix is saved
     engine.finish()
     engine.add("running", [6] * 100, max_tokens=60, ignore_eos=True)
     engine.step()

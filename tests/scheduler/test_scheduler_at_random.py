@@ -1,5 +1,5 @@
-"""Whatever arrives in whatever order, every sequence gets the right text or a reason, and the laws
-always hold.
+"""Random requests: every sequence gets the expected text or a reason, and the invariants always
+hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from hypothesis.stateful import (
 import cllm.scheduler
 from cllm.backends.fake.backend import Faults
 from cllm.core.request import Priority, Request
-from cllm.kv_cache import ledger
+from cllm.kv_cache import layouts, ledger, model_state, snapshots
+from cllm.kv_cache.naive import NaiveCache
 
 CONTEXT = 64
 PROMPTS = st.sampled_from([1, 2, 7, 17, 30, 38, 50, 63])
@@ -35,18 +36,18 @@ OUTPUTS = st.sampled_from([0, 1, 2, 3, 20, 55, None])
 
 
 BOOKKEEPING = {str(path) for path in Path(cllm.scheduler.__path__[0]).glob("*.py")} | {
-    ledger.__file__
+    module.__file__ for module in (layouts, ledger, model_state, snapshots)
 }
 
 
 class Bug(Exception):
-    """What no code expects."""
+    """An exception that no code expects."""
 
 
 @contextmanager
-def bug_in_call(number: int) -> Iterator[None]:
-    """Let the ``number``-th call of a function of the scheduler or the ledger raise Bug instead of
-    doing anything.
+def raise_in_call(number: int) -> Iterator[None]:
+    """Make the ``number``-th call of a function of the scheduler or the KV cache raise Bug instead
+    of doing anything.
     """
 
     def trace(frame: FrameType, event: str, arg: object) -> None:
@@ -66,14 +67,15 @@ def bug_in_call(number: int) -> Iterator[None]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Sends more than the pool holds: sequences of all classes and lengths, that share prefixes,
-    expire, are aborted.
+    """Sends more than the pool holds: sequences of all classes and lengths that share prefixes,
+    expire, and are aborted.
 
-    The engine checks the conservation laws after every step; the fake backend raises an error if a
-    row or an operation does not fit what its cells hold.
+    The engine checks the conservation laws after every step. The fake backend raises an error if a
+    row or an operation does not match the contents of its cells.
     """
 
     options: ClassVar[dict] = {}
+    is_naive = False
     other_ends: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_talkers=st.integers(0, 7),
     )
     def start(self, num_cells: int, num_tokens: int, num_talkers: int) -> None:
-        """A pool and a step of some size, and sequences that decode for a long time."""
+        """Create an engine with a pool and a step of some size, and sequences that decode for long."""
         limits = {
             "context_length": CONTEXT,
             "max_num_seqs": 8,
@@ -96,8 +98,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         pool = {} if "max_num_seqs" in self.options else {"num_cells": num_cells}
         self.engine = FakeEngine(**limits | pool | self.options)
-        # far too little: more is admitted than fits
-        self.engine.scheduler.expected.size = lambda seq: seq.num_tokens
+        if self.is_naive:
+            cache = self.engine.scheduler.kv_cache
+            self.engine.scheduler.kv_cache = NaiveCache(
+                cache.cells.size, CONTEXT, cache.seq_ids.size, cache.layout
+            )
+        # far too low, so that more sequences are admitted than fit
+        self.engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens
         for _ in range(num_talkers):
             self.send([7 * len(self.requests)] * 2)
 
@@ -111,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size=PROMPTS,
         output=OUTPUTS,
         priority=st.sampled_from(Priority),
-        key=st.sampled_from("ab"),
+        account=st.sampled_from("ab"),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         begin=st.integers(0, 9),
         queue_timeout=st.sampled_from([None, None, None, 3.0]),
@@ -122,18 +129,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         size: int,
         output: int | None,
         priority: Priority,
-        key: str,
+        account: str,
         n: int,
         begin: int,
         queue_timeout: float | None,
         prompt_logprobs: int | None,
     ) -> None:
-        """A request whose prompt may begin like that of an earlier one."""
+        """Send a request whose prompt may begin like that of an earlier one."""
         before = [*self.requests.values()][-begin].prompt if 0 < begin <= len(self.requests) else []
         prompt = [*before, *(len(self.requests) + i for i in range(CONTEXT))][:size]
         self.send(
             prompt,
-            key=key,
+            account=account,
             priority=priority,
             n=n,
             max_tokens=output,
@@ -171,17 +178,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if request.params.max_tokens is None
                 else min(space, request.params.max_tokens)
             )
-            right = [(request.prompt[-1] + 1 + i) % 256 for i in range(limit)]
+            expected = [(request.prompt[-1] + 1 + i) % 256 for i in range(limit)]
             for index in range(request.params.n):
                 tokens, end = self.engine.tokens(name, index), ends[f"{name}.{index}"]
-                assert tokens == right[: len(tokens)], f"{name}.{index} has a wrong text"
-                assert end != "length" or len(tokens) == len(right), (
+                assert tokens == expected[: len(tokens)], f"{name}.{index} has a wrong text"
+                assert end != "length" or len(tokens) == len(expected), (
                     f"{name}.{index} ended too early"
                 )
                 assert end in ("length", "abort", "timeout", *self.other_ends), end
                 assert end != "abort" or name in self.aborted
                 assert end != "timeout" or request.queue_timeout is not None
-        assert self.engine.scheduler.ledger.cells.num_held == 0
+        assert self.engine.scheduler.kv_cache.cells.num_held == 0
 
 
 class FaultyMachine(SchedulerMachine):
@@ -200,7 +207,7 @@ class FaultyMachine(SchedulerMachine):
 
     @rule(number=st.integers(1, 60))
     def step_with_a_bug(self, number: int) -> None:
-        with bug_in_call(number):
+        with raise_in_call(number):
             outputs = self.engine.engine.step()
         self.engine.outputs += outputs
         self.engine.scheduler.check()
@@ -217,22 +224,28 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_overcommitted_pool_keeps_every_law(layout: str) -> None:
+def test_overcommitted_pool_keeps_invariants(layout: str) -> None:
     machine = type("Machine", (SchedulerMachine,), {"options": LAYOUTS[layout]})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
 
 
-def test_an_exception_ends_the_sequences_involved_and_the_engine_goes_on() -> None:
+@pytest.mark.parametrize("layout", ["unified", "partitioned"])
+def test_scheduler_works_with_naive_cache(layout: str) -> None:
+    machine = type("Machine", (SchedulerMachine,), {"options": LAYOUTS[layout], "is_naive": True})
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=30))
+
+
+def test_exceptions_end_only_sequences_involved() -> None:
     run_state_machine_as_test(
         FaultyMachine, settings=settings(max_examples=40, stateful_step_count=30)
     )
 
 
-def test_a_pool_that_runs_out_while_prompts_of_two_classes_are_computed() -> None:
-    """Sequences that decode take the last cells in a step that was to serve an interactive and a
-    batch prompt.
+def test_pool_runs_out_during_prompts_of_two_classes() -> None:
+    """Decoding sequences take the last cells in a step that was to serve an interactive and a batch
+    prompt.
 
-    It takes many tries to hit such a step, so the numbers come from seeds.
+    Such a step is rare, so the numbers come from many seeds.
     """
     for seed in range(200):
         random = Random(seed)
@@ -246,8 +259,8 @@ def test_a_pool_that_runs_out_while_prompts_of_two_classes_are_computed() -> Non
         engine = FakeEngine(
             **limits, max_num_batched_tokens=num_tokens, num_cells=max(CONTEXT + 1, num_cells)
         )
-        # far too little: more is admitted than fits
-        engine.scheduler.expected.size = lambda seq: seq.num_tokens
+        # far too low, so that more sequences are admitted than fit
+        engine.scheduler.length_estimates.estimate_length = lambda seq: seq.num_tokens
         requests = [engine.add(f"T{i}", [7 * i] * 2, ignore_eos=True) for i in range(num_talkers)]
         for _ in range(before):
             engine.step()

@@ -1,4 +1,4 @@
-"""Guesses change the speed, never the text."""
+"""Speculation changes the speed, never the text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cllm.scheduler.speculation import PromptLookup, Speculation
 from cllm.scheduler.step_cost import StepCost
 
 CHEAP_ROWS = Costs(step=0.010, row=0.0005, token=0.0005)
-DEAR_ROWS = Costs(step=0.001, row=0.010, token=0.001)
-# the fake counts on, so it goes on as it did before
+EXPENSIVE_ROWS = Costs(step=0.001, row=0.010, token=0.001)
+# the fake backend counts on, so its output repeats the prompt
 REPEATING = [*range(10, 40), 7, *range(10, 12)]
 
 
@@ -24,7 +24,7 @@ def sequence(tokens: list[int], **params) -> Sequence:
     return Sequence(Request("A", tokens, SamplingParams(**params)), 0, 0, 1000)
 
 
-def test_lookup_finds_what_followed():
+def test_lookup_returns_tokens_after_last_match():
     """The longest n-gram counts, and its last occurrence."""
     lookup = PromptLookup()
     seq = sequence([1, 2, 3, 4, 9, 1, 2])
@@ -35,22 +35,20 @@ def test_lookup_finds_what_followed():
     assert lookup.draft({seq: 2}) == {}
 
 
-def test_lookup_prefers_the_longer_match():
-    """Four tokens that agree say more than two."""
+def test_lookup_prefers_longer_match():
+    """Four matching tokens predict better than two."""
     seq = sequence([1, 2, 3, 4, 50, 9, 3, 4, 60, 1, 2, 3, 4])
     assert PromptLookup().draft({seq: 1}) == {seq: (50,)}
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
-def test_lookup_is_what_a_search_finds(tokens, count):
-    """The index that grows token by token finds the last occurrence that a search from the end
-    finds.
-    """
+def test_lookup_equals_search_from_end(tokens, count):
+    """The index grows token by token and finds the same occurrence as a search from the end."""
     lookup, seq = PromptLookup(), sequence(tokens[:2])
     for token in tokens[2:]:
         seq.append(token)
         found = lookup.draft({seq: count}).get(seq, ())
-        expected = ()
+        expected: tuple[int, ...] = ()
         for size in PromptLookup.SIZES:
             ends = [
                 e
@@ -75,34 +73,36 @@ def run(
     return engine
 
 
-def test_right_guesses_save_steps(fake_engine):
-    """A text that repeats needs fewer steps and less time, and is the same."""
+def test_accepted_draft_tokens_save_steps(fake_engine):
+    """A repetitive text needs fewer steps and less time, and is the same."""
     off, on = (run(fake_engine, how, [REPEATING]) for how in ("off", "prompt_lookup"))
     assert on.tokens("0") == off.tokens("0")
-    assert on.scheduler.num_accepted > 10
+    assert on.scheduler.statistics.num_accepted > 10
     assert on.now < off.now / 1.5
-    assert on.ledger.cells.num_held == 0
+    assert on.kv_cache.cells.num_held == 0
 
 
 @pytest.mark.parametrize(
     "params", [{"temperature": 3.0, "seed": 5}, {"temperature": 1.0, "seed": 6, "top_k": 3}, {}]
 )
 @pytest.mark.parametrize("prompts", [[REPEATING], [REPEATING, [1, 2, 3, 1, 2], [5] * 9]])
-def test_the_text_is_the_same(fake_engine, params, prompts):
-    """Also where guesses are wrong and sampling is random: each position draws its own number."""
+def test_speculation_keeps_text(fake_engine, params, prompts):
+    """Also when draft tokens are rejected and sampling is random, because each position has its own
+    random number.
+    """
     off, on = (
         run(fake_engine, how, prompts, ignore_eos=True, **params)
         for how in ("off", "prompt_lookup")
     )
-    assert on.scheduler.num_guesses > 0
+    assert on.scheduler.statistics.num_guesses > 0
     for i in range(len(prompts)):
         assert on.tokens(str(i)) == off.tokens(str(i))
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0, "seed": 5}, {}])
-def test_guesses_change_no_text_of_a_loose_grammar(fake_engine, params):
-    """A guess that the grammar refuses is wrong; and what is guessed behind it does not move the
-    grammar.
+def test_speculation_keeps_text_of_loose_grammar(fake_engine, params):
+    """A draft token that the grammar forbids is rejected, and the tokens after it do not advance
+    the grammar.
     """
     # every x is followed by !
     grammar = 'start: (shout "!")* rest\nshout[lazy]: /(?s:.*)x/\nrest: /(?s:.*)/'
@@ -119,12 +119,12 @@ def test_guesses_change_no_text_of_a_loose_grammar(fake_engine, params):
     off, on = engines
     assert on.tokens("A") == off.tokens("A")
     assert bytes(on.tokens("A")).count(b"x!") > 2
-    assert 10 < on.scheduler.num_accepted < on.scheduler.num_guesses
+    assert 10 < on.scheduler.statistics.num_accepted < on.scheduler.statistics.num_guesses
 
 
-def test_an_end_among_the_guesses(fake_engine):
-    """A stop token, the end of the model or max_tokens in the middle of right guesses ends the text
-    there.
+def test_text_can_end_within_draft(fake_engine):
+    """A stop token, the end token or max_tokens ends the text in the middle of accepted draft
+    tokens.
     """
     for params in ({"stop_token_ids": (20,)}, {"max_tokens": 7}, {"max_tokens": 1}):
         off, on = (run(fake_engine, how, [REPEATING], **params) for how in ("off", "prompt_lookup"))
@@ -132,26 +132,26 @@ def test_an_end_among_the_guesses(fake_engine):
         assert on.ends() == off.ends()
 
 
-def test_what_was_guessed_is_a_prefix_for_the_next(fake_engine):
-    """After guesses, wrong ones too, the cells hold exactly the text: the next turn finds all of
-    it.
-    """
+def test_cells_after_speculation_serve_next_turn(fake_engine):
+    """The cells hold exactly the text, so the next turn finds all of it."""
     engine = run(fake_engine, "prompt_lookup", [REPEATING], stop_token_ids=(30,))
     engine.add("next", [*REPEATING, *engine.tokens("0"), 9], max_tokens=1)
     assert engine.finish() == [f"next.0 {len(REPEATING) + 19}+1 sample"], (
-        "the last token was a right guess"
+        "the last token was an accepted draft token"
     )
 
 
-def test_no_guesses_where_rows_are_dear(fake_engine):
-    """If a row costs as much as a step, guessing does not pay, and ends."""
-    off, on = (run(fake_engine, how, [REPEATING], DEAR_ROWS) for how in ("off", "prompt_lookup"))
+def test_no_draft_if_rows_are_expensive(fake_engine):
+    """If a row costs as much as a step, speculation does not help and stops."""
+    off, on = (
+        run(fake_engine, how, [REPEATING], EXPENSIVE_ROWS) for how in ("off", "prompt_lookup")
+    )
     assert on.now <= off.now * 1.02
-    assert on.scheduler.num_guesses <= 20
+    assert on.scheduler.statistics.num_guesses <= 20
 
 
-def test_no_guesses_while_others_wait(fake_engine):
-    """Rows are better used by those who wait."""
+def test_no_draft_while_requests_wait(fake_engine):
+    """Waiting requests make better use of the rows."""
     engine = fake_engine(
         costs=CHEAP_ROWS, max_num_seqs=2, length=60, engine_speculation="prompt_lookup"
     )
@@ -159,13 +159,13 @@ def test_no_guesses_while_others_wait(fake_engine):
         engine.add(str(i), [i, *REPEATING], max_tokens=10)
     while engine.scheduler.waiting:
         engine.step()
-        assert engine.scheduler.num_guesses == 0
+        assert engine.scheduler.statistics.num_guesses == 0
     engine.finish()
-    assert engine.scheduler.num_guesses > 0
+    assert engine.scheduler.statistics.num_guesses > 0
 
 
-def test_wrong_guesses_end():
-    """A sequence whose guesses are wrong is trusted with fewer, and soon with none."""
+def test_rejected_draft_tokens_reduce_drafting():
+    """A sequence whose draft tokens are rejected gets fewer of them, and soon none."""
     cost = StepCost(16)
     for rows in range(1, 8):
         cost.observe(rows, 0, 0.010 + 0.002 * rows)
@@ -176,21 +176,21 @@ def test_wrong_guesses_end():
         draft = speculation.propose([seq], cost, 100).get(seq, ())
         counts.append(len(draft))
         if draft:
-            speculation.verified(seq, len(draft), 0)
+            speculation.record_verification(seq, len(draft), 0)
     assert counts[0] >= 2
     assert sum(counts[20:]) <= 2
 
 
-def test_penalized_sequences_do_not_guess(fake_engine):
-    """A penalty depends on the tokens before it, so each position would have to wait for the one
-    before.
+def test_sequences_with_penalties_get_no_draft(fake_engine):
+    """A penalty depends on the previous tokens, so each position would have to wait for the one
+    before it.
     """
     on = run(fake_engine, "prompt_lookup", [REPEATING], repetition_penalty=1.1)
-    assert on.scheduler.num_guesses == 0
+    assert on.scheduler.statistics.num_guesses == 0
 
 
-def test_a_drafter_that_fails_costs_no_answer(fake_engine, caplog):
-    """Its guesses are done without from then on, and that is said once."""
+def test_failing_drafter_disables_speculation(fake_engine, caplog):
+    """Requests continue without it, and one message is logged."""
     engine = fake_engine(costs=CHEAP_ROWS, engine_speculation="prompt_lookup", length=20)
     calls = []
 
@@ -204,5 +204,5 @@ def test_a_drafter_that_fails_costs_no_answer(fake_engine, caplog):
     assert engine.tokens("A") == engine.right_tokens(request)
     assert len(calls) == 1
     assert [record.message for record in caplog.records] == [
-        "no more guesses, because the drafter failed: llama_decode returned -1"
+        "disabling speculation because the drafter failed: llama_decode returned -1"
     ]

@@ -1,5 +1,5 @@
-"""Servers as users start them: ``cllm serve`` in a process of its own, on a free port of the
-loopback.
+"""Servers started as users start them: ``cllm serve`` in a process of its own, on a free loopback
+port.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import openai
 import pytest
 from conftest import PATIENCE
 
-from cllm.observe.cpu_time import cpu_seconds
+from cllm.observe.cpu_time import read_cpu_seconds
 
 # A fake server that computes 4 at a time and lets 8 wait; its context has room for streams of
 # minutes.
@@ -36,7 +36,7 @@ NARROW = [
 
 
 class Server:
-    """A running ``cllm serve``; ``log`` is what it has said so far."""
+    """A running ``cllm serve``; ``log`` is its output so far."""
 
     def __init__(
         self,
@@ -45,10 +45,7 @@ class Server:
         program: Iterable[str] = ("-m", "cllm"),
         **environment: str,
     ) -> None:
-        """``max_files``: that it may have open at once.
-
-        ``program``: what Python runs, with ``serve`` and so on.
-        """
+        """``max_files``: limit of open files. ``program``: arguments of Python before ``serve``."""
         folder = tempfile.TemporaryDirectory(prefix="cllm-test-")
         self._folder, self._log = folder, Path(folder.name) / "log"
         command = [sys.executable, *program, "serve", "--port", "0", *arguments]
@@ -83,7 +80,7 @@ class Server:
         return self.client.get("/model/info").json()["stats"]
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum over all labels, or over those that have ``label``."""
+        """Return the sum over all labels, or over those that contain ``label``."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(
             float(line.rpartition(" ")[2])
@@ -96,7 +93,7 @@ class Server:
         self._folder.cleanup()
 
     def children(self, word: str) -> list[int]:
-        """Processes of the server that have ``word`` in their command."""
+        """Return the processes of the server that have ``word`` in their command."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -106,11 +103,11 @@ class Server:
         return engine
 
     def cpu_seconds(self, *pids: int) -> float:
-        """CPU time that the processes ``pids`` have used so far; by default the API process."""
-        return sum(map(cpu_seconds, pids or [self.process.pid]))
+        """Return the CPU time of the processes ``pids`` so far; by default of the API process."""
+        return sum(map(read_cpu_seconds, pids or [self.process.pid]))
 
     def wait_until_idle(self, timeout: float = PATIENCE) -> dict[str, int]:
-        """The stats once nothing runs or waits."""
+        """Return the stats when nothing runs or waits."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             stats = self.stats()
@@ -132,7 +129,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def fake_server() -> Iterator[Server]:
-    """A server whose answers count on from the prompt; it never computes anything."""
+    """A server with the fake backend, whose answers count on from the prompt."""
     server = Server(
         "--backend.name",
         "fake",
@@ -168,7 +165,7 @@ def builtin_server(builtin_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def client(builtin_server: Server) -> Iterator[openai.OpenAI]:
-    """OpenAI's, of that server; tests of other dialects have their own."""
+    """The ``openai`` client of the builtin server; tests of other dialects have their own."""
     with openai.OpenAI(
         base_url=f"{builtin_server.url}/v1", api_key="none", max_retries=0
     ) as client:
@@ -181,7 +178,7 @@ def model(client: openai.OpenAI) -> str:
 
 
 def starter() -> Iterator[Callable[..., Server]]:
-    """Starts servers that may be broken; what is left of them is ended afterwards."""
+    """Yield a function that starts servers which may fail, and end their processes afterwards."""
     servers = []
 
     def start(*arguments: str, **options: Any) -> Server:
@@ -200,5 +197,5 @@ start_server_once = pytest.fixture(starter, scope="module")
 
 @pytest.fixture
 def new_narrow_server(start_server: Callable[..., Server]) -> Server:
-    """Like narrow_server, for a test that needs one at which nobody has been rejected yet."""
+    """Like narrow_server, for a test that needs a server that has not rejected anyone yet."""
     return start_server(*NARROW)

@@ -1,4 +1,4 @@
-"""The real ``anthropic`` client against a real server with the built-in model."""
+"""The ``anthropic`` client against a server with the built-in model."""
 
 import asyncio
 import json
@@ -22,8 +22,8 @@ WEATHER = [{"role": "user", "content": "How is the weather in Berlin?"}]
 THINKING = {"type": "enabled", "budget_tokens": 100}
 
 
-def tool(name):
-    """As Anthropic's clients declare it."""
+def declare_tool(name):
+    """Return the declaration of a trained tool in the form of the Messages API."""
     function = TRAINED[name].declare(name)["function"]
     return {
         "name": name,
@@ -32,7 +32,7 @@ def tool(name):
     }
 
 
-TOOLS = [tool("get_weather"), tool("multiply")]
+TOOLS = [declare_tool("get_weather"), declare_tool("multiply")]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def client(builtin_server):
 
 
 def asker(client, *, streamed, **options):
-    """Sends messages with ``options``, and gives the message that comes, whole or put together by
-    the client.
+    """Return a function that sends messages and returns the answer. With ``streamed``, the client
+    puts the answer together from events.
     """
 
     def ask(messages):
@@ -60,10 +60,8 @@ def text_of(message):
     return "".join(block.text for block in message.content)
 
 
-def test_a_message_is_answered(client):
-    """The answer, how it ended, what it cost; the id of the request is in the header that the
-    client reads.
-    """
+def test_message_has_text_stop_reason_usage_and_request_id(client):
+    """The client reads the request id from a header."""
     message = client.messages.create(messages=SUM, **ASKED)
     assert text_of(message) == "72"
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
@@ -73,8 +71,8 @@ def test_a_message_is_answered(client):
     assert message.usage.output_tokens == 3
 
 
-def test_what_was_computed_before_is_cached_input(client):
-    """Input tokens and cached ones are together what count_tokens counts."""
+def test_cached_tokens_are_reported_as_cache_reads(client):
+    """Input tokens and cache reads add up to the result of count_tokens."""
     messages = [{"role": "user", "content": "Repeat: a cold river and a warm stone"}]
     counted = client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
     for _ in range(2):
@@ -84,8 +82,8 @@ def test_what_was_computed_before_is_cached_input(client):
     assert usage.cache_creation_input_tokens == 0
 
 
-def test_a_stream_has_the_same_message(client):
-    """Event by event as the client expects them, put together by it."""
+def test_stream_has_the_same_message_as_the_whole_answer(client):
+    """Events come in the order that the client expects."""
     whole = client.messages.create(messages=COUNT, **ASKED)
     assert text_of(whole) == NUMBERS
     with client.messages.stream(messages=COUNT, **ASKED) as stream:
@@ -102,8 +100,8 @@ def test_a_stream_has_the_same_message(client):
     )
 
 
-def test_a_raw_stream_and_its_text(client):
-    """With ``stream=True``, and by the client's text stream."""
+def test_raw_events_and_text_stream_have_the_same_text(client):
+    """With ``stream=True``, and with the client's text_stream."""
     with client.messages.create(messages=SUM, stream=True, **ASKED) as events:
         parts = [event.delta.text for event in events if event.type == "content_block_delta"]
     assert "".join(parts) == "72"
@@ -111,8 +109,8 @@ def test_a_raw_stream_and_its_text(client):
         assert "".join(stream.text_stream) == NUMBERS
 
 
-def test_the_async_client_and_many_at_once(builtin_server):
-    """Streamed and whole, all with their own answer."""
+def test_30_concurrent_async_requests_get_their_own_answers(builtin_server):
+    """Half of the requests are streamed."""
 
     async def one(client, a, b, streamed):
         messages = [{"role": "user", "content": f"What is {a} plus {b}?"}]
@@ -130,15 +128,15 @@ def test_the_async_client_and_many_at_once(builtin_server):
     assert asyncio.run(all_of_them()) == [str(51 + i) for i in range(30)]
 
 
-def test_max_tokens_ends_an_answer(client):
+def test_max_tokens_limits_the_answer(client):
     message = client.messages.create(messages=COUNT, **{**ASKED, "max_tokens": 5})
     assert message.stop_reason == "max_tokens"
     assert message.usage.output_tokens == 5
 
 
 @pytest.mark.parametrize("more", [{}, {"thinking": {"type": "adaptive"}}])
-def test_a_stop_sequence_ends_an_answer_and_is_named(client, more):
-    """Streamed and whole, of several the one that was found; reasoning does not end by it."""
+def test_stop_sequence_ends_the_text_and_is_reported(client, more):
+    """The answer names the sequence that was found. Stop sequences do not end reasoning."""
     asked = {"messages": SUM, "stop_sequences": ["never", "2"], **more, **ASKED}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
@@ -151,10 +149,8 @@ def test_a_stop_sequence_ends_an_answer_and_is_named(client, more):
 @pytest.mark.parametrize(
     "system", ["Answer shortly.", [{"type": "text", "text": "Answer shortly."}]]
 )
-def test_system_turns_and_blocks(client, system):
-    """A system prompt in both forms, earlier turns, content as text and as blocks that ask to be
-    cached.
-    """
+def test_system_prompt_and_blocks_reach_the_template(client, system):
+    """The system prompt as text and as blocks, earlier turns, and blocks with cache_control."""
     cached = {"cache_control": {"type": "ephemeral"}}
     if isinstance(system, list):
         system = [{**system[0], **cached}]
@@ -171,8 +167,8 @@ def test_system_turns_and_blocks(client, system):
     assert with_system > without
 
 
-def test_turns_of_one_role_are_one(client):
-    """So that templates which want roles in turn are content."""
+def test_consecutive_messages_of_one_role_are_merged(client):
+    """Some templates require alternating roles."""
     parts = [{"role": "user", "content": "What is 27"}, {"role": "user", "content": "plus 45?"}]
     joined = [{"role": "user", "content": "What is 27\nplus 45?"}]
     counts = [
@@ -183,7 +179,7 @@ def test_turns_of_one_role_are_one(client):
 
 
 def test_control_tokens_in_a_message_are_plain_text(client):
-    """A user cannot open another role, and count_tokens shows it."""
+    """A user cannot open another role: count_tokens counts the characters of the control tokens."""
     counts = [
         client.messages.count_tokens(
             model=MODEL, messages=[{"role": "user", "content": content}]
@@ -193,8 +189,8 @@ def test_control_tokens_in_a_message_are_plain_text(client):
     assert counts[1] - counts[0] > 10
 
 
-def test_models(client):
-    """By the same path as OpenAI's, whose form others get; pages end."""
+def test_models_are_listed_in_pages_and_retrieved(client):
+    """The path is the same as OpenAI's; the list ends after the last model."""
     listed = client.models.list()
     assert [model.id for model in listed] == [MODEL]
     model = client.models.retrieve(MODEL)
@@ -204,8 +200,8 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_the_other_dialect_has_its_own_models(builtin_server):
-    """Without a header of Anthropic's the path is OpenAI's."""
+def test_model_list_has_openai_form_without_anthropic_headers(builtin_server):
+    """Without Anthropic's headers, the answer has OpenAI's form."""
     get = builtin_server.client.get
     assert get("/v1/models").json()["object"] == "list"
     assert get("/v1/models", headers={"x-api-key": "k"}).json()["has_more"] is False
@@ -216,7 +212,7 @@ def test_the_other_dialect_has_its_own_models(builtin_server):
     )
 
 
-def test_the_beta_client_is_served_too(client):
+def test_beta_client_is_served(client):
     message = client.beta.messages.create(
         messages=SUM, betas=["context-management-2025-06-27"], **ASKED
     )
@@ -224,8 +220,8 @@ def test_the_beta_client_is_served_too(client):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_used(client, streamed):
-    """The whole way round, with the client's own objects sent back."""
+def test_tool_call_and_result_round_trip(client, streamed):
+    """The client's own objects are sent back as history."""
     ask = asker(client, streamed=streamed, tools=TOOLS)
     message = ask(WEATHER)
     assert message.stop_reason == "tool_use"
@@ -247,8 +243,8 @@ def test_a_tool_is_called_and_its_result_used(client, streamed):
     assert text_of(answer) == "It is rainy in Berlin, 17 degrees."
 
 
-def test_the_arguments_of_a_call_are_streamed(client):
-    """In pieces, which are together one JSON object."""
+def test_tool_arguments_are_streamed_in_pieces(client):
+    """The pieces form one JSON object."""
     with client.messages.create(messages=WEATHER, tools=TOOLS, stream=True, **ASKED) as events:
         deltas = [event.delta for event in events if event.type == "content_block_delta"]
     assert {delta.type for delta in deltas} == {"input_json_delta"}
@@ -256,8 +252,8 @@ def test_the_arguments_of_a_call_are_streamed(client):
     assert json.loads("".join(delta.partial_json for delta in deltas)) == {"city": "Berlin"}
 
 
-def test_tool_choice(client):
-    """A call can be forced, of one tool too, and forbidden."""
+def test_tool_choice_forces_names_or_forbids_a_call(client):
+    """With the types any, tool and none."""
     asked = {"messages": SUM, "tools": TOOLS, **ASKED}
     forced = client.messages.create(tool_choice={"type": "any"}, **asked)
     assert {block.type for block in forced.content} == {"tool_use"}
@@ -272,8 +268,8 @@ def test_tool_choice(client):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_thinking_is_a_block_of_its_own(client, streamed):
-    """It is counted, and may be sent back."""
+def test_thinking_is_returned_as_a_separate_block(client, streamed):
+    """Its tokens are counted, and the block can be sent back."""
     ask = asker(client, streamed=streamed, thinking=THINKING)
     message = ask(SUM)
     thinking, text = message.content
@@ -290,8 +286,8 @@ def test_thinking_is_a_block_of_its_own(client, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_omitted_thinking_leaves_an_empty_block_with_its_signature(client, streamed):
-    """It is computed and counted as ever, and the block may be sent back."""
+def test_omitted_thinking_is_an_empty_block_with_a_signature(client, streamed):
+    """The reasoning is generated and counted as usual, and the block can be sent back."""
     shown = asker(client, streamed=streamed, thinking=THINKING)(SUM)
     message = asker(client, streamed=streamed, thinking={**THINKING, "display": "omitted"})(SUM)
     thinking, text = message.content
@@ -306,7 +302,7 @@ def test_omitted_thinking_leaves_an_empty_block_with_its_signature(client, strea
     assert asker(client, streamed=streamed)(again).content[-1].text == "16"
 
 
-def test_a_budget_of_thinking_is_kept(client):
+def test_thinking_budget_is_enforced(client):
     thinking = {"type": "enabled", "budget_tokens": 5}
     message = client.messages.create(messages=SUM, thinking=thinking, **ASKED)
     assert message.content[0].type == "thinking"
@@ -319,8 +315,10 @@ class Person(pydantic.BaseModel):
     age: int
 
 
-def test_an_answer_in_a_form(client):
-    """By the client's typed parser, and by a schema; one that cannot be enforced is refused."""
+def test_output_schema_is_enforced_or_rejected(client):
+    """With the client's typed parser and with a JSON schema. A schema that cannot be enforced is
+    rejected.
+    """
     asked = [{"role": "user", "content": "Tell me of a person."}]
     parsed = client.messages.parse(messages=asked, output_format=Person, **ASKED)
     assert isinstance(parsed.parsed_output, Person)

@@ -1,6 +1,8 @@
-"""Content blocks in an Anthropic conversation: the text of every type is read, the rest is left out
-and counted.
+"""Content blocks of Anthropic conversations: text of every block type is read; other content is
+left out and counted.
 """
+
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ PAGE = {
     "url": "http://a.example",
     "encrypted_content": "Eo8B" * 50,
 }
-FETCHED = {
+FETCHED: dict[str, Any] = {
     "type": "web_fetch_result",
     "url": "http://a.example",
     "content": {
@@ -120,7 +122,7 @@ def count(fake_server):
         (found, {"type": "browser_state", "tabs": []}, []),
     ],
 )
-def test_text_of_any_block_is_read_and_the_rest_is_left_out(count, place, block, lines):
+def test_text_of_every_block_type_is_read(count, place, block, lines):
     assert count(place(block)) == count(place(*([text(*lines)] if lines else [])))
 
 
@@ -153,8 +155,8 @@ def test_skipped_blocks_are_counted_and_named(fake_server):
     "block", [PDF, {"type": "image", "source": {"type": "url", "url": "http://a.example"}}]
 )
 @pytest.mark.parametrize("place", [told, asked, found])
-def test_images_and_scanned_documents_are_refused(fake_server, place, block):
-    """The model would answer without what it was asked about."""
+def test_images_and_scanned_documents_are_rejected(fake_server, place, block):
+    """Otherwise the model would answer without having seen them."""
     answer = fake_server.client.post(
         "/v1/messages", json={"model": "fake", "max_tokens": 4, "messages": place(block)}
     )
@@ -162,9 +164,9 @@ def test_images_and_scanned_documents_are_refused(fake_server, place, block):
     assert f"'{block['type']}'" in answer.json()["error"]["message"]
 
 
-def test_billing_header_of_a_system_prompt_is_not_read(fake_server):
-    """It differs in every session, and stands first: nothing of the prompt behind it could be
-    reused.
+def test_billing_header_of_the_system_prompt_is_left_out(fake_server):
+    """It differs in every session and comes first, so no session could reuse the cached prefix of
+    another.
     """
     body = {"model": "fake", "messages": [USER]}
     count = [

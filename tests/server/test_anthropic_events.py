@@ -1,5 +1,5 @@
-"""Any deltas become messages that the real client reads, whole or streamed, the same; without a
-server.
+"""The real client reads the same message from whole and from streamed answers, for arbitrary
+deltas; no server runs.
 """
 
 import asyncio
@@ -28,14 +28,16 @@ BLOCKS = st.lists(
 
 
 def cut(text, draw):
-    """``text`` in pieces, some of them empty."""
+    """Return ``text`` in pieces, some of them empty."""
     ends = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 @st.composite
 def answers(draw):
-    """Deltas of an answer, in steps, and the blocks that they are: (type, text or arguments)."""
+    """Draw the deltas of an answer, step by step, and the expected blocks as (type, text or
+    arguments).
+    """
     deltas, expected, call = [], [], -1
     for channel, content in draw(BLOCKS):
         if channel is Channel.CALL:
@@ -64,7 +66,7 @@ def generation():
 
 
 def replaying(data):
-    """A client whose server answers everything with ``data``."""
+    """Return a client whose server answers every request with ``data``."""
     answer = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=data)
     transport = httpx2.MockTransport(lambda _: answer)
     return anthropic.Anthropic(
@@ -95,8 +97,8 @@ class Replayed(SimpleNamespace):
 
 
 @given(answers())
-def test_streamed_and_whole_messages_are_what_the_deltas_say(answer):
-    """Whatever the channels, however they are cut."""
+def test_streamed_and_whole_messages_match_the_deltas(answer):
+    """For all channels and all ways to cut their texts."""
     steps, expected = answer
     events = MessageEvents(generation(), "m", "req_1")
     data = events.begin() + b"".join(map(events.deltas, steps)) + events.end()
@@ -118,15 +120,15 @@ def test_streamed_and_whole_messages_are_what_the_deltas_say(answer):
     assert len({block.id for block in calls}) == len(calls)
 
 
-def test_a_stop_sequence_is_told():
+def test_stop_sequence_is_reported():
     steps = [[Delta(0, "a", 1)], [Delta(0, "", 1, finish="stop", stop="\n\n")]]
     events = MessageEvents(generation(), "m", "req_1")
     message = streamed(events.begin() + b"".join(map(events.deltas, steps)) + events.end())
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "\n\n")
 
 
-def test_a_call_that_was_cut_off_keeps_what_is_there():
-    """Its arguments are no JSON text then, but an object is what clients read."""
+def test_truncated_tool_call_has_an_object_as_input():
+    """The truncated arguments are not valid JSON, but clients expect an object."""
     steps = [
         [Delta(0, "", 1, channel=Channel.CALL, name="add")],
         [Delta(0, '{"a": 1, "b": "tw', 1, "length", channel=Channel.CALL)],
@@ -136,7 +138,7 @@ def test_a_call_that_was_cut_off_keeps_what_is_there():
     assert message["content"][0]["input"] == {"a": 1, "b": "tw"}
 
 
-def test_a_fault_in_a_stream_is_an_error_of_the_client():
+def test_fault_in_a_stream_raises_the_clients_error():
     events = MessageEvents(generation(), "m", "req_1")
     data = (
         events.begin() + events.deltas([Delta(0, "a", 1)]) + events.fault(EngineError("it broke"))

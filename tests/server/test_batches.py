@@ -1,6 +1,4 @@
-"""Files and batches, by OpenAI's own client: what is computed, what is kept, and what a crash
-leaves.
-"""
+"""Files and batches with OpenAI's own client: results, stored files, and recovery after crashes."""
 
 import io
 import json
@@ -16,8 +14,8 @@ import pytest
 from conftest import PATIENCE
 from openai.types import Batch, FileObject
 
-from cllm.server.openai.batch_record import FINAL, BatchFiles, BatchRecord
-from cllm.server.openai.file_store import StoredFile
+from cllm.store.batches import FINAL, BatchRecord
+from cllm.store.files import StoredFile
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +79,7 @@ def wait(client, batch, statuses=("completed", "failed", "expired", "cancelled")
 
 
 def answers(client, file_id):
-    """The lines of a file by custom_id, each of which is there once."""
+    """Return the lines of a file by custom_id, and check that no custom_id occurs twice."""
     if file_id is None:
         return {}
     lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
@@ -91,8 +89,8 @@ def answers(client, file_id):
     return found
 
 
-def test_a_file_is_kept(client):
-    """Upload, list, retrieve, read, delete; the type is the client's own, every field checked."""
+def test_file_is_uploaded_listed_read_and_deleted(client):
+    """The answers are valid values of the client's own types."""
     data = json.dumps(line("ä")).encode() + b"\r\n\r\n--boundary\r\n\x00\xff"
     name = "../../etc/päss wd"
     file = client.files.create(file=(name, data), purpose="batch")
@@ -151,16 +149,16 @@ def test_files_are_listed_in_pages(client):
         ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, 400, None),
     ],
 )
-def test_what_is_no_file_for_a_batch_is_refused(server, form, status, param):
-    """In OpenAI's form, naming the field."""
+def test_invalid_upload_is_rejected(server, form, status, param):
+    """In OpenAI's form, with the name of the field."""
     answer = server.client.post("/v1/files", **form)
     assert answer.status_code == status, answer.text
     if status != 200:
         assert answer.json()["error"]["param"] == param
 
 
-def test_an_upload_without_a_length_is_bounded_too(server):
-    """It is refused while it comes."""
+def test_upload_without_content_length_is_limited(server):
+    """The server rejects it as soon as it exceeds the limit."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     parts = (part for part in [head, *[b"y" * 100_000] * 50])
     answer = server.client.post(
@@ -169,8 +167,8 @@ def test_an_upload_without_a_length_is_bounded_too(server):
     assert answer.status_code == 413
 
 
-def test_a_batch_is_computed(client):
-    """As its route would; failures in a file of their own; the types are the client's own."""
+def test_batch_computes_answers_and_reports_errors(client):
+    """Errors are in a file of their own. The answers are valid values of the client's own types."""
     lines = [line(f"r{i}", prompt=chr(65 + i)) for i in range(20)] + [line("bad", temperature=-1)]
     batch = begin(client, lines, metadata={"a": "b"})
     assert batch.status in ("validating", "in_progress")
@@ -205,21 +203,57 @@ def test_a_batch_is_computed(client):
     assert batch.id in [entry.id for entry in client.batches.list()]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body", "kind"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "a"}]}, "chat.completion"),
-        ("/v1/responses", {"input": "a"}, "response"),
-        ("/v1/embeddings", {"input": "a"}, "list"),
+# differ from one request to the next; and responses of batches are not stored
+VOLATILE = {"id", "created", "created_at", "completed_at", "timings", "cached_tokens", "store"}
+
+
+def stripped(value):
+    if isinstance(value, dict):
+        return {name: stripped(part) for name, part in value.items() if name not in VOLATILE}
+    return [stripped(part) for part in value] if isinstance(value, list) else value
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+BODIES = {
+    CHAT: [
+        {"messages": MESSAGES, "temperature": 0, "logprobs": True},
+        {"messages": [], "n": 2},
+        {"messages": "a"},
+        {"messages": MESSAGES, "model": "another"},
     ],
-)
-def test_batches_of_other_routes(client, endpoint, body, kind):
-    entry = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
-    batch = wait(client, begin(client, [entry], endpoint))
-    response = answers(client, batch.output_file_id or batch.error_file_id)["a"]["response"]
-    assert response["status_code"] == 200, response
-    assert response["body"]["object"] == kind
-    assert batch.usage.total_tokens == response["body"]["usage"]["total_tokens"] > 0
+    COMPLETIONS: [
+        {"prompt": ["ab", "c"], "temperature": 0, "echo": True, "logprobs": 1},
+        {"prompt": "", "top_p": 2},
+        {"prompt": "a" * 10_000},
+    ],
+    "/v1/responses": [
+        {"input": "a", "temperature": 0, "metadata": {"a": "b"}},
+        {"input": "a", "previous_response_id": "resp_1"},
+    ],
+    "/v1/embeddings": [
+        {"input": ["a", "b"], "dimensions": 2},
+        {"input": "a", "dimensions": 100_000},
+        {"input": []},
+    ],
+}
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_batch_gives_the_same_answer_as_the_route(server, client, endpoint):
+    """The first body of each route is answered, and the others are rejected."""
+    entries = [
+        {"custom_id": str(i), "method": "POST", "url": endpoint, "body": body}
+        for i, body in enumerate(BODIES[endpoint])
+    ]
+    batch = wait(client, begin(client, entries, endpoint))
+    done, failed = answers(client, batch.output_file_id), answers(client, batch.error_file_id)
+    assert (set(done), len(failed)) == ({"0"}, len(entries) - 1)
+    for entry in entries:
+        answer = server.client.post(endpoint, json=entry["body"])
+        response = (done | failed)[entry["custom_id"]]["response"]
+        assert response["status_code"] == answer.status_code
+        assert stripped(response["body"]) == stripped(answer.json())
+    assert batch.usage.total_tokens == done["0"]["response"]["body"]["usage"]["total_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -235,8 +269,8 @@ def test_batches_of_other_routes(client, endpoint, body, kind):
         ([line("a"), "", "[1]"], "invalid_request", 3),
     ],
 )
-def test_a_file_with_faults_is_not_begun(client, lines, code, number):
-    """The batch says which line, and what is wrong with it."""
+def test_batch_with_an_invalid_line_fails_before_it_starts(client, lines, code, number):
+    """The batch reports the line and its error."""
     batch = wait(client, begin(client, lines))
     assert batch.status == "failed"
     assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
@@ -252,7 +286,7 @@ def test_a_file_with_faults_is_not_begun(client, lines, code, number):
         ({"input_file_id": "../lock"}, "input_file_id"),
     ],
 )
-def test_what_is_no_batch_is_refused(client, server, body, param):
+def test_invalid_batch_is_rejected(client, server, body, param):
     file = upload(client, [line("a")])
     content = {
         "input_file_id": file.id,
@@ -267,8 +301,8 @@ def test_what_is_no_batch_is_refused(client, server, body, param):
     assert answer.json()["error"]["param"] == param
 
 
-def test_files_and_batches_are_their_owners(client, server):
-    """Another token sees none of them."""
+def test_files_and_batches_are_visible_to_their_account_only(client, server):
+    """A client with another token cannot see them."""
     file = upload(client, [line("a")])
     batch = wait(client, begin(client, [line("a")]))
     with client_of(server, "another") as other:
@@ -290,8 +324,10 @@ def test_files_and_batches_are_their_owners(client, server):
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
-def test_a_batch_that_is_cancelled_keeps_its_answers(client):
-    """What has none says why; each line once; the file cannot go while it is read."""
+def test_cancelled_batch_keeps_its_answers(client):
+    """Lines without an answer get an error. The input file cannot be deleted while the batch reads
+    it.
+    """
     lines = [line(f"r{i}", prompt=f"{i:04}", **LONG) for i in range(400)]
     batch = wait(client, begin(client, lines), ["in_progress"])
     with pytest.raises(openai.BadRequestError, match="still reads"):
@@ -312,11 +348,9 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(client):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_batch_outlives_its_server(start_server, tmp_path, how):
-    """Killed or ended in the middle, twice: every line has one answer in the end, and the answers
-    are right.
-    """
-    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "state")}
+def test_batch_resumes_after_the_server_is_killed_or_stopped(start_server, tmp_path, how):
+    """After two interruptions, every line has exactly one answer, and the answers are right."""
+    environment = {"CLLM_STORAGE_FOLDER": str(tmp_path / "write_earlier_records")}
     lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(160)]
     server = start_server(*FAKE, **environment)
     with client_of(server) as client:
@@ -348,10 +382,10 @@ def test_a_batch_outlives_its_server(start_server, tmp_path, how):
             answer = found[entry["custom_id"]]["response"]["body"]
             assert answer["choices"][0]["text"] == direct.choices[0].text
         assert client.files.retrieve(batch.input_file_id).bytes
-    assert not list((tmp_path / "state" / "batches").glob("*.output"))
+    assert not list((tmp_path / "write_earlier_records" / "batches").glob("*.output"))
 
 
-def test_a_batch_outlives_its_engine(start_server):
+def test_batch_recomputes_lines_after_an_engine_crash(start_server):
     """Lines that were lost with it are computed again."""
     server = start_server(*FAKE)
     lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=16, ignore_eos=True) for i in range(60)]
@@ -365,13 +399,13 @@ def test_a_batch_outlives_its_engine(start_server):
         assert len(answers(client, batch.output_file_id)) == 60
 
 
-def state(folder, record, **contents):
-    """What a server leaves that has ended: the record of a batch, the file of its requests, and
-    other files.
+def write_earlier_records(folder, record, **contents):
+    """Write the files of an earlier version: the record of a batch, its input file, and other
+    files.
     """
     record = BatchRecord(
         id="batch_1",
-        owner="",
+        account="",
         endpoint=COMPLETIONS,
         input_file_id="file-1",
         completion_window="24h",
@@ -380,16 +414,21 @@ def state(folder, record, **contents):
     )
     for name in ("files", "batches"):
         (folder / name).mkdir(parents=True)
-    BatchFiles(folder / "batches", record.id).save(record)
+    write(folder / "batches" / "batch_1.json", record)
     lines = "".join(json.dumps(line(f"r{i}")) + "\n" for i in range(4))
     for file_id, content in {"file-1": lines, **contents}.items():
         file = StoredFile(file_id, "", "name", "batch", len(content), 1)
-        (folder / "files" / f"{file_id}.json").write_bytes(msgspec.json.encode(file))
+        write(folder / "files" / f"{file_id}.json", file)
         (folder / "files" / f"{file_id}.data").write_text(content)
 
 
-def ended(start_server, folder):
-    """The batch, once a server has ended it."""
+def write(path, record):
+    fields = msgspec.to_builtins(record)
+    path.write_text(json.dumps({**fields, "owner": fields.pop("account")}))
+
+
+def wait_for_end(start_server, folder):
+    """Start a server and return it with the batch when that has wait_for_end."""
     server = start_server(*FAKE, CLLM_STORAGE_FOLDER=str(folder))
     end = time.monotonic() + PATIENCE
     while (batch := server.client.get("/v1/batches/batch_1").json())["status"] not in FINAL:
@@ -402,15 +441,13 @@ def answer(custom_id):
     return json.dumps({"custom_id": custom_id, "response": {"body": {}}}) + "\n"
 
 
-def test_a_crash_while_the_answers_become_files(start_server, tmp_path):
-    """After the first of two has become one: nothing is counted anew, and no line gets a second
-    answer.
-    """
+def test_batch_finishes_after_a_crash_between_its_output_files(start_server, tmp_path):
+    """After a crash between the two files, nothing is counted again and no line has two answers."""
     known = {"completed": 3, "failed": 1, "output_file_id": "file-2", "error_file_id": "file-3"}
     record = {"status": "cancelling", "ending": "cancelled", **known}
-    state(tmp_path, record, **{"file-2": "".join(map(answer, ("r0", "r1", "r2")))})
+    write_earlier_records(tmp_path, record, **{"file-2": "".join(map(answer, ("r0", "r1", "r2")))})
     (tmp_path / "batches" / "batch_1.errors").write_text(answer("r3"))
-    server, batch = ended(start_server, tmp_path)
+    server, batch = wait_for_end(start_server, tmp_path)
     assert batch["status"] == "cancelled"
     assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
     assert server.client.get("/v1/files/file-2/content").text.count("custom_id") == 3
@@ -419,11 +456,13 @@ def test_a_crash_while_the_answers_become_files(start_server, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["fake", "another"])
-def test_a_batch_expires(start_server, tmp_path, model):
-    """With the answers that it has; also one that would have waited for another model for ever."""
-    state(tmp_path, {"status": "in_progress", "expires_at": int(time.time()) - 1, "model": model})
+def test_expired_batch_keeps_its_answers(start_server, tmp_path, model):
+    """Also if the batch is for a model that the server does not have."""
+    write_earlier_records(
+        tmp_path, {"status": "in_progress", "expires_at": int(time.time()) - 1, "model": model}
+    )
     (tmp_path / "batches" / "batch_1.output").write_text(answer("r1"))
-    server, batch = ended(start_server, tmp_path)
+    server, batch = wait_for_end(start_server, tmp_path)
     assert batch["status"] == "expired"
     assert batch["expired_at"] >= batch["expires_at"]
     assert batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
@@ -433,22 +472,19 @@ def test_a_batch_expires(start_server, tmp_path, model):
     }
 
 
-def test_a_full_disk_stops_a_batch_only_as_long_as_it_is_full(start_server):
-    """Uploads are refused meanwhile; in the end every line has its answer, once."""
+def test_batch_pauses_while_the_disk_is_full(start_server):
+    """Uploads are rejected meanwhile. In the end every line has exactly one answer."""
     resource = pytest.importorskip("resource")
     server = start_server(*FAKE)
     lines = [line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True) for i in range(60)]
     with client_of(server) as client:
-        file = upload(client, lines)
+        batch = begin(client, lines)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
         with pytest.raises(openai.APIStatusError, match="disk") as caught:
             upload(client, lines)
         assert caught.value.status_code == 507
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
-        )
         end = time.monotonic() + PATIENCE
-        while "waits for room" not in server.log:
+        while "batches wait for disk space" not in server.log:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert (
@@ -466,10 +502,8 @@ def test_a_full_disk_stops_a_batch_only_as_long_as_it_is_full(start_server):
         assert len(answers(client, batch.output_file_id)) == 60
 
 
-def test_a_batch_yields_to_everybody_else(start_server):
-    """Its lines are of the class batch, whatever they say: a request that comes later is computed
-    before them.
-    """
+def test_batch_requests_have_the_lowest_class(start_server):
+    """The class in the lines is ignored: a request that arrives later is computed before them."""
     server = start_server("--backend.name", "fake", "--max-num-seqs", "1")
     lines = [
         line(f"r{i}", prompt=f"{i:04}", max_tokens=40, ignore_eos=True, priority="interactive")
@@ -482,15 +516,15 @@ def test_a_batch_yields_to_everybody_else(start_server):
         client.batches.cancel(batch.id)
 
 
-def test_without_a_folder_there_are_no_files(start_server):
+def test_files_are_off_without_a_folder(start_server):
     server = start_server(*FAKE, CLLM_STORAGE_FOLDER="null")
     for path in ("/v1/files", "/v1/batches"):
         answer = server.client.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "storage_off")
 
 
-def test_two_servers_do_not_share_a_folder(start_server, tmp_path):
-    """The second one says so, and serves everything else."""
+def test_second_server_on_a_folder_runs_without_files(start_server, tmp_path):
+    """It answers 503 for files and serves everything else."""
     environment = {"CLLM_STORAGE_FOLDER": str(tmp_path)}
     first, second = start_server(*FAKE, **environment), start_server(*FAKE, **environment)
     assert first.client.get("/v1/files").status_code == 200

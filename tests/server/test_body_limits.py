@@ -1,5 +1,5 @@
-"""How much a body may hold: messages and parts, objects, values; and how a large one is read off
-the event loop.
+"""Limits of a request body (messages and parts, objects, values), and reading large bodies off the
+event loop.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 from conftest import PATIENCE
+from starlette.datastructures import State
 from starlette.requests import Request
 
 from cllm.errors import BadRequest
@@ -22,6 +23,7 @@ from cllm.server.body_limits import (
     check_structure,
     num_parts,
 )
+from cllm.server.call import Call
 from cllm.server.sse import ClientGone
 
 USER = {"role": "user", "content": "a"}
@@ -74,7 +76,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT] * MAX_PAR
         ("/tokenize", {"messages": [USER] * (MAX_PARTS + 1)}, "messages"),
     ],
 )
-def test_more_than_10_000_messages_and_parts_are_400_that_names_the_limit(
+def test_more_than_10_000_messages_and_parts_get_400_with_the_limit(
     narrow_server, path, body, param
 ):
     headers = {"anthropic-version": "2023-06-01"} if path.startswith("/v1/messages") else {}
@@ -112,7 +114,7 @@ def test_10_000_messages_and_parts_are_accepted():
         b'{"a":[' + b'"{"' * 2 * MAX_VALUES + b"]}",
     ],
 )
-def test_too_many_values_are_refused_before_they_are_parsed(data):
+def test_too_many_values_are_rejected_before_parsing(data):
     with pytest.raises(
         BadRequest,
         match=f"{MAX_STRUCTURE} objects, lists and members of objects, {MAX_VALUES} values",
@@ -121,7 +123,7 @@ def test_too_many_values_are_refused_before_they_are_parsed(data):
 
 
 @pytest.mark.parametrize("text", [b"{[:,", b'\\"{', b'\\\\\\"{:', b"\\\\", b"{}"])
-def test_what_a_text_contains_does_not_count(text):
+def test_brackets_and_commas_inside_strings_are_not_counted(text):
     check_structure(b'{"messages": [{"role": "user", "content": "' + text * MAX_VALUES + b'"}]}')
 
 
@@ -134,20 +136,20 @@ class Client:
     def __init__(self, size=off_loop.LARGE + 1):
         self._has_left = asyncio.Event()
         self.leave = self._has_left.set
-        self.request = Request({"type": "http"}, self._receive)
-        off_loop.admit(self.request, size)
+        self.call = Call(State(), "", Request({"type": "http"}, self._receive))
+        off_loop.admit(self.call, size)
 
     async def _receive(self):
         await self._has_left.wait()
         return {"type": "http.disconnect"}
 
     def start(self, work):
-        return asyncio.create_task(off_loop.off_loop(self.request, work))
+        return asyncio.create_task(off_loop.off_loop(self.call, work))
 
 
 @contextlib.contextmanager
 def busy_thread():
-    """The thread for large requests does nothing until the end."""
+    """Keep the thread for large requests busy until the context ends."""
     free = threading.Event()
     blocked = off_loop.thread.submit(free.wait, PATIENCE)
     try:
@@ -157,7 +159,7 @@ def busy_thread():
         assert blocked.result()
 
 
-def test_large_work_is_done_in_another_thread():
+def test_large_requests_are_read_in_another_thread():
     async def run():
         client = Client(off_loop.LARGE)
         assert await client.start(threading.current_thread) is threading.main_thread()
@@ -166,7 +168,7 @@ def test_large_work_is_done_in_another_thread():
     asyncio.run(run())
 
 
-def test_work_of_a_disconnected_client_is_never_started_and_frees_its_memory():
+def test_queued_work_of_a_disconnected_client_is_dropped_and_freed():
     class Body:
         done = False
 
@@ -180,7 +182,7 @@ def test_work_of_a_disconnected_client_is_never_started_and_frees_its_memory():
             reading = client.start(body.read)
             del body
             await asyncio.sleep(0)
-            assert client.request in off_loop.waiting
+            assert client.call in off_loop.waiting
             client.leave()
             await asyncio.wait([reading])
             assert isinstance(reading.exception(), ClientGone)

@@ -1,5 +1,5 @@
-"""OpenAI's completions with all that evaluation harnesses and editors ask for, through the real
-client.
+"""OpenAI's completions through the real client, with the options of evaluation harnesses and
+editors.
 """
 
 import math
@@ -33,14 +33,16 @@ def encode(builtin_server):
 
 
 def check_aligned(text, logprobs, start=0):
-    """Tokens spell the text from the character ``start`` on, and say where they begin."""
+    """Check that the tokens spell the text from the character ``start`` on, and that their offsets
+    are right.
+    """
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert token.startswith("<|") or text[offset:].startswith(token)
     assert "".join(token for token in logprobs.tokens if not token.startswith("<|")) == text[start:]
 
 
-def test_logprobs_of_what_is_written(ask):
-    """Greedy: each token is the most probable one; lists of one length; offsets into the text."""
+def test_logprobs_describe_each_generated_token(ask):
+    """With greedy sampling each token is the most probable one; all lists have the same length."""
     choice = ask(logprobs=3).choices[0]
     logprobs = choice.logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) > 2
@@ -53,8 +55,10 @@ def test_logprobs_of_what_is_written(ask):
         assert sum(map(math.exp, top.values())) <= 1.0001
 
 
-def test_the_token_that_came_is_told_even_if_it_is_not_among_the_best(ask):
-    """At a high temperature most are not; none but itself with logprobs 0."""
+def test_sampled_token_is_reported_beyond_the_top_logprobs(ask):
+    """At a high temperature most sampled tokens are not among the most probable. With logprobs 0
+    only the sampled token is reported.
+    """
     logprobs = (
         ask(logprobs=2, temperature=50, seed=1, extra={"top_k": 0, "min_p": 0}, top_p=1)
         .choices[0]
@@ -67,8 +71,8 @@ def test_the_token_that_came_is_told_even_if_it_is_not_among_the_best(ask):
     assert all(len(top) == 1 for top in ask(logprobs=0).choices[0].logprobs.top_logprobs)
 
 
-def test_a_stream_tells_the_same(ask):
-    """Chunk by chunk, offsets going on."""
+def test_streamed_logprobs_equal_whole_ones(ask):
+    """Offsets continue from chunk to chunk."""
     whole = ask(logprobs=2, echo=True, n=2).choices
     for i in range(2):
         text, tokens, values, offsets = "", [], [], []
@@ -87,9 +91,9 @@ def test_a_stream_tells_the_same(ask):
         assert values[1:] == pytest.approx(whole[i].logprobs.token_logprobs[1:], abs=1e-3)
 
 
-def test_an_echoed_prompt_is_scored(ask, encode):
-    """max_tokens 0 gives the prompt alone; a continuation is as probable there as when it was
-    written.
+def test_echo_reports_logprobs_of_the_prompt(ask, encode):
+    """max_tokens 0 returns the prompt only. A continuation has the same logprobs in the prompt as
+    when it was generated.
     """
     written = ask(logprobs=0).choices[0]
     whole = TEXT + written.text
@@ -111,8 +115,8 @@ def test_an_echoed_prompt_is_scored(ask, encode):
         assert value in top.values()
 
 
-def test_what_is_cached_is_scored_all_the_same(ask):
-    """The second time the prompt lies in the cache, and every logprob is there again."""
+def test_cached_prompt_has_the_same_logprobs(ask):
+    """The second request finds the prompt in the cache and reports the same logprobs."""
     prompts = [f"{TEXT} and a wise owl", f"{TEXT} and a grey wolf"]
     first = ask(prompts, echo=True, logprobs=2, max_tokens=1)
     again = ask(prompts, echo=True, logprobs=2, max_tokens=1)
@@ -123,8 +127,8 @@ def test_what_is_cached_is_scored_all_the_same(ask):
         )
 
 
-def test_a_likelier_continuation_has_a_higher_score(ask, encode):
-    """What evaluation harnesses do: which of two endings does the model expect?"""
+def test_expected_continuation_scores_higher(ask, encode):
+    """This is how evaluation harnesses compare two endings."""
 
     def score(prompt, ending):
         logprobs = (
@@ -139,8 +143,8 @@ def test_a_likelier_continuation_has_a_higher_score(ask, encode):
         assert score(prompt, right) > score(prompt, " 7+ zebra =")
 
 
-def test_echo_without_logprobs(ask, encode):
-    """The prompt's text comes first, streamed or not, also of token ids and of several prompts."""
+def test_echo_puts_the_prompt_before_the_text(ask, encode):
+    """Streamed or not, also for token ids and for several prompts."""
     alone = ask().choices[0].text
     assert ask(echo=True).choices[0].text == TEXT + alone
     assert ask(encode(TEXT), echo=True).choices[0].text == TEXT + alone
@@ -148,8 +152,8 @@ def test_echo_without_logprobs(ask, encode):
     assert [c.text for c in ask([TEXT, "Two"], echo=True, max_tokens=0).choices] == [TEXT, "Two"]
 
 
-def test_best_of(ask):
-    """The most probable of several, by the mean of its logprobs; all of them are paid for."""
+def test_best_of_returns_the_most_probable_choices(ask):
+    """They are ordered by mean logprob. The usage counts all candidates."""
     params = {
         "temperature": 3.0,
         "seed": 5,
@@ -189,7 +193,7 @@ def test_best_of(ask):
         ({"extra": {"dry_sequence_breakers": ["a"] * 17}}, "dry_sequence_breakers"),
     ],
 )
-def test_what_cannot_be_had_is_refused(ask, params, param):
+def test_unsupported_combination_is_rejected_with_the_field(ask, params, param):
     """With the field that is at fault."""
     with pytest.raises(openai.BadRequestError) as refused:
         ask(**params)
@@ -207,8 +211,8 @@ def test_what_cannot_be_had_is_refused(ask, params, param):
         {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": [" "]},
     ],
 )
-def test_extensions_change_the_text_and_a_seed_repeats_it(ask, extra):
-    """Each does something, and the same again."""
+def test_each_sampling_extension_changes_the_text_reproducibly(ask, extra):
+    """The same seed gives the same text again."""
 
     def text(seed, extra):
         params = {"temperature": 1.5, "top_p": 1, "max_tokens": 40, "logprobs": 0}
@@ -219,8 +223,7 @@ def test_extensions_change_the_text_and_a_seed_repeats_it(ask, extra):
     assert any(text(seed, extra) != text(seed, {}) for seed in range(3))
 
 
-def test_min_tokens_and_a_stop_string_that_stays(ask):
-    """Nothing ends before so many tokens; the stop string can be kept."""
+def test_min_tokens_delays_the_end_and_stop_strings_can_be_included(ask):
     stop = ask(max_tokens=3).choices[0].text[-1]
     early = ask(stop=[stop], max_tokens=20)
     late = ask(stop=[stop], max_tokens=20, extra={"min_tokens": 10})
@@ -229,8 +232,8 @@ def test_min_tokens_and_a_stop_string_that_stays(ask):
     assert kept.choices[0].text == early.choices[0].text + stop
 
 
-def test_a_salt_has_a_cache_of_its_own(ask):
-    """Another salt, or none, finds nothing of it; the same one does."""
+def test_cache_salt_separates_prefix_caches(ask):
+    """A request with another salt, or without one, reuses nothing."""
     text = "Repeat: apple bird bread bridge brown cake chair child cloud cow " * 3
     found = [
         ask(
@@ -242,9 +245,9 @@ def test_a_salt_has_a_cache_of_its_own(ask):
     assert min(found[3:]) > 10
 
 
-def test_what_is_missing_is_filled_in(start_server, tiny_model):
-    """The prompt is the prefix's mark, the prefix, the suffix's, the suffix, the middle's; special
-    texts are plain.
+def test_suffix_makes_a_fill_in_the_middle_prompt(start_server, tiny_model):
+    """The prompt is: prefix token, prefix, suffix token, suffix, middle token. Control tokens in
+    the texts stay plain text.
     """
     server = start_server(str(tiny_model("gemma3")))
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

@@ -1,5 +1,5 @@
-"""Many at a time, with answers that can be checked: batching, reuse and cancelling never change
-one.
+"""Batching, prefix reuse and cancelling never change an answer: many concurrent requests with known
+answers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ NUM_ROUNDS = 20
 
 
 def ask_all(server, questions, ask, num_rounds=NUM_ROUNDS):
-    """Run ``ask(client, question, rng)`` for all questions at once, ``num_rounds`` times, in
+    """Call ``ask(client, question, rng)`` for all questions concurrently, ``num_rounds`` times, in
     changing order.
     """
     rng = random.Random(5)
@@ -45,7 +45,7 @@ async def stream(client, question):
 
 
 async def read(chunks):
-    """The message as the model has written it."""
+    """Return the streamed message as the model wrote it."""
     text, name, arguments = "", "", ""
     async for chunk in chunks:
         delta = chunk.choices[0].delta
@@ -60,8 +60,8 @@ async def read(chunks):
     )
 
 
-def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questions):
-    """1,280 answers, in order and out of order, on 24 sequence ids."""
+def test_1280_concurrent_streams_get_right_answers(builtin_server, known_questions):
+    """64 streams at a time on 24 sequence ids, in order and out of order."""
 
     async def ask(client, question, rng):
         assert await read(await stream(client, question)) == question.answer
@@ -70,9 +70,9 @@ def test_64_streams_at_once_20_times_are_all_right(builtin_server, known_questio
     assert builtin_server.wait_until_idle()["num_seq_ids_in_use"] == 0
 
 
-def test_cancelled_streams_leave_nothing_behind(builtin_server, known_questions):
-    """A third of the clients goes away at a random moment; the others get right answers and every
-    id is free again.
+def test_cancelled_streams_free_their_sequences(builtin_server, known_questions):
+    """A third of the clients disconnects at a random moment. The others get right answers, and all
+    sequence ids are free afterwards.
     """
 
     async def ask(client, question, rng):
@@ -94,8 +94,8 @@ def test_cancelled_streams_leave_nothing_behind(builtin_server, known_questions)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_goes_away_frees_its_sequences_at_once(builtin_server, streaming):
-    """Streaming or not, in the middle of a long answer, all n of them."""
+def test_disconnect_frees_all_sequences_of_a_request(builtin_server, streaming):
+    """In the middle of a long answer with several choices, streamed or not."""
     body = {"prompt": "Once", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": streaming}
     steps = builtin_server.stats()["num_steps"]
 
@@ -117,8 +117,8 @@ def test_a_client_that_goes_away_frees_its_sequences_at_once(builtin_server, str
     assert stats["num_steps"] - steps < body["max_tokens"] / 2
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
-    """Sixteen babbling neighbours with other parameters do not change what a seed gives."""
+def test_seed_gives_same_text_alone_and_with_neighbours(builtin_server):
+    """Sixteen concurrent requests with other parameters do not change the text."""
     question = {"role": "user", "content": "Tell a story about a fox named Mia in the garden."}
 
     async def babble(client, seed, **more):
@@ -152,10 +152,8 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(builtin_server):
     asyncio.run(run())
 
 
-def test_keep_alive_connections_lose_no_request(builtin_server):
-    """A client that reuses its connections, as aiohttp does, has every one of 400 streams
-    answered.
-    """
+def test_reused_connections_serve_400_streams(builtin_server):
+    """A client that reuses its connections gets every stream in full."""
     body = {
         "messages": [{"role": "user", "content": "What is 27 plus 45?"}],
         "temperature": 0,

@@ -1,6 +1,4 @@
-"""Connections: slow and early clients, half-closed ones, and more of them than there are file
-descriptors for.
-"""
+"""Slow clients, early answers, half-closed connections, and more connections than file descriptors."""
 
 import asyncio
 import contextlib
@@ -33,8 +31,8 @@ LIMIT = 20
 
 @contextlib.asynccontextmanager
 async def serving(app, connections=None, **options):
-    """The address of ``app`` behind our protocol, and the connections; nothing listens
-    afterwards.
+    """Yield the address of ``app`` behind ``Protocol``, and the connections. Afterwards nothing
+    listens.
     """
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", **options)
     connections = connections or Connections(10)
@@ -57,7 +55,7 @@ async def serving(app, connections=None, **options):
 
 
 def answering(delay=0.0):
-    """An application that reads the request, waits, and says ok."""
+    """Return an application that reads the request, waits, and answers."""
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
@@ -71,8 +69,8 @@ def answering(delay=0.0):
     return app
 
 
-async def refusing(scope, receive, send):
-    """An application that answers at once, without reading."""
+async def answer_early(scope, receive, send):
+    """Answer at once, without reading the body."""
     headers = [(b"content-length", b"2")]
     if scope["state"]["cllm.is_incomplete"]():
         headers.append((b"connection", b"close"))
@@ -95,9 +93,9 @@ def read_all(connection):
 # --- slow clients -------------------------------------------------------------------------------
 
 
-def test_slow_head_is_408(monkeypatch):
-    """However steadily it comes; an answer may take as long as it takes, and so may the next
-    request.
+def test_slow_head_gets_408(monkeypatch):
+    """Even if bytes keep arriving. Time spent on an answer, or before the next request, does not
+    count.
     """
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
 
@@ -118,8 +116,8 @@ def test_slow_head_is_408(monkeypatch):
     asyncio.run(run())
 
 
-def test_head_that_begins_behind_a_running_request_is_408(monkeypatch):
-    """Its time begins when that request has been answered."""
+def test_head_timeout_of_a_pipelined_request_starts_after_the_answer(monkeypatch):
+    """The timeout starts when the previous request has been answered."""
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
 
     async def run():
@@ -145,9 +143,7 @@ def test_silent_connection_is_closed():
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected(monkeypatch):
-    """The answer is not kept for it; a client that reads slowly gets all of it, however long that
-    takes.
-    """
+    """The answer is not kept in memory for it. A client that reads slowly gets the whole answer."""
     monkeypatch.setattr(http_protocol, "READ_TIMEOUT", 1.0)
 
     async def large(scope, receive, send):
@@ -189,8 +185,8 @@ def test_client_that_does_not_read_its_answer_is_disconnected(monkeypatch):
         ([(30_000, 29), (30_000, 58), (1, 80)], 88),
     ],
 )
-def test_body_must_bring_30_000_bytes_in_any_30_seconds(parts, deadline):
-    """There is no limit for all of it."""
+def test_body_must_deliver_30_000_bytes_in_every_30_seconds(parts, deadline):
+    """There is no limit for the total time."""
     pace = Pace(30_000, 30.0)
     for size, when in parts:
         assert when < pace.deadline
@@ -198,8 +194,8 @@ def test_body_must_bring_30_000_bytes_in_any_30_seconds(parts, deadline):
     assert pace.deadline == deadline
 
 
-def test_slow_body_is_408(monkeypatch):
-    """A byte now and then does not keep the connection."""
+def test_slow_body_gets_408(monkeypatch):
+    """A byte now and then does not keep the connection open."""
     monkeypatch.setattr(body, "PACE_WINDOW", 0.2)
 
     async def receive():
@@ -211,13 +207,13 @@ def test_slow_body_is_408(monkeypatch):
         async for _ in body.parts_of(request, 10**9, BadRequest("too large")):
             pass
 
-    with pytest.raises(BadRequest, match="too slowly: less than 30000 bytes") as caught:
+    with pytest.raises(BadRequest, match="arrives too slowly: less than 30000 bytes") as caught:
         asyncio.run(read())
     assert caught.value.status == 408
 
 
-def test_time_between_reads_is_not_the_clients(monkeypatch):
-    """A server that is slow to store an upload does not blame the client."""
+def test_time_between_reads_does_not_count_as_slow(monkeypatch):
+    """A client is not disconnected because the server is slow to store its upload."""
     monkeypatch.setattr(body, "PACE_WINDOW", 0.2)
     messages = [
         {"type": "http.request", "body": b" ", "more_body": more}
@@ -244,8 +240,8 @@ def test_time_between_reads_is_not_the_clients(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "status"), [("/v1/completions", 413), ("/nope", 404), ("/v1/files", 415)]
 )
-def test_client_that_sends_everything_first_reads_the_early_answer(fake_server, path, status):
-    """The connection is not reset while the client still sends."""
+def test_early_answer_reaches_a_client_that_still_sends(fake_server, path, status):
+    """The server does not reset the connection while the client still sends."""
     size = 30_000_000
     with connect(fake_server) as connection:
         connection.sendall(POST % (path.encode(), size))
@@ -256,7 +252,7 @@ def test_client_that_sends_everything_first_reads_the_early_answer(fake_server, 
     assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
-def test_refused_request_that_came_whole_keeps_its_connection(fake_server):
+def test_rejected_request_keeps_its_connection_if_it_is_complete(fake_server):
     with connect(fake_server) as connection:
         connection.sendall(POST % (b"/nope", 2) + b"{}")
         connection.sendall(b"GET /nope HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -267,14 +263,14 @@ def test_refused_request_that_came_whole_keeps_its_connection(fake_server):
 @pytest.mark.parametrize(
     ("pause", "timeout", "size"), [(0.05, LIMIT, 10**9), (LIMIT, 0.2, 10**9), (LIMIT, LIMIT, 10**6)]
 )
-def test_discarding_is_limited(monkeypatch, pause, timeout, size):
-    """In the pause between two parts, in time, and in bytes."""
+def test_discarding_a_rejected_body_is_limited(monkeypatch, pause, timeout, size):
+    """By the pause between two parts, by time, and by bytes."""
     monkeypatch.setattr(http_protocol, "LINGER_PAUSE", min(pause, timeout))
     monkeypatch.setattr(http_protocol, "LINGER_TIMEOUT", timeout)
     monkeypatch.setattr(http_protocol, "LINGER_BYTES", size)
 
     async def run():
-        async with serving(refusing) as (address, connections):
+        async with serving(answer_early) as (address, connections):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(POST % (b"/", 10**12))
             assert (await reader.read()).endswith(b"\r\n\r\nno")
@@ -290,7 +286,7 @@ def test_discarding_is_limited(monkeypatch, pause, timeout, size):
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_application_that_fails_before_it_answers_is_500(version):
+def test_failing_application_gets_500(version):
     async def fail(scope, receive, send):
         raise RuntimeError
 
@@ -312,7 +308,7 @@ def test_application_that_fails_before_it_answers_is_500(version):
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("delay", [0, 0.1])
 def test_half_closed_connection_gets_its_answer(fake_server, stream, delay):
-    """Also one that closes its side in the middle of a stream. Nothing is logged."""
+    """Also if the client closes its side in the middle of a stream. Nothing is logged."""
     log = fake_server.log
     request = LONG % (60, stream)
     with connect(fake_server) as connection:
@@ -326,8 +322,8 @@ def test_half_closed_connection_gets_its_answer(fake_server, stream, delay):
     assert fake_server.log == log
 
 
-def test_half_closed_connection_gets_all_its_answers():
-    """Of requests that were sent one behind the other; then it is closed."""
+def test_half_closed_connection_gets_all_pipelined_answers():
+    """Then the server closes it."""
 
     async def run():
         async with serving(answering(0.1)) as (address, connections):
@@ -343,7 +339,7 @@ def test_half_closed_connection_gets_all_its_answers():
     asyncio.run(run())
 
 
-def test_half_closed_connection_gets_its_answer_and_the_refusal_behind_it():
+def test_half_closed_connection_gets_its_answer_and_the_rejection_of_the_next():
     async def run():
         async with serving(answering(0.1)) as (address, connections):
             reader, writer = await asyncio.open_connection(*address)
@@ -359,8 +355,8 @@ def test_half_closed_connection_gets_its_answer_and_the_refusal_behind_it():
     asyncio.run(run())
 
 
-def test_refused_body_behind_an_early_answer_ends_the_connection():
-    """There is no place for a second answer inside the first one."""
+def test_invalid_body_after_an_early_answer_closes_the_connection():
+    """A second answer inside the first one is not possible."""
 
     async def begin(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -382,7 +378,7 @@ def test_refused_body_behind_an_early_answer_ends_the_connection():
     asyncio.run(run())
 
 
-def test_half_closed_connection_without_a_whole_request_is_closed():
+def test_half_closed_connection_with_an_incomplete_request_is_closed():
     async def run():
         async with serving(answering()) as (address, connections):
             for data in (b"", GET[:-2], POST % (b"/", 10) + b"{"):
@@ -397,8 +393,10 @@ def test_half_closed_connection_without_a_whole_request_is_closed():
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_closed_connection_ends_its_request(narrow_server, stream):
-    """It looks half-closed at first. Also while the request still waits for others."""
+def test_closed_connection_cancels_its_request(narrow_server, stream):
+    """At first a closed connection looks half-closed. Requests that still wait in the queue are
+    cancelled too.
+    """
     request = LONG % (1000, stream)
 
     def aborted():
@@ -416,8 +414,8 @@ def test_closed_connection_ends_its_request(narrow_server, stream):
     assert aborted() - before == 6
 
 
-def test_closed_connection_ends_the_request_that_runs_before_another():
-    """Pipelined requests are answered one by one; the first one is told too."""
+def test_closed_connection_cancels_the_running_pipelined_request():
+    """Pipelined requests are answered one by one; the first one notices the disconnect too."""
 
     async def run():
         ended = asyncio.get_running_loop().create_future()
@@ -440,7 +438,7 @@ def test_closed_connection_ends_the_request_that_runs_before_another():
 # --- file descriptors ---------------------------------------------------------------------------
 
 
-def test_connection_that_is_idle_for_longest_makes_room():
+def test_longest_idle_connection_is_closed_for_a_new_one():
     async def run():
         async with serving(answering(), Connections(3)) as (address, connections):
             opened = []
@@ -460,8 +458,8 @@ def test_connection_that_is_idle_for_longest_makes_room():
     asyncio.run(run())
 
 
-def test_newcomers_wait_while_all_connections_are_busy():
-    """None is closed for them, and none of them is refused."""
+def test_new_connections_wait_while_all_are_busy():
+    """No connection is closed or rejected."""
 
     async def ask(address):
         reader, writer = await asyncio.open_connection(*address)
@@ -479,8 +477,8 @@ def test_newcomers_wait_while_all_connections_are_busy():
 
 
 @pytest.mark.slow
-def test_120_idle_connections_with_64_descriptors(start_server):
-    """The server answers, and starts a dead engine again."""
+def test_120_idle_connections_fit_64_file_descriptors(start_server):
+    """The server answers, and can restart a dead engine."""
     server = start_server("--backend.name", "fake", max_files=64)
     idle = [connect(server) for _ in range(120)]
     assert server.client.get("/health").json()["status"] == "healthy"
@@ -497,8 +495,8 @@ def test_120_idle_connections_with_64_descriptors(start_server):
         connection.close()
 
 
-def test_limit_of_open_files_is_raised():
-    """The soft limit to the hard one, within reason."""
+def test_soft_limit_of_open_files_is_raised():
+    """To the hard limit, up to a maximum."""
     code = (
         "import resource; from cllm.server.connections import raise_descriptor_limit;"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"

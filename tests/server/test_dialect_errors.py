@@ -1,4 +1,4 @@
-"""Errors of Anthropic's and Ollama's routes, in the form of each, as the real clients' own
+"""Errors of Anthropic's and Ollama's routes, in each dialect's form and as the real clients'
 exceptions.
 """
 
@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
@@ -27,7 +28,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "5"}
 
 
 def check_anthropic(answer, status, kind):
-    """Exactly the form that Anthropic's clients read."""
+    """Check that the error has exactly the form that Anthropic's clients read."""
     assert answer.status_code == status, answer.text
     content = answer.json()
     assert content.keys() == {"type", "error", "request_id"}
@@ -124,8 +125,8 @@ def check_ollama(answer, status):
         ({"deadline_ms": 0}, "deadline_ms"),
     ],
 )
-def test_what_anthropic_refuses(fake_server, patch, named):
-    """400 that names the field; a stream is refused before its first byte."""
+def test_invalid_anthropic_request_gets_400_with_the_field(fake_server, patch, named):
+    """A stream is rejected before its first byte."""
     for stream in (False, True):
         body = {**ANTHROPIC, "stream": stream, **patch}
         body = {name: value for name, value in body.items() if value is not None}
@@ -137,7 +138,9 @@ def test_what_anthropic_refuses(fake_server, patch, named):
 @pytest.mark.parametrize(
     "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
 )
-def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_server, path, thread):
+def test_rejected_thread_has_the_code_that_makes_clients_continue_without_it(
+    fake_server, path, thread
+):
     answer = fake_server.client.post(path, json={**ANTHROPIC, "thread": thread})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -199,7 +202,7 @@ def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_serv
         ("chat", {"top_logprobs": 3}, "top_logprobs"),
         ("chat", {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ("chat", {"deadline_ms": 0}, "deadline_ms"),
-        ("generate", {"prompt": "a", "suffix": "b"}, "fill in"),
+        ("generate", {"prompt": "a", "suffix": "b"}, "does not support infill"),
         ("generate", {"prompt": 5}, "prompt"),
         ("generate", {"prompt": ["a"]}, "prompt"),
         ("generate", {"prompt": "a", "images": ["aGk="]}, "images"),
@@ -216,8 +219,7 @@ def test_refused_thread_has_the_code_on_which_clients_go_on_without_it(fake_serv
         ("show", {"model": None}, "model"),
     ],
 )
-def test_what_ollama_refuses(fake_server, path, patch, named):
-    """400 that names the field."""
+def test_invalid_ollama_request_gets_400_with_the_field(fake_server, path, patch, named):
     body = {"model": "fake", **(OLLAMA if path == "chat" else {}), **patch}
     body = {name: value for name, value in body.items() if value is not None}
     assert named in check_ollama(fake_server.client.post(f"/api/{path}", json=body), 400)
@@ -238,7 +240,7 @@ def test_what_ollama_refuses(fake_server, path, patch, named):
         b'{"max_tokens": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_a_body_that_is_no_json_object_is_400(fake_server, data):
+def test_body_other_than_a_json_object_gets_400(fake_server, data):
     headers = {"content-type": "application/json"}
     post = fake_server.client.post
     check_anthropic(
@@ -247,10 +249,8 @@ def test_a_body_that_is_no_json_object_is_400(fake_server, data):
     check_ollama(post("/api/chat", content=data, headers=headers), 400)
 
 
-def test_other_faults_of_a_request(fake_server):
-    """Too large, of another type, of another method, of no route, for another model, of a wrong
-    version.
-    """
+def test_other_invalid_requests_have_the_dialects_form(fake_server):
+    """Too large, wrong content type, method, route, model or version."""
     client = fake_server.client
     large = {**ANTHROPIC, "messages": [{"role": "user", "content": "a" * 1_000_001}]}
     check_anthropic(client.post("/v1/messages", json=large), 413, "request_too_large")
@@ -288,8 +288,10 @@ def test_other_faults_of_a_request(fake_server):
 
 
 @pytest.mark.parametrize("length", [600, 900_000])
-def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
-    """Streams too get it before the first byte; to count it is refused where it is far too long."""
+def test_too_long_prompt_gets_400_with_its_length_and_the_limit(fake_server, length):
+    """Streams are rejected before the first byte. Counting the tokens of a prompt that is far too
+    long is rejected too.
+    """
     messages = [{"role": "user", "content": "a" * length}]
     for stream in (False, True):
         answer = fake_server.client.post(
@@ -306,10 +308,8 @@ def test_a_prompt_that_can_never_fit_has_both_numbers(fake_server, length):
     )
 
 
-def test_very_many_messages_take_no_long_time(fake_server):
-    """Turns of one role, calls and their results: what is too long is refused, in time that grows
-    with the length.
-    """
+def test_very_many_messages_are_rejected_in_linear_time(fake_server):
+    """Messages of one role, calls, and their results."""
     calls = [{"function": {"name": "f"}}] * 10_000
     results = [{"role": "tool", "content": ""}] * 10_000
     bodies = {
@@ -325,7 +325,7 @@ def test_very_many_messages_take_no_long_time(fake_server):
         assert fake_server.cpu_seconds() - before < 5
 
 
-def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):
+def test_unknown_and_ineffective_parameters_are_ignored(fake_server):
     """New parameters, and those of a server that loads models for its clients."""
     body = {
         **ANTHROPIC,
@@ -370,8 +370,8 @@ def test_what_is_unknown_or_has_no_effect_is_ignored(fake_server):
     )
 
 
-def test_pulling_is_off(fake_server):
-    """Nobody downloads anything unless the operator lets them."""
+def test_pull_is_rejected_by_default(fake_server):
+    """A server downloads models only if its operator allows it."""
     for stream in (False, True):
         answer = fake_server.client.post("/api/pull", json={"model": "hf.co/a/b", "stream": stream})
         assert "server.allow_pull" in check_ollama(answer, 403)
@@ -386,7 +386,7 @@ def wait_for(condition):
 
 @contextlib.contextmanager
 def crowd(server, count, key="x"):
-    """So many endless streams of OpenAI's dialect, all of one account."""
+    """Start ``count`` endless streams in OpenAI's dialect, all of one account."""
     headers = {"authorization": f"Bearer {key}"}
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -398,9 +398,9 @@ def crowd(server, count, key="x"):
 
 
 @pytest.mark.slow
-def test_a_full_queue_is_overloaded(new_narrow_server):
-    """529 to Anthropic's clients, 503 to Ollama's, and when to come back; x-api-key is an account
-    as a token is.
+def test_full_queue_gets_529_or_503_with_retry_after(new_narrow_server):
+    """529 for Anthropic's clients, 503 for Ollama's. x-api-key determines the account like a bearer
+    token.
     """
     with anthropic.Anthropic(base_url=new_narrow_server.url, api_key="x", max_retries=0) as client:
         # what it imports late takes longer than the crowd stays
@@ -422,8 +422,7 @@ def test_a_full_queue_is_overloaded(new_narrow_server):
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, stream):
-    """While it waits."""
+def test_disconnect_while_queued_frees_the_queue_position(narrow_server, path, body, stream):
     with crowd(narrow_server, 4):
         headers = {"content-type": "application/json"}
         connections = [
@@ -440,10 +439,8 @@ def test_a_client_that_goes_away_leaves_nothing(narrow_server, path, body, strea
 
 
 @pytest.mark.slow
-def test_a_stream_that_breaks_says_so(start_server):
-    """The real clients raise their own errors; the stream was open and waiting when the server had
-    to go.
-    """
+def test_broken_stream_raises_the_clients_error(start_server):
+    """The server shuts down while the stream is open and waiting."""
     server = start_server(
         "--backend.name", "fake", "--max-num-seqs", "1", "--server.drain-timeout", "0.3"
     )
@@ -479,10 +476,10 @@ def test_a_stream_that_breaks_says_so(start_server):
 
 
 @pytest.mark.slow
-def test_while_the_engine_is_away_and_in_strict_mode(start_server):
-    """503 and when to come back; and 400 for parameters that nobody knows, wherever they are."""
+def test_dead_engine_gets_503_and_strict_mode_rejects_unknown_parameters(start_server):
+    """503 with Retry-After; 400 for unknown parameters, also in nested objects."""
     server = start_server("--backend.name", "fake", "--server.strict")
-    faults = [
+    faults: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"zzz": 1}, {"zzz": 1}, "zzz"),
         ({"thinking": {"type": "disabled", "zzz": 1}}, {"options": {"zzz": 1}}, ".zzz"),
     ]
@@ -511,10 +508,8 @@ def test_while_the_engine_is_away_and_in_strict_mode(start_server):
         ("POST", "/api/chat", {**OLLAMA, "stream": True}),
     ],
 )
-def test_every_answer_has_the_id_of_its_request(fake_server, method, path, body):
-    """Under both names that clients look for, ours and never the client's, another one each
-    time.
-    """
+def test_every_answer_has_a_request_id(fake_server, method, path, body):
+    """In both headers that clients read. The id is new for each request and never the client's."""
     headers = {"x-request-id": "mine", "request-id": "mine"}
     answers = [
         fake_server.client.request(method, path, json=body, headers=headers) for _ in range(2)
@@ -541,8 +536,7 @@ def test_clients_raise_their_own_errors(fake_server):
             assert raised.value.status_code == 404
 
 
-def test_the_server_still_serves_after_all_this(fake_server):
-    """Nothing above has left anything behind."""
+def test_server_is_idle_and_serves_after_all_errors(fake_server):
     answer = fake_server.client.post("/v1/messages", json=ANTHROPIC)
     assert answer.json()["usage"]["output_tokens"] == 4
     answer = fake_server.client.post("/api/chat", json={**OLLAMA, "options": {"num_predict": 4}})

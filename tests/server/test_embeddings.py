@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as the ``openai`` package and others ask for them."""
+"""POST /v1/embeddings, with the ``openai`` package and with plain HTTP."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def client(fake_server) -> openai.OpenAI:
 
 
 def right(text: str) -> np.ndarray:
-    """What the fake backend says to a text."""
+    """Return the fake backend's embedding of a text."""
     total = TOKEN_VECTORS[list(text.encode())].sum(axis=0)
     return total / np.linalg.norm(total)
 
 
-def test_the_package_gets_vectors(client) -> None:
-    """By default it asks for base64 and decodes it."""
+def test_openai_package_decodes_embeddings(client) -> None:
+    """By default it requests base64 and decodes it."""
     texts = [f"text number {i}" for i in range(100)]
     answer = client.embeddings.create(model="fake", input=texts)
     assert [item.index for item in answer.data] == list(range(100))
@@ -44,25 +44,25 @@ def test_the_package_gets_vectors(client) -> None:
 
 
 @pytest.mark.parametrize("given", ["hello", ["hello"], list(b"hello"), [list(b"hello")]])
-def test_the_four_forms_of_input(fake_server, given) -> None:
+def test_four_forms_of_input_are_accepted(fake_server, given) -> None:
     answer = fake_server.client.post("/v1/embeddings", json={"input": given}).json()
     assert len(answer["data"]) == 1
     assert np.allclose(answer["data"][0]["embedding"], right("hello"), atol=1e-5)
 
 
-def test_base64_is_float32(fake_server) -> None:
+def test_base64_encodes_float32(fake_server) -> None:
     body = {"input": "hello", "encoding_format": "base64"}
     text = fake_server.client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
     assert np.allclose(np.frombuffer(base64.b64decode(text), "<f4"), right("hello"), atol=1e-5)
 
 
-def test_fewer_dimensions(client) -> None:
+def test_dimensions_truncate_and_normalize(client) -> None:
     vector = client.embeddings.create(model="fake", input="hello", dimensions=8).data[0].embedding
     first = right("hello")[:8]
     assert np.allclose(vector, first / np.linalg.norm(first), atol=1e-5)
 
 
-def test_a_text_longer_than_a_bite(client) -> None:
+def test_text_longer_than_an_embedding_batch_is_embedded(client) -> None:
     text = "0123456789abcdef" * 30
     assert np.allclose(
         client.embeddings.create(model="fake", input=text).data[0].embedding, right(text), atol=1e-5
@@ -90,7 +90,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("body", "param", "says"), FAULTS)
-def test_faults_name_the_field_and_the_limit(fake_server, body, param, says) -> None:
+def test_invalid_request_names_the_field_and_the_limit(fake_server, body, param, says) -> None:
     answer = fake_server.client.post("/v1/embeddings", json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -98,12 +98,12 @@ def test_faults_name_the_field_and_the_limit(fake_server, body, param, says) -> 
     assert says in error["message"]
 
 
-def test_another_model(client) -> None:
+def test_unknown_model_gets_404(client) -> None:
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="another", input="a")
 
 
-def test_metrics(fake_server, client) -> None:
+def test_embeddings_are_counted_in_metrics(fake_server, client) -> None:
     before = fake_server.metric("embeddings_total"), fake_server.metric("embedding_tokens_total")
     computed = fake_server.metric("embedding_tokens_computed_total")
     client.embeddings.create(model="fake", input=["abc", "de"])
@@ -113,17 +113,16 @@ def test_metrics(fake_server, client) -> None:
 
 
 def slow_body(num_texts: int = 600) -> dict:
-    """Some seconds of work for the fake backend: 300,000 tokens at 0.1 ms."""
+    """Return a request that takes the fake backend seconds: 300,000 tokens at 0.1 ms."""
     return {"input": [[1] * 500] * num_texts}
 
 
-def test_a_deadline(fake_server) -> None:
+def test_deadline_ends_the_request(fake_server) -> None:
     answer = fake_server.client.post("/v1/embeddings", json={**slow_body(), "deadline_ms": 200})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_who_goes_away_is_forgotten(fake_server) -> None:
-    """The engine computes nothing for nobody."""
+def test_disconnect_cancels_the_computation(fake_server) -> None:
     before = earlier = fake_server.metric("embedding_tokens_computed_total")
     with pytest.raises(httpx2.TimeoutException):
         fake_server.client.post("/v1/embeddings", json=slow_body(), timeout=0.3)
@@ -134,7 +133,7 @@ def test_who_goes_away_is_forgotten(fake_server) -> None:
     assert computed - before < 300_000
 
 
-def test_a_full_queue(start_server) -> None:
+def test_full_queue_rejects_embeddings(start_server) -> None:
     server = start_server(
         "--backend.name", "fake", "--scheduler.max-queue-requests", "1", "--context", "512"
     )
@@ -149,7 +148,7 @@ def test_a_full_queue(start_server) -> None:
     assert refused.json()["error"]["code"] == "queue_full"
 
 
-def test_the_death_of_the_engine_is_told(start_server) -> None:
+def test_engine_crash_is_reported(start_server) -> None:
     server = start_server("--backend.name", "fake", "--context", "512")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.client.post, "/v1/embeddings", json=slow_body())
@@ -164,8 +163,8 @@ def test_the_death_of_the_engine_is_told(start_server) -> None:
 
 
 @pytest.mark.llama
-def test_beside_generation(builtin_server) -> None:
-    """Chats are answered as without it, and vectors are the same as without them."""
+def test_embeddings_and_chats_do_not_change_each_other(builtin_server) -> None:
+    """Chats and vectors are the same as when they are computed alone."""
     texts = [f"What is {i} plus {i + 1}?" * (1 + i % 7) for i in range(200)]
     ask = {"messages": [{"role": "user", "content": "What is 27 plus 45?"}], "temperature": 0}
 
@@ -185,8 +184,8 @@ def test_beside_generation(builtin_server) -> None:
         assert (alone * beside.result()).sum(axis=1).min() > 0.999
 
 
-def test_others_run_while_many_vectors_are_written():
-    """A request may ask for megabytes of numbers."""
+def test_encoding_many_vectors_does_not_block_other_requests():
+    """An answer may have megabytes of numbers."""
     turns = []
 
     async def other():

@@ -6,6 +6,7 @@ go to every route with a body.
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import watched_serve
@@ -23,8 +24,8 @@ COSTLY = {"/benchmark", "/api/pull"}
 
 @pytest.fixture(scope="module")
 def start_watched(start_server_once, tmp_path_factory):
-    """Starts a server whose event loop is watched; ``check()`` fails if a callback has taken too
-    long since.
+    """Start a server with a watched event loop. ``check()`` fails if a callback took too long since
+    the last check.
     """
 
     def start(*arguments):
@@ -61,7 +62,9 @@ def builtin(start_watched):
 
 
 def send(watched, path, body, **headers):
-    """The answer, of whatever status that comes from reading it; nothing has kept the loop busy."""
+    """Return the answer, whatever its status, and check that the event loop was not blocked
+    meanwhile.
+    """
     content = (
         body
         if isinstance(body, bytes)
@@ -77,11 +80,12 @@ def send(watched, path, body, **headers):
 
 
 def bodies():
-    """An example of a body for each route that takes JSON."""
+    """Return an example body for each route that takes JSON."""
     for route in routes():
         model = (route.openapi_extra or {}).get("x-models", {}).get("body")
         if model is not None and route.path not in NOT_JSON | COSTLY:
-            (example,) = model_of(model).model_config["json_schema_extra"]["examples"]
+            extra: Any = model_of(model).model_config["json_schema_extra"]
+            (example,) = extra["examples"]
             yield pytest.param(route.path, example, id=route.path[1:])
 
 
@@ -97,14 +101,14 @@ GENERIC = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "example"), [*bodies()])
-def test_large_body_leaves_the_loop_free_on_every_route(fake, path, example):
+def test_large_body_does_not_block_the_loop_on_any_route(fake, path, example):
     model = {"model": ""} if "model" in example else {}
     send(fake, path, {**example, **model, "unknown": GENERIC["members"]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GENERIC)
-def test_large_body_of_any_kind_leaves_the_loop_free(fake, kind):
+def test_large_bodies_of_every_kind_do_not_block_the_loop(fake, kind):
     send(fake, CHAT, {"messages": [user()], "unknown": GENERIC[kind]})
 
 
@@ -254,7 +258,7 @@ OF_TOKENS = {*TEXTS, "pieces", "detokenize", "decode", "ids", "prompts"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_large_requests_leave_the_loop_free(fake, case):
+def test_large_requests_do_not_block_the_loop(fake, case):
     path, body = CASES[case]
     version = {"anthropic-version": "2023-06-01"} if path == COUNT else {}
     assert send(fake, path, body, **version).status_code != 404
@@ -263,13 +267,13 @@ def test_large_requests_leave_the_loop_free(fake, case):
 @pytest.mark.llama
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.split()[-1] in OF_TOKENS])
-def test_large_texts_leave_the_loop_free_with_the_vocabulary_of_a_model(builtin, case):
+def test_large_texts_do_not_block_the_loop_with_a_real_vocabulary(builtin, case):
     assert send(builtin, *CASES[case]).status_code != 404
 
 
 @pytest.mark.slow
-def test_long_conversation_of_responses_leaves_the_loop_free(fake):
-    """What is kept of the responses before is read again with each request."""
+def test_long_conversation_of_responses_does_not_block_the_loop(fake):
+    """Each request reads the stored responses before it again."""
     body = {"input": [user("x" * 9)] * 100}
     previous = None
     for _ in range(12):
@@ -282,7 +286,7 @@ def test_long_conversation_of_responses_leaves_the_loop_free(fake):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("filling", [b"\0", b"\r", b"\r\n--x", b"--limit"])
-def test_upload_leaves_the_loop_free(fake, filling):
+def test_upload_does_not_block_the_loop(fake, filling):
     head = b'--limit\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
     data = head % (b"purpose", b"") + b"batch\r\n" + head % (b"file", b'; filename="a"')
     data += filling * (20_000_000 // len(filling)) + b"\r\n--limit--\r\n"

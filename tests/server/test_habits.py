@@ -1,17 +1,16 @@
-"""What clients do that were written for other servers: the names, the routes and the bodies they
-are used to.
-"""
+"""Names, routes and bodies that clients use because they were written for other servers."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 27 plus 45?"}]
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
@@ -31,9 +30,9 @@ def message(answer) -> str:
 @pytest.mark.parametrize(
     ("path", "body"), [("chat", {"messages": ASK}), ("generate", {"prompt": "a"}), ("show", {})]
 )
-def test_ollama_looks_at_no_content_type(fake, path, body, headers):
-    """As ``curl -d`` and LiteLLM send it; a page in a browser is known by its Origin and has to
-    announce JSON.
+def test_ollama_routes_accept_any_content_type(fake, path, body, headers):
+    """``curl -d`` and LiteLLM send others. Requests of web pages have an Origin header and must
+    send JSON.
     """
     data = json.dumps(
         {"model": "fake", "stream": False, "options": {"num_predict": 3}, **body}
@@ -48,14 +47,14 @@ def test_ollama_looks_at_no_content_type(fake, path, body, headers):
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/ping", "/ready", "/v1/models", "/api/tags", "/api/version"]
 )
-def test_a_head_is_a_get_without_a_body(fake, path):
+def test_head_gets_the_headers_of_get_without_a_body(fake, path):
     head, get = fake.head(path), fake.get(path)
     assert (head.status_code, get.status_code, head.content) == (200, 200, b"")
     assert head.headers["content-length"] == get.headers["content-length"]
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
-def test_another_method_is_told_what_is_allowed(fake):
+def test_wrong_method_gets_405_with_the_allowed_methods(fake):
     answer = fake.options("/v1/models")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
     assert fake.head(CHAT).status_code == 405
@@ -89,7 +88,7 @@ RANK = {"query": "a", "documents": ["a"]}
         ("/files", None),
     ],
 )
-def test_a_path_with_one_v1_too_few_or_too_many_is_served(fake, path, body):
+def test_paths_with_missing_or_repeated_v1_are_served(fake, path, body):
     answer = fake.get(path) if body is None else fake.post(path, json=body)
     assert answer.status_code == 200, answer.text
 
@@ -120,7 +119,7 @@ def test_errors_of_a_rewritten_path_have_the_form_of_its_dialect(fake):
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
-def test_the_openapi_document_has_each_route_once(fake):
+def test_openapi_document_lists_each_route_once(fake):
     paths = fake.get("/openapi.json").json()["paths"]
     assert "/v1/chat/completions" in paths
     assert {
@@ -141,9 +140,9 @@ def test_the_openapi_document_has_each_route_once(fake):
         ("/v1/responses", {"input": "a", "max_output_tokens": -1}),
     ],
 )
-def test_minus_one_is_no_limit_of_tokens(fake, path, asked):
-    """The answer ends where the context does; 0 and -2 are still refused where an answer is
-    wanted.
+def test_token_limit_of_minus_one_means_no_limit(fake, path, asked):
+    """The answer ends at the end of the context. 0 and -2 are still rejected where an answer is
+    requested.
     """
     answer = fake.post(path, json={**asked, "ignore_eos": True}).json()
     assert answer["usage"]["total_tokens"] == 512
@@ -152,16 +151,16 @@ def test_minus_one_is_no_limit_of_tokens(fake, path, asked):
         assert fake.post(path, json={**asked, limit: wrong}).json()["error"]["param"] == limit
 
 
-def test_tools_may_have_long_names_and_no_type(fake):
+def test_tools_with_long_names_or_without_type_are_accepted(fake):
     function = {**TOOL["function"], "name": "a" * 65}
-    body = {"messages": ASK, "tools": [{"function": function}], **LIMIT}
+    body: dict[str, Any] = {"messages": ASK, "tools": [{"function": function}], **LIMIT}
     assert fake.post(CHAT, json=body).status_code == 200
     body["tools"][0] = {"function": {**function, "name": "a" * 257}}
     assert fake.post(CHAT, json=body).json()["error"]["param"] == "tools[0].function.name"
 
 
 @pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled", "interleaved"])
-def test_anthropic_may_think_in_other_ways(fake, kind):
+def test_every_thinking_type_is_accepted(fake, kind):
     body = {
         "model": "fake",
         "max_tokens": 4,
@@ -181,7 +180,7 @@ def test_responses_truncation_auto_is_accepted_and_shown_as_disabled(fake):
 
 
 @pytest.mark.parametrize("nothing", [{}, {"input": ""}, {"input": []}, {"input": None}])
-def test_a_response_goes_on_from_another_without_input(fake, nothing):
+def test_response_continues_a_previous_one_without_input(fake, nothing):
     first = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()
     then = fake.post(
         "/v1/responses",
@@ -192,14 +191,14 @@ def test_a_response_goes_on_from_another_without_input(fake, nothing):
     assert [item["role"] for item in items] == ["assistant", "user"]
 
 
-def test_an_empty_after_is_the_beginning_of_a_list(fake):
+def test_empty_after_lists_from_the_beginning(fake):
     name = fake.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["id"]
     for path in (f"/v1/responses/{name}/input_items", "/v1/files", "/v1/batches"):
         first, whole = fake.get(f"{path}?after="), fake.get(path)
         assert (first.status_code, first.json()) == (200, whole.json())
 
 
-def test_a_model_tells_its_length_and_has_a_tag(fake):
+def test_model_object_has_its_context_length_and_accepts_the_tag_latest(fake):
     model = fake.get("/v1/models/fake:latest").json()
     assert model["id"] == "fake"
     assert model["max_model_len"] == model["context_length"] == 512
@@ -211,7 +210,7 @@ def test_a_model_tells_its_length_and_has_a_tag(fake):
     )
 
 
-NAMED = [
+NAMED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, TURN),
     ("/v1/completions", {"prompt": "a"}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
@@ -223,14 +222,14 @@ NAMED = [
 ]
 
 
-def test_an_empty_model_is_the_served_one(fake):
+def test_empty_model_name_means_the_served_model(fake):
     for path, body in NAMED[:-1]:  # Ollama wants a name, as it always did
         assert fake.post(path, json={**body, "model": ""}).status_code == 200, path
     assert fake.post(CHAT, json={**TURN, "model": "gpt-4o"}).status_code == 404
 
 
 def test_aliases_are_served_and_listed(start_server):
-    """Names and patterns; the list has those that are names. Answers tell the model's own name."""
+    """Aliases that are patterns are served but not listed. Answers have the model's own name."""
     server = start_server("--backend.name", "fake", "--model.aliases", "gpt-4o, claude-*, org/m")
     get, post = server.client.get, server.client.post
     for path, body in NAMED:
@@ -252,21 +251,21 @@ def test_aliases_are_served_and_listed(start_server):
 
 @pytest.mark.parametrize("headers", [{}, {"anthropic-version": "2023-06-01"}])
 @pytest.mark.parametrize("path", ["/v1/models/", "/models/"])
-def test_models_path_with_a_slash_is_the_list(fake, path, headers):
+def test_models_path_with_trailing_slash_is_the_list(fake, path, headers):
     assert fake.get(path, headers=headers).json() == fake.get("/v1/models", headers=headers).json()
 
 
-def test_an_alias_of_a_star_is_any_name(start_server):
+def test_alias_star_matches_any_name(start_server):
     server = start_server("--backend.name", "fake", CLLM_MODEL_ALIASES="*")
     assert server.client.post(CHAT, json={**TURN, "model": "whatever/it:is"}).status_code == 200
     assert [model["id"] for model in server.client.get("/v1/models").json()["data"]] == ["fake"]
 
 
-def test_version(fake):
+def test_version_route_matches_the_root(fake):
     assert fake.get("/version").json()["version"] == fake.get("/").json()["version"]
 
 
-def test_cohere_asks_at_another_version(fake):
+def test_v2_rerank_gives_the_results_of_v1(fake):
     body = {"query": "a", "documents": ["b", "a"]}
     assert (
         fake.post("/v2/rerank", json=body).json()["results"]
@@ -275,10 +274,8 @@ def test_cohere_asks_at_another_version(fake):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_usage_in_every_chunk(fake_server, chat):
-    """continuous_usage_stats: each chunk says what there is so far, the last one what one would get
-    anyway.
-    """
+def test_continuous_usage_stats_put_usage_into_every_chunk(fake_server, chat):
+    """Each chunk has the usage so far; the last one has the final usage."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none") as client:
         create = client.chat.completions.create if chat else client.completions.create
@@ -308,8 +305,8 @@ def test_stream_options_need_a_stream(fake):
         {"type": "refusal", "refusal": "Hi"},
     ],
 )
-def test_parts_of_the_responses_api_are_text_in_a_chat(fake, part):
-    """They make the prompt that text makes."""
+def test_content_parts_of_the_responses_api_are_text_in_a_chat(fake, part):
+    """They give the same prompt as text parts."""
 
     def prompt(part):
         turns = [*ASK, {"role": "assistant", "content": [part]}, *ASK]
@@ -322,7 +319,7 @@ def test_parts_of_the_responses_api_are_text_in_a_chat(fake, part):
 
 @pytest.mark.llama
 @pytest.mark.parametrize("value", [True, False, 3, 0.5, "a", None, [1, "a", None], {"a": 1}, []])
-def test_variables_that_a_template_does_not_know_change_nothing(builtin_server, value):
+def test_unknown_template_variables_do_not_change_the_prompt(builtin_server, value):
     kwargs = {"a_new_variable": value, "enable_thinking": False}
     post = builtin_server.client.post
     prompts = [
@@ -346,7 +343,7 @@ def test_variables_that_a_template_does_not_know_change_nothing(builtin_server, 
         {"tools": [], "tool_choice": "auto"},
     ],
 )
-def test_what_asks_for_nothing_is_taken(fake, harmless):
+def test_parameters_at_their_neutral_values_are_accepted(fake, harmless):
     assert fake.post(CHAT, json={"messages": ASK, **LIMIT, **harmless}).status_code == 200
 
 
@@ -362,13 +359,13 @@ def test_what_asks_for_nothing_is_taken(fake, harmless):
         ({"top_logprobs": 1}, "top_logprobs"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_not_passed_over(fake, wish, named):
+def test_unsupported_parameters_are_rejected_not_ignored(fake, wish, named):
     answer = fake.post(CHAT, json={"messages": ASK, **wish})
     assert answer.status_code == 400
     assert named in message(answer)
 
 
-def test_an_option_that_is_null_is_none_for_ollama(fake):
+def test_null_means_unset_for_ollama(fake):
     body = {
         "model": "fake",
         "stream": False,
@@ -382,8 +379,7 @@ def test_an_option_that_is_null_is_none_for_ollama(fake):
     assert fake.post("/api/chat", json={**body, "messages": turns}).status_code == 200
 
 
-def test_anthropics_system_may_speak_again(fake):
-    """A turn of the system's after the first one is rendered where it stands."""
+def test_later_system_messages_of_anthropic_are_rendered_in_place(fake):
     body = {"model": "fake", "max_tokens": 4}
     turns = [
         *ASK,
@@ -408,10 +404,8 @@ def test_anthropics_system_may_speak_again(fake):
     )
 
 
-def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
-    """A field may be one of several objects: the one that was sent is what its names are compared
-    with.
-    """
+def test_strict_mode_checks_the_fields_of_every_tool_choice(start_server):
+    """The field has several object types; names are compared with those of the type that was sent."""
     post = start_server("--backend.name", "fake", "--server.strict").client.post
     name = {"type": "function", "function": {"name": "add"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [name]}}
@@ -438,8 +432,8 @@ def test_strict_mode_knows_every_form_of_a_tool_choice(start_server):
         ({"structured_outputs": {"json": {"const": 6}}}, "6"),
     ],
 )
-def test_other_servers_ways_to_say_what_must_come(builtin_server, wish, answer):
-    """On all three of OpenAI's routes; none of them is passed over in silence."""
+def test_constraints_in_other_servers_forms_are_enforced(builtin_server, wish, answer):
+    """On OpenAI's three routes; none is silently ignored."""
     post = builtin_server.client.post
     assert (
         post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"]
@@ -456,9 +450,9 @@ def test_other_servers_ways_to_say_what_must_come(builtin_server, wish, answer):
 
 
 @pytest.mark.llama
-def test_repeat_penalty_is_repetition_penalty(builtin_server):
+def test_repeat_penalty_is_an_alias_of_repetition_penalty(builtin_server):
     def text(**penalty):
-        body = {"prompt": "cat cat cat cat cat", **penalty, "temperature": 0}
+        body = {"prompt": "Once there was a fox", **penalty, "temperature": 0, "max_tokens": 60}
         return builtin_server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
 
     assert text(repeat_penalty=1.9) == text(repetition_penalty=1.9, repeat_penalty=1.0) != text()

@@ -1,6 +1,4 @@
-"""What a client may get wrong, and the answer: a 4xx in OpenAI's form that names the field; no 500,
-no hang.
-"""
+"""Invalid requests get a 4xx in OpenAI's form that names the field: no 500, and no hang."""
 
 import json
 import socket
@@ -20,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def check_form(answer):
-    """OpenAI's error object has four keys, always."""
+    """Check that the error object has OpenAI's four keys."""
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -47,8 +45,8 @@ def check_form(answer):
         b'{"messages": ' + b"[" * 100_000,
     ],
 )
-def test_what_is_no_json_object_is_400(fake_server, body):
-    """A body that cannot be read is the client's fault."""
+def test_body_other_than_a_json_object_gets_400(fake_server, body):
+    """An unreadable body is a client error."""
     answer = fake_server.client.post(
         CHAT, content=body, headers={"content-type": "application/json"}
     )
@@ -154,8 +152,8 @@ def test_what_is_no_json_object_is_400(fake_server, body):
         ("chat_template_kwargs", "enable_thinking", "chat_template_kwargs"),
     ],
 )
-def test_a_wrong_value_is_400_and_named(fake_server, field, value, param):
-    """The error's param is the field that is wrong; values at the limit are served."""
+def test_invalid_value_gets_400_with_the_field(fake_server, field, value, param):
+    """The error's param names the invalid field; values at the limit are accepted."""
     body = {"messages": MESSAGES, "max_tokens": 2, field: value}
     answer = fake_server.client.post(CHAT, json=body)
     if param is None:
@@ -172,8 +170,8 @@ def test_a_wrong_value_is_400_and_named(fake_server, field, value, param):
     "prompt",
     [None, [], [[]], {}, [1, "a", [2]], [-1], [260], [2**31], [2**63], [1.5], [True], ["x"] * 129],
 )
-def test_a_wrong_prompt_is_400(fake_server, prompt):
-    """Completions take text, texts, token ids or lists of token ids, and nothing else."""
+def test_invalid_prompt_gets_400(fake_server, prompt):
+    """Completions accept a text, texts, token ids or lists of token ids."""
     answer = fake_server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
     assert answer.status_code == 400, answer.text
     assert check_form(answer)["param"].startswith("prompt")
@@ -205,10 +203,8 @@ WRONG = [5.5] * 1000
         (OllamaChatBody, "options", {"stop": WRONG}),
     ],
 )
-def test_very_many_faults_cost_no_more_than_one(model, field, value):
-    """A body has room for millions: they would be gigabytes of objects, and half a minute in which
-    nobody is served.
-    """
+def test_body_with_millions_of_errors_is_rejected_at_the_first(model, field, value):
+    """Collecting all errors would take gigabytes, and block other requests for half a minute."""
     (good,) = model.model_config["json_schema_extra"]["examples"]
     with pytest.raises(pydantic.ValidationError) as caught:
         model.model_validate({**good, field: value})
@@ -216,8 +212,8 @@ def test_very_many_faults_cost_no_more_than_one(model, field, value):
     assert explain(caught.value).param.startswith(field)
 
 
-def test_an_unknown_parameter_is_ignored(fake_server):
-    """New parameters of OpenAI's clients do not break them."""
+def test_unknown_parameters_are_ignored(fake_server):
+    """New parameters do not break OpenAI's clients."""
     body = {
         "messages": MESSAGES,
         "max_tokens": 2,
@@ -229,7 +225,7 @@ def test_an_unknown_parameter_is_ignored(fake_server):
 
 
 def test_max_tokens_beyond_the_context_ends_with_length(fake_server):
-    """A huge limit is no error and no overflow."""
+    """A huge limit is neither an error nor an overflow."""
     body = {"prompt": [1] * 510, "max_tokens": 10**18, "ignore_eos": True}
     answer = fake_server.client.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -240,8 +236,10 @@ def test_max_tokens_beyond_the_context_ends_with_length(fake_server):
     ("length", "status"), [(511, 200), (512, 400), (5000, 400), (900_000, 400)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_can_never_fit_is_400_with_both_numbers(fake_server, length, status, stream):
-    """Before any byte is streamed, and with one token left for the answer it fits."""
+def test_too_long_prompt_gets_400_with_its_length_and_the_limit(
+    fake_server, length, status, stream
+):
+    """Before any byte is streamed. A prompt that leaves room for one token is accepted."""
     answer = fake_server.client.post(
         "/v1/completions", json={"prompt": "a" * length, "max_tokens": 1, "stream": stream}
     )
@@ -254,8 +252,8 @@ def test_a_prompt_that_can_never_fit_is_400_with_both_numbers(fake_server, lengt
         assert "512" in error["message"]
 
 
-def test_a_body_over_the_limit_is_413(fake_server):
-    """By its announced length, and also when it comes in chunks without one."""
+def test_body_over_the_limit_gets_413(fake_server):
+    """By its Content-Length, and also when it is sent in chunks."""
     large = json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_001}]}).encode()
     headers = {"content-type": "application/json"}
     announced = fake_server.client.post(CHAT, content=large, headers=headers)
@@ -266,8 +264,8 @@ def test_a_body_over_the_limit_is_413(fake_server):
     assert chunked.status_code == 413
 
 
-def test_a_giant_announced_length_is_refused_without_reading(fake_server):
-    """The answer comes although not one byte of the body was sent."""
+def test_huge_content_length_is_rejected_without_reading(fake_server):
+    """The answer comes before any byte of the body is sent."""
     host, port = fake_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 5) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -279,8 +277,8 @@ def test_a_giant_announced_length_is_refused_without_reading(fake_server):
     "content_type",
     ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1", None],
 )
-def test_another_content_type_is_415(fake_server, content_type):
-    """A browser form of another site cannot start a generation."""
+def test_other_content_types_get_415(fake_server, content_type):
+    """An HTML form of another site cannot start a generation."""
     headers = {} if content_type is None else {"content-type": content_type}
     answer = fake_server.client.post(CHAT, content=b'{"messages": []}', headers=headers)
     assert answer.status_code == 415
@@ -291,8 +289,8 @@ def test_another_content_type_is_415(fake_server, content_type):
     "model",
     ["../../etc/passwd", "/etc/passwd", "http://127.0.0.1/x", "a\0b", "x" * 100_000, "other"],
 )
-def test_another_model_is_404(fake_server, model):
-    """A model's name is looked up, never opened."""
+def test_unknown_model_gets_404(fake_server, model):
+    """The name is looked up; it is never opened as a path."""
     answer = fake_server.client.post(CHAT, json={"model": model, "messages": MESSAGES})
     assert answer.status_code == 404
     error = check_form(answer)
@@ -304,7 +302,7 @@ def test_another_model_is_404(fake_server, model):
     ("method", "path", "status"),
     [("GET", "/nope", 404), ("GET", CHAT, 405), ("POST", "/health", 405)],
 )
-def test_an_unknown_route_or_method_has_the_same_form(fake_server, method, path, status):
+def test_unknown_route_or_method_has_openai_form(fake_server, method, path, status):
     """Errors of the framework are translated too."""
     answer = fake_server.client.request(method, path)
     assert answer.status_code == status
@@ -314,8 +312,8 @@ def test_an_unknown_route_or_method_has_the_same_form(fake_server, method, path,
 @pytest.mark.parametrize(
     "header", ["Bearer", "bearer   x", "Basic x", "\xff", "Bearer " + "x" * 5000, ""]
 )
-def test_any_authorization_is_only_a_name(fake_server, header):
-    """Nobody is kept out by it, whatever it is."""
+def test_any_authorization_header_is_accepted(fake_server, header):
+    """It only determines the account."""
     headers = {"authorization": header.encode("latin1")}
     answer = fake_server.client.post(
         CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers
@@ -324,17 +322,15 @@ def test_any_authorization_is_only_a_name(fake_server, header):
 
 
 @pytest.mark.parametrize("steps", ["0", "513", "-1", "x", "", "1.5", "9" * 5000])
-def test_a_wrong_number_of_steps_is_400(fake_server, steps):
-    """A query's errors have the form of all others."""
+def test_invalid_number_of_steps_gets_400(fake_server, steps):
+    """Errors in the query have the same form."""
     answer = fake_server.client.get("/scheduler", params={"steps": steps})
     assert answer.status_code == 400
     assert check_form(answer)["param"] == "steps"
 
 
 def test_control_tokens_in_a_message_are_plain_text(fake_server):
-    """A user cannot open another role: the control token's text costs as many tokens as it has
-    bytes.
-    """
+    """A user cannot open another role: the text of a control token has one token per byte."""
 
     def prompt_tokens(content):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -344,8 +340,7 @@ def test_control_tokens_in_a_message_are_plain_text(fake_server):
     assert prompt_tokens(forged) - prompt_tokens("") == len(forged)
 
 
-def test_the_server_still_serves_after_all_this(fake_server):
-    """Nothing above has left anything behind."""
+def test_server_is_idle_and_serves_after_all_errors(fake_server):
     answer = fake_server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3})
     assert answer.json()["usage"]["completion_tokens"] == 3
     stats = fake_server.wait_until_idle()

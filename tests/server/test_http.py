@@ -1,4 +1,4 @@
-"""HTTP itself: methods, heads that are invalid or too large, requests in pieces."""
+"""HTTP itself: methods, invalid or too large heads, requests that arrive in pieces."""
 
 import json
 import re
@@ -39,13 +39,13 @@ def test_head_is_get_without_a_body(fake_server, path):
         ("OPTIONS", "/v1/files/a", "DELETE, GET"),
     ],
 )
-def test_a_wrong_method_is_told_which_ones_there_are(fake_server, method, path, allowed):
+def test_wrong_method_gets_405_with_the_allowed_methods(fake_server, method, path, allowed):
     answer = fake_server.client.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
-def test_nobody_is_sent_elsewhere(fake_server):
-    """A redirect would go where the client's own Host header says."""
+def test_no_path_is_redirected(fake_server):
+    """A redirect would follow the Host header that the client sent."""
     answer = fake_server.client.post(
         "/v1/completions/", json={"prompt": "a"}, headers={"host": "evil.example"}
     )
@@ -71,7 +71,7 @@ def test_nobody_is_sent_elsewhere(fake_server):
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-def test_invalid_http_is_400_with_a_request_id(fake_server, data):
+def test_invalid_http_gets_400_with_a_request_id(fake_server, data):
     with connect(fake_server) as connection:
         connection.sendall(data)
         answer = read_all(connection)
@@ -99,7 +99,7 @@ def test_invalid_http_is_400_with_a_request_id(fake_server, data):
         ),
     ],
 )
-def test_valid_host_is_served(fake_server, head):
+def test_valid_hosts_are_served(fake_server, head):
     with connect(fake_server) as connection:
         connection.sendall(head)
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
@@ -118,7 +118,7 @@ MORE = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
         HEAD + MORE + b"a: b\r\n" * 200 + b"\r\n",
     ],
 )
-def test_too_large_a_head_is_431_in_however_few_reads(fake_server, data):
+def test_too_large_head_gets_431_in_any_number_of_reads(fake_server, data):
     """Trailer fields count too."""
     with connect(fake_server) as connection:
         connection.sendall(data)
@@ -135,8 +135,8 @@ def test_200_header_fields_are_served(fake_server):
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_endless_head_is_431(fake_server):
-    """Before it ends, because it would be kept in memory until then."""
+def test_endless_head_gets_431(fake_server):
+    """Before it ends, because the server keeps it in memory until then."""
     with connect(fake_server) as connection:
         connection.sendall(HEAD + b"x-large: ")
         for _ in range(1000):
@@ -154,7 +154,7 @@ def test_endless_head_is_431(fake_server):
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     ],
 )
-def test_garbage_behind_complete_requests_is_refused_after_their_answers(
+def test_garbage_after_complete_requests_is_rejected_after_their_answers(
     fake_server, stream, garbage, status
 ):
     body = b'{"prompt": "a", "max_tokens": 100, "ignore_eos": true, "stream": %s}' % stream
@@ -167,7 +167,7 @@ def test_garbage_behind_complete_requests_is_refused_after_their_answers(
     assert answers.count(b'"code":"invalid_http"') == 1
 
 
-def test_requests_may_come_in_any_pieces_and_before_they_are_asked_for(fake_server):
+def test_requests_arrive_in_any_pieces_and_pipelined(fake_server):
     body = b'{"prompt": "a", "max_tokens": 2}'
     request = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     for size in (1, 7, len(request) + 5, 3 * len(request)):
@@ -180,8 +180,8 @@ def test_requests_may_come_in_any_pieces_and_before_they_are_asked_for(fake_serv
             assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
 
 
-def test_a_body_is_no_head(fake_server):
-    """Whatever part of it comes at once, on a connection that has served before."""
+def test_body_does_not_count_as_head(fake_server):
+    """In whatever pieces it arrives, on a connection that has served requests before."""
     for size in (60_000, 200_000, 900_000):
         answer = fake_server.client.post("/encode", json={"text": "a" * size})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -190,8 +190,8 @@ def test_a_body_is_no_head(fake_server):
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
 @pytest.mark.parametrize("size", [10, 10_000])
 def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
-    """Java's client asks for HTTP/2 with each request; also the requests behind it are answered, in
-    any pieces.
+    """Java's client offers HTTP/2 with each request. Pipelined requests are answered too, in
+    whatever pieces they arrive.
     """
     log = fake_server.log
     body = b'{"prompt": "a", "max_tokens": 2}'
@@ -215,7 +215,7 @@ def test_upgrade_is_ignored_and_the_body_is_read(fake_server, protocol, size):
     assert fake_server.log == log
 
 
-def test_limits_hold_for_a_head_with_an_upgrade(fake_server):
+def test_limits_apply_to_a_head_with_an_upgrade(fake_server):
     upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
     for data in (
         upgrade + b"a: b\r\n" * 200 + b"\r\n",
@@ -227,7 +227,7 @@ def test_limits_hold_for_a_head_with_an_upgrade(fake_server):
 
 
 @pytest.mark.parametrize("target", [b"example.com:443", b"/"])
-def test_connect_is_501(fake_server, target):
+def test_connect_gets_501(fake_server, target):
     with connect(fake_server) as connection:
         connection.sendall(b"CONNECT %s HTTP/1.1\r\nHost: x\r\n\r\n" % target)
         answer = read_all(connection)
@@ -235,7 +235,7 @@ def test_connect_is_501(fake_server, target):
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_http_1_0_gets_plain_bytes_until_the_connection_is_closed(fake_server, stream):
+def test_http_1_0_gets_an_unchunked_answer(fake_server, stream):
     body = b'{"prompt": "a", "max_tokens": 30, "ignore_eos": true, "stream": %s}' % stream
     with connect(fake_server) as connection:
         connection.sendall(
@@ -255,7 +255,7 @@ def test_http_1_0_gets_plain_bytes_until_the_connection_is_closed(fake_server, s
 
 
 @pytest.mark.parametrize("codings", [b"gzip, chunked", b"gzip"])
-def test_unknown_transfer_coding_is_501_and_named(fake_server, codings):
+def test_unknown_transfer_coding_gets_501_with_its_name(fake_server, codings):
     with connect(fake_server) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: %s\r\n\r\n2\r\n{}\r\n0\r\n\r\n" % codings)
         answer = read_all(connection)
@@ -265,7 +265,7 @@ def test_unknown_transfer_coding_is_501_and_named(fake_server, codings):
 
 @pytest.mark.parametrize("charset", ["utf-8", "UTF8", '"utf-8"', "utf_8", "U8; version=1"])
 @pytest.mark.parametrize("coding", [None, "identity", "Identity, identity"])
-def test_any_name_of_utf_8_and_of_no_compression_is_served(fake_server, charset, coding):
+def test_all_names_of_utf_8_and_identity_are_accepted(fake_server, charset, coding):
     headers = {"content-type": f"Application/JSON ; Charset={charset}"}
     if coding is not None:
         headers["content-encoding"] = coding
@@ -285,7 +285,7 @@ def test_any_name_of_utf_8_and_of_no_compression_is_served(fake_server, charset,
         ("content-encoding", "identity, gzip"),
     ],
 )
-def test_another_charset_or_compression_is_415(fake_server, name, value):
+def test_other_charsets_and_compressions_get_415(fake_server, name, value):
     headers = {"content-type": "application/json", name: value}
     assert (
         fake_server.client.post("/encode", content=b'{"text": "a"}', headers=headers).status_code

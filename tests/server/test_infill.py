@@ -1,4 +1,4 @@
-"""Prompts that ask for what is missing, and how they are shortened."""
+"""Prompts for filling in the middle, and how they are shortened."""
 
 import asyncio
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def prompt(service, prefix, suffix, snippets=(), num_new_tokens=10):
     return bytes(tokens), is_short
 
 
-def test_a_prefix_and_a_suffix_stand_behind_their_marks():
+def test_prefix_and_suffix_follow_their_tokens():
     assert prompt(service(), "a = ", "\n") == (b"\x01a = \x02\n\x03", False)
     assert prompt(service(), "", "") == (b"\x01\x02\x03", False)
 
@@ -48,7 +48,7 @@ def test_snippets_of_other_files_come_first():
 
 
 @pytest.mark.parametrize("repository", [None, (REPOSITORY, FILE)])
-def test_the_first_snippets_are_left_out_where_there_is_no_room(repository):
+def test_first_snippets_are_dropped_if_the_prompt_is_too_long(repository):
     snippets = [Snippet(f"{i}.py", "x" * 100) for i in range(20)]
     text, is_short = prompt(service(repository=repository), "a = ", "\n", snippets)
     assert is_short
@@ -62,9 +62,7 @@ def test_the_first_snippets_are_left_out_where_there_is_no_room(repository):
     ("num_prefix", "num_suffix", "kept"),
     [(5000, 5000, (740, 246)), (5000, 10, (976, 10)), (10, 5000, (10, 976))],
 )
-def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(
-    num_prefix, num_suffix, kept
-):
+def test_long_prefix_and_suffix_are_truncated_far_from_the_cursor(num_prefix, num_suffix, kept):
     text, is_short = prompt(
         service(), "p" * num_prefix + "P", "S" + "s" * num_suffix, [Snippet("a", "b")]
     )
@@ -76,12 +74,12 @@ def test_the_beginning_of_the_prefix_and_the_end_of_the_suffix_are_left_out(
 
 
 @pytest.mark.parametrize("wanted", [None, 10**9])
-def test_room_is_left_for_the_answer(wanted):
+def test_prompt_leaves_room_for_the_answer(wanted):
     tokens, _ = asyncio.run(build_infill_prompt(service(), "p" * 5000, "", (), wanted))
     assert 400 <= len(tokens) <= 750
 
 
-def test_a_model_without_marks_is_refused():
-    with pytest.raises(BadRequest, match="cannot fill in") as refused:
+def test_model_without_infill_tokens_is_rejected():
+    with pytest.raises(BadRequest, match="does not support infill") as refused:
         prompt(service(infill=None), "a", "b")
     assert refused.value.param == "input_suffix"

@@ -1,4 +1,4 @@
-"""From the start to the end of the processes, and what happens when one of them dies."""
+"""Start and end of the processes, and recovery when one of them dies."""
 
 import contextlib
 import json
@@ -19,15 +19,13 @@ LONG = {"prompt": "a", "max_tokens": 32_000, "stream": True, "ignore_eos": True}
 
 
 def serve(*arguments):
-    """``cllm serve`` that is expected to end by itself."""
+    """Run a ``cllm serve`` that is expected to end by itself."""
     command = [sys.executable, "-m", "cllm", "serve", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def one_line(result):
-    """The error of a start that could not work: exit code 2, one line, after those of the load if
-    it began.
-    """
+    """Check that a start failed with exit code 2, and return its one-line error."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     *loading, line = result.stderr.splitlines()
@@ -37,7 +35,9 @@ def one_line(result):
 
 
 def events(server, body, into):
-    """Read a stream in the background into the list ``into``; its last item is how it ended."""
+    """Read a stream in the background into the list ``into``; its last item is how the stream
+    ended.
+    """
 
     def read():
         try:
@@ -60,15 +60,15 @@ def wait_for(condition, timeout=PATIENCE):
 
 
 def alive(pid):
-    """A zombie is not."""
+    """Return whether the process runs; a zombie does not."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 @pytest.mark.llama
-def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
-    """With its name."""
+def test_unknown_architecture_fails_with_one_line(builtin_path, tmp_path):
+    """The line names the architecture."""
     path = tmp_path / "model.gguf"
     path.write_bytes(builtin_path.read_bytes().replace(b"qwen3", b"qwenX"))
     assert "qwenX" in one_line(serve(path))
@@ -76,11 +76,8 @@ def test_an_unknown_architecture_is_one_line(builtin_path, tmp_path):
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_a_file_that_aborts_llama_cpp_is_one_line(builtin_path, tmp_path):
-    """Its vocabulary has a token twice.
-
-    The engine process dies of it, and the others are spared.
-    """
+def test_file_that_aborts_llama_cpp_fails_with_one_line(builtin_path, tmp_path):
+    """Its vocabulary has a token twice. Only the engine process dies."""
     path = tmp_path / "model.gguf"
     path.write_bytes(
         builtin_path.read_bytes().replace(b"\x01\0\0\0\0\0\0\x005", b"\x01\0\0\0\0\0\0\x006", 1)
@@ -104,13 +101,13 @@ def test_a_file_that_aborts_llama_cpp_is_one_line(builtin_path, tmp_path):
         (("--scheduler.trace-file", "/proc/nowhere"), "the trace /proc/nowhere"),
     ],
 )
-def test_what_the_scheduler_cannot_have_is_one_line(arguments, word):
+def test_invalid_scheduler_option_fails_with_one_line(arguments, word):
     """A policy, a draft model, a folder, a file."""
     assert word in one_line(serve(*FAKE, *arguments))
 
 
 @pytest.mark.llama
-def test_a_disk_cache_that_cannot_be_had_is_one_line(builtin_path):
+def test_unusable_disk_cache_fails_with_one_line(builtin_path):
     assert "kv.disk_cache" in one_line(serve("--kv.disk-cache", "/proc/nowhere"))
 
 
@@ -119,23 +116,21 @@ def test_a_disk_cache_that_cannot_be_had_is_one_line(builtin_path):
     "arguments",
     [("--context", "4096", "--kv.max-memory-mb", "2"), ("--kv.max-memory-mb", "900000")],
 )
-def test_too_little_memory_is_one_line(builtin_path, arguments):
-    """With the sizes, whichever limit is met."""
+def test_too_little_memory_fails_with_one_line(builtin_path, arguments):
+    """The line has the sizes."""
     assert " MB" in one_line(serve(*arguments)).replace(" GB", " MB").replace(" TB", " MB")
 
 
-def test_the_server_answers_while_the_model_loads_and_says_when_it_is_ready(fake_server):
-    """Alive and ready are two questions."""
+def test_server_is_alive_while_loading_and_then_ready(fake_server):
+    """Liveness and readiness have separate routes."""
     assert fake_server.client.get("/health").json() == {"status": "healthy", "model_loaded": True}
     assert fake_server.client.get("/ready").status_code == 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["cllm: loading", "at once"])
-def test_ctrl_c_before_it_is_ready(when):
-    """130 like every interrupted command, whenever it comes; a server that has served ends with
-    0.
-    """
+def test_ctrl_c_while_loading_exits_with_130(when):
+    """Like every interrupted command. A server that was ready exits with 0."""
     command = [sys.executable, "-m", "cllm", "serve", *FAKE, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         if when == "at once":
@@ -149,7 +144,9 @@ def test_ctrl_c_before_it_is_ready(when):
 
 
 def test_sigterm_lets_running_streams_finish(start_server):
-    """No new work, the stream to its end, children gone, exit code 0."""
+    """New requests are rejected, the stream ends normally, the child processes end, and the exit
+    code is 0.
+    """
     server = start_server(*FAKE)
     engine, lines = server.engine_pid(), []
     thread = events(server, {**LONG, "max_tokens": 60}, lines)
@@ -163,10 +160,8 @@ def test_sigterm_lets_running_streams_finish(start_server):
 
 
 @pytest.mark.slow
-def test_streams_that_do_not_finish_in_time_are_told(start_server):
-    """At the drain timeout they get an error event and [DONE], and the server still ends in
-    order.
-    """
+def test_streams_get_an_error_at_the_drain_timeout(start_server):
+    """They end with an error event and [DONE], and the server exits normally."""
     server = start_server(*FAKE, "--server.drain-timeout", "0.3")
     lines = []
     thread = events(server, LONG, lines)
@@ -179,8 +174,8 @@ def test_streams_that_do_not_finish_in_time_are_told(start_server):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(start_server):
-    """Who asks twice does not want to wait, neither for the stream nor for the drain timeout."""
+def test_second_signal_ends_without_draining(start_server):
+    """Neither the stream nor the drain timeout delays the end."""
     server = start_server(*FAKE, "--server.drain-timeout", "600")
     lines = []
     thread = events(server, LONG, lines)
@@ -195,9 +190,9 @@ def test_a_second_signal_ends_at_once(start_server):
 
 
 @pytest.mark.slow
-def test_a_dead_engine_is_noticed_and_started_again(start_server):
-    """Streams end in an error event at once, others get 503, and then all is well again; whatever
-    killed it.
+def test_dead_engine_is_restarted(start_server):
+    """Running streams get an error event at once, and new requests get 503 until the engine runs
+    again.
     """
     server = start_server(*FAKE)
     for how in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
@@ -221,9 +216,9 @@ def test_a_dead_engine_is_noticed_and_started_again(start_server):
 
 
 @pytest.mark.slow
-def test_requests_to_a_hung_engine_time_out_and_the_server_still_ends(start_server):
-    """504 as an answer and an error event in a stream; shutting down kills the engine, which hears
-    nothing.
+def test_hung_engine_times_out_and_the_server_still_ends(start_server):
+    """504, or an error event in a stream. Shutdown kills the engine, which no longer reads its
+    messages.
     """
     server = start_server(
         *FAKE, "--scheduler.request-timeout", "1", "--server.drain-timeout", "0.1"
@@ -241,8 +236,8 @@ def test_requests_to_a_hung_engine_time_out_and_the_server_still_ends(start_serv
 
 
 @pytest.mark.slow
-def test_a_dead_api_process_takes_the_engine_with_it(start_server):
-    """No orphan holds the model's memory or the port."""
+def test_engine_ends_when_the_api_process_dies(start_server):
+    """No orphan keeps the model's memory or the port."""
     server = start_server(*FAKE)
     engine = server.engine_pid()
     thread = events(server, LONG, [])
@@ -254,10 +249,8 @@ def test_a_dead_api_process_takes_the_engine_with_it(start_server):
 
 
 @pytest.mark.slow
-def test_the_process_that_renders_chats(start_server):
-    """Is there before the first one, replaced when it has died or was stopped, and does not outlive
-    the server.
-    """
+def test_renderer_process_is_replaced_and_ends_with_the_server(start_server):
+    """It runs before the first chat, and is replaced when it has died or was stopped."""
     server = start_server(*FAKE)
 
     def renderers():
@@ -281,8 +274,8 @@ def test_the_process_that_renders_chats(start_server):
 
 
 @pytest.mark.llama
-def test_an_idle_server_uses_no_cpu(builtin_server):
-    """Less than 0.5 % of a core over four seconds, both processes together, after it has worked."""
+def test_idle_server_uses_almost_no_cpu(builtin_server):
+    """Both processes together use less than 0.5 % of a core in four seconds, after having served."""
     builtin_server.client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 20})
     builtin_server.wait_until_idle()
     pids = builtin_server.process.pid, builtin_server.engine_pid()

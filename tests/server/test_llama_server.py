@@ -1,6 +1,4 @@
-"""What clients of llama-server look for: /infill, /props, timings, and the other name of
-reasoning.
-"""
+"""The llama-server API: /infill, /props, timings, and its name of reasoning."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 import json
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ TIMINGS = {
     for part in ("prompt", "predicted")
     for name in ("n", "ms", "per_token_ms", "per_second")
 } | {"cache_n"}
-VIM = {
+VIM: dict[str, Any] = {
     "id_slot": 0,
     "input_prefix": "def add(a, b):\n",
     "input_suffix": "\n\nprint(add(1, 2))\n",
@@ -45,7 +44,7 @@ VIM = {
 
 @pytest.fixture(scope="module")
 def filling(start_server_once, tiny_model):
-    """A server whose model knows how to fill in, and writes noise."""
+    """A server whose model has infill tokens and writes random text."""
     return start_server_once(str(tiny_model("gemma3")))
 
 
@@ -59,7 +58,7 @@ def events_of(answer):
 
 
 @pytest.mark.llama
-def test_infill_answers_in_llama_servers_words(filling):
+def test_infill_answer_has_llama_servers_fields(filling):
     answer = filling.client.post("/infill", json={**VIM, "ignore_eos": True}).json()
     assert answer["stop"] is True
     assert (answer["stop_type"], answer["tokens_predicted"], answer["truncated"]) == (
@@ -84,8 +83,8 @@ def test_infill_answers_in_llama_servers_words(filling):
 
 
 @pytest.mark.llama
-def test_infill_streams_what_it_answers_at_once(filling):
-    body = {**VIM, "temperature": 0, "ignore_eos": True}
+def test_streamed_infill_equals_the_whole_answer(filling):
+    body: dict[str, Any] = {**VIM, "temperature": 0, "ignore_eos": True}
     whole = filling.client.post("/infill", json=body).json()
     events = events_of(filling.client.post("/infill", json={**body, "stream": True}))
     assert "".join(event["content"] for event in events) == whole["content"]
@@ -103,7 +102,7 @@ def test_infill_follows_json_schema(filling):
 
 
 @pytest.mark.llama
-def test_infill_gives_the_fields_that_are_asked_for(filling):
+def test_infill_returns_only_the_requested_fields(filling):
     fields = [
         "content",
         "timings/prompt_n",
@@ -133,7 +132,7 @@ def test_infill_keeps_its_prompt_in_the_cache(filling):
 
 
 @pytest.mark.llama
-def test_infill_shortens_what_does_not_fit(filling):
+def test_infill_truncates_a_too_long_prompt(filling):
     body = {**VIM, "input_prefix": "x = 1\n" * 20_000, "input_suffix": "y = 2\n" * 20_000}
     answer = filling.client.post("/infill", json={**body, "ignore_eos": True})
     assert answer.status_code == 200
@@ -157,7 +156,7 @@ class Endless:
         self.stopped = True
 
 
-def test_infill_ends_after_its_time_once_it_has_a_line():
+def test_infill_time_limit_applies_after_the_first_line():
     answer = Endless(3600, "a", "b\n", "c")
     service = SimpleNamespace(model_name="m", info=SimpleNamespace(context_length=512))
     events = InfillEvents(service, answer.generation, InfillBody(), is_short=False)
@@ -166,11 +165,11 @@ def test_infill_ends_after_its_time_once_it_has_a_line():
     assert (answer.num_taken, answer.stopped) == (2, True)
 
 
-def test_infill_of_a_model_that_cannot_is_400_in_clear_words(fake_server):
+def test_infill_without_infill_tokens_gets_400(fake_server):
     answer = fake_server.client.post("/infill", json=VIM)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "input_suffix")
-    assert "cannot fill in" in error["message"]
+    assert "does not support infill" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -185,14 +184,14 @@ def test_infill_of_a_model_that_cannot_is_400_in_clear_words(fake_server):
         ({"n": 2}, "n"),
     ],
 )
-def test_what_is_wrong_in_infill_is_named(fake_server, patch, param):
+def test_invalid_infill_request_names_the_field(fake_server, patch, param):
     assert (
         fake_server.client.post("/infill", json={**VIM, **patch}).json()["error"]["param"] == param
     )
 
 
 @pytest.mark.parametrize("path", ["/props", "/v1/props", "/props?model=fake&autoload=false"])
-def test_props_tell_the_context_and_the_template(fake_server, path):
+def test_props_have_the_context_length_and_the_template(fake_server, path):
     props = fake_server.client.get(path).json()
     assert props["default_generation_settings"]["n_ctx"] == 512
     assert "messages" in props["chat_template"]
@@ -204,9 +203,9 @@ def test_props_tell_the_context_and_the_template(fake_server, path):
 @pytest.mark.parametrize(
     ("path", "asked"), [(CHAT, {"messages": ASK}), ("/v1/completions", {"prompt": "abc"})]
 )
-def test_answers_tell_their_timings(fake_server, path, asked):
-    """In a stream the last chunk does: that of the usage, or else the one that ends the last
-    choice.
+def test_answers_have_timings(fake_server, path, asked):
+    """In a stream the last chunk has them: the chunk with the usage, or else the one that ends the
+    last choice.
     """
     post = fake_server.client.post
     body = {**asked, **LIMIT, "n": 2}
@@ -220,7 +219,7 @@ def test_answers_tell_their_timings(fake_server, path, asked):
         assert chunks[-1]["timings"]["predicted_n"] == 8
 
 
-def test_timings_count_what_the_cache_saved(fake_server):
+def test_timings_count_cached_tokens(fake_server):
     body = {"messages": [{"role": "user", "content": "timings " * 20}], **LIMIT}
     first = fake_server.client.post(CHAT, json=body).json()
     fake_server.wait_until_idle()
@@ -232,11 +231,11 @@ def test_timings_count_what_the_cache_saved(fake_server):
     assert then["timings"]["cache_n"] > first["timings"]["cache_n"]
 
 
-def test_n_predict_is_max_tokens(fake_server):
-    """llama.vim warms its chats up with 0."""
+def test_n_predict_is_an_alias_of_max_tokens(fake_server):
+    """llama.vim sends 0 to fill the prefix cache."""
     post = fake_server.client.post
     for number in (0, 3):
-        body = {"messages": ASK, "n_predict": number, "ignore_eos": True}
+        body: dict[str, Any] = {"messages": ASK, "n_predict": number, "ignore_eos": True}
         assert post(CHAT, json=body).json()["usage"]["completion_tokens"] == number
         body = {"prompt": "a", "n_predict": number, "ignore_eos": True}
         assert post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == number
@@ -248,12 +247,12 @@ def test_n_predict_is_max_tokens(fake_server):
     )
 
 
-def test_a_model_tells_its_root(fake_server):
+def test_model_object_has_a_root(fake_server):
     assert fake_server.client.get("/v1/models").json()["data"][0]["root"] == "fake"
 
 
 @pytest.mark.llama
-def test_reasoning_has_both_of_its_names(builtin_server):
+def test_reasoning_is_returned_under_both_names(builtin_server):
     body = {"messages": ASK, "temperature": 0, "chat_template_kwargs": {"enable_thinking": True}}
     post = builtin_server.client.post
     message = post(CHAT, json=body).json()["choices"][0]["message"]

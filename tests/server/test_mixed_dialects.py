@@ -1,9 +1,10 @@
-"""Clients of all dialects at once, streaming and not, with tools and forms of answers: everyone
-gets his own answer.
+"""Concurrent clients of all dialects, streamed and whole, with tools and output schemas, each get
+their own answer.
 """
 
 import asyncio
 import json
+from typing import Any
 
 import anthropic
 import ollama
@@ -39,7 +40,7 @@ def schema(answer):
 
 
 class Asker:
-    """One question in each dialect's words: a sum, a call, a form; ``streamed`` or whole."""
+    """Asks for a sum, a call or structured output in each dialect, ``streamed`` or whole."""
 
     def __init__(self, url):
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
@@ -50,7 +51,7 @@ class Asker:
         await asyncio.gather(self.openai.close(), self.anthropic.close(), self.ollama.close())
 
     async def by_openai(self, messages, streamed, tool=None, form=None):
-        more = {"tools": [MULTIPLY]} if tool else {}
+        more: dict[str, Any] = {"tools": [MULTIPLY]} if tool else {}
         if form:
             more["response_format"] = {
                 "type": "json_schema",
@@ -76,7 +77,7 @@ class Asker:
         return json.loads(arguments) if tool else text
 
     async def by_anthropic(self, messages, streamed, tool=None, form=None):
-        more = {"tools": [CUSTOM]} if tool else {}
+        more: dict[str, Any] = {"tools": [CUSTOM]} if tool else {}
         if form:
             more["output_config"] = {"format": {"type": "json_schema", "schema": form}}
         more |= {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}}
@@ -88,7 +89,7 @@ class Asker:
         return block.input if tool else block.text
 
     async def by_ollama(self, messages, streamed, tool=None, form=None):
-        more = {"tools": [MULTIPLY]} if tool else {}
+        more: dict[str, Any] = {"tools": [MULTIPLY]} if tool else {}
         more |= {"format": form, "options": {"temperature": 0}}
         if not streamed:
             message = (await self.ollama.chat(MODEL, messages, **more)).message
@@ -102,7 +103,7 @@ class Asker:
         return "".join(line.content for line in lines)
 
 
-def test_64_clients_of_all_dialects(builtin_server):
+def test_64_clients_of_all_dialects_get_their_own_answers(builtin_server):
     async def one(asker, i):
         ask = (asker.by_openai, asker.by_anthropic, asker.by_ollama)[i % 3]
         streamed, a, b = i // 3 % 2, 20 + i // 6, 31

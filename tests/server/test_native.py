@@ -1,6 +1,4 @@
-"""The routes that cLLM has had from its beginning, on the fake backend, which counts on from the
-prompt's last byte.
-"""
+"""The native routes, on the fake backend, which counts on from the prompt's last byte."""
 
 import json
 import re
@@ -12,8 +10,7 @@ def events(text):
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
 
 
-def test_generate(fake_server):
-    """Text, times and counts."""
+def test_generate_returns_text_times_and_counts(fake_server):
     answer = fake_server.client.post(
         "/generate", json={"prompt": "a", "max_tokens": 5, "temperature": 0}
     ).json()
@@ -23,8 +20,10 @@ def test_generate(fake_server):
     assert answer["tokens_per_second"] == pytest.approx(5 / answer["response_time"])
 
 
-def test_generate_ends_where_the_model_ends(fake_server):
-    """The fake backend says 16 tokens and the end, which is counted and is no text."""
+def test_generate_stops_at_the_end_token(fake_server):
+    """The fake backend writes 16 tokens and an end token, which is counted but is not part of the
+    text.
+    """
     answer = fake_server.client.post("/generate", json={"prompt": "0", "temperature": 0}).json()
     assert answer["text"] == "123456789:;<=>?@"
     assert (answer["generated_tokens"], answer["finish_reason"]) == (17, "stop")
@@ -33,8 +32,8 @@ def test_generate_ends_where_the_model_ends(fake_server):
 @pytest.mark.parametrize(
     ("route", "more"), [("/generate_stream", {}), ("/generate", {"stream": True})]
 )
-def test_generate_stream(fake_server, route, more):
-    """An event a token and a last one that is done; both routes stream."""
+def test_generate_streams_an_event_for_each_token(fake_server, route, more):
+    """The last event has done: true. Both routes can stream."""
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0, **more}
     answer = fake_server.client.post(route, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -46,22 +45,20 @@ def test_generate_stream(fake_server, route, more):
     assert len({event["id"] for event in [*tokens, last]}) == 1
 
 
-def test_encode(fake_server):
-    """Token ids and how many there are."""
+def test_encode_returns_token_ids_and_their_number(fake_server):
     answer = fake_server.client.post("/encode", json={"text": "AB"}).json()
     assert answer == {"tokens": [65, 66], "length": 2}
     assert fake_server.client.post("/encode", json={"text": ""}).status_code == 400
 
 
 def test_root_names_the_routes(fake_server):
-    """Who opens the address in a browser learns where to go."""
+    """For users who open the address in a browser."""
     answer = fake_server.client.get("/").json()
     assert answer["model"] == "fake"
     assert {"/v1/chat/completions", "/generate", "/metrics"} <= set(answer["paths"])
 
 
-def test_model_info(fake_server):
-    """The sizes in force and the state of the engine."""
+def test_model_info_has_sizes_and_engine_state(fake_server):
     answer = fake_server.client.get("/model/info").json()
     assert (answer["context_length"], answer["max_num_seqs"], answer["vocabulary_size"]) == (
         512,
@@ -71,8 +68,7 @@ def test_model_info(fake_server):
     assert answer["stats"]["num_seq_ids"] == 4
 
 
-def test_the_scheduler_explains_itself(fake_server):
-    """As many of the last steps as are asked for, and what they cost."""
+def test_scheduler_route_returns_the_last_steps_and_the_step_cost(fake_server):
     fake_server.client.post("/generate", json={"prompt": "why", "max_tokens": 5})
     answer = fake_server.client.get("/scheduler", params={"steps": 3}).json()
     assert [step["num_running"] for step in answer["steps"]] == [1, 1, 0]
@@ -81,8 +77,7 @@ def test_the_scheduler_explains_itself(fake_server):
     assert len(fake_server.client.get("/scheduler").json()["steps"]) <= 20
 
 
-def test_metrics_count_what_happened(fake_server):
-    """Requests, tokens, first-token and inter-token times, states of the engine."""
+def test_metrics_count_requests_tokens_times_and_engine_states(fake_server):
 
     metric = fake_server.metric
     names = [
@@ -125,8 +120,7 @@ def test_metrics_count_what_happened(fake_server):
     )
 
 
-def test_the_openapi_document_is_complete(fake_server):
-    """Every reference in it leads somewhere."""
+def test_openapi_document_resolves_every_reference(fake_server):
     document = fake_server.client.get("/openapi.json")
     defined = set(document.json()["components"]["schemas"])
     used = set(re.findall(r"#/components/schemas/(\w+)", document.text))
@@ -135,8 +129,8 @@ def test_the_openapi_document_is_complete(fake_server):
 
 
 @pytest.mark.slow
-def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
-    """504 without streaming, an error event with it; the sequence is given back."""
+def test_slow_request_times_out(start_server):
+    """504, or an error event in a stream. The sequence is freed."""
     server = start_server("--backend.name", "fake", "--scheduler.request-timeout", "0.3")
     body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
     answer = server.client.post("/v1/completions", json=body)
@@ -148,8 +142,7 @@ def test_a_request_that_takes_too_long_ends_in_a_timeout(start_server):
     assert server.wait_until_idle(1)["num_seq_ids_in_use"] == 0
 
 
-def test_decode(fake_server):
-    """The way back of /encode."""
+def test_decode_reverses_encode(fake_server):
     assert fake_server.client.post("/decode", json={"tokens": [65, 66, 258]}).json() == {
         "text": "AB",
         "length": 3,
@@ -159,8 +152,8 @@ def test_decode(fake_server):
 
 
 @pytest.mark.parametrize("name", ["prompt", "prompts"])
-def test_many_prompts(fake_server, name):
-    """One answer with the texts in their order, and the numbers of all."""
+def test_several_prompts_get_one_answer_in_order(fake_server, name):
+    """The counts are totals."""
     body = {name: ["a", "c", "0"], "max_tokens": 3, "temperature": 0}
     answer = fake_server.client.post("/generate", json=body).json()
     assert [result["text"] for result in answer["results"]] == ["bcd", "def", "123"]
@@ -181,28 +174,27 @@ def test_many_prompts(fake_server, name):
         ({"prompt": ["a"], "stream": True}, "stream", "cannot be streamed"),
     ],
 )
-def test_one_prompt_or_many(fake_server, body, param, words):
-    """Neither none nor both; the error names the parameter."""
+def test_exactly_one_of_prompt_and_prompts_is_required(fake_server, body, param, words):
+    """The error names the parameter."""
     answer = fake_server.client.post("/generate", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["prompt", "prompts"])
-def test_list_of_prompts_is_not_streamed(fake_server, name):
+def test_streaming_a_list_of_prompts_is_rejected(fake_server, name):
     answer = fake_server.client.post("/generate_stream", json={name: ["a"]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-def test_benchmark_is_off(fake_server):
-    """And says how it would be on."""
+def test_benchmark_is_off_by_default(fake_server):
+    """The error names the option that allows it."""
     answer = fake_server.client.post("/benchmark", json={})
     assert answer.status_code == 403
     assert "server.benchmark" in answer.json()["error"]["message"]
 
 
-def test_benchmark(start_server):
-    """The counts are what was asked for, and the times fit together."""
+def test_benchmark_reports_consistent_counts_and_times(start_server):
     server = start_server(
         "--backend.name", "fake", "--server.benchmark", "true", "--max-num-seqs", "4"
     )

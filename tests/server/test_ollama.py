@@ -1,4 +1,4 @@
-"""The real ``ollama`` client against a real server with the built-in model."""
+"""The real ``ollama`` client against a server with the built-in model."""
 
 import asyncio
 import json
@@ -25,8 +25,7 @@ def client(builtin_server):
 
 
 @pytest.mark.parametrize("model", [MODEL, f"{MODEL}:latest"])
-def test_a_chat_is_answered(client, model):
-    """The answer, how it ended, what it cost and how long it took."""
+def test_chat_has_text_reason_counts_and_durations(client, model):
     answer = client.chat(model, SUM, options=GREEDY)
     assert (answer.message.role, answer.message.content) == ("assistant", "72")
     assert (answer.model, answer.done, answer.done_reason) == (model, True, "stop")
@@ -38,8 +37,8 @@ def test_a_chat_is_answered(client, model):
     assert answer.created_at.endswith("Z")
 
 
-def test_a_stream_has_the_same_text(client):
-    """Line by line; only the last one is done, and has the figures."""
+def test_stream_has_the_same_text_as_the_whole_answer(client):
+    """Only the last line is done, and it has the counts and durations."""
     *lines, last = client.chat(MODEL, COUNT, stream=True, options=GREEDY)
     assert "".join(line.message.content for line in lines) == NUMBERS
     assert len(lines) > 10
@@ -49,8 +48,8 @@ def test_a_stream_has_the_same_text(client):
     assert last.total_duration > 0
 
 
-def test_a_stream_is_what_one_gets_by_default(builtin_server):
-    """NDJSON, and a request without a stream is told so."""
+def test_requests_stream_by_default(builtin_server):
+    """As NDJSON."""
     body = {"model": MODEL, "messages": SUM}
     answer = builtin_server.client.post("/api/chat", json=body)
     assert answer.headers["content-type"] == "application/x-ndjson"
@@ -58,8 +57,8 @@ def test_a_stream_is_what_one_gets_by_default(builtin_server):
     assert whole.headers["content-type"] == "application/json"
 
 
-def test_generate_is_the_first_message_of_a_chat(client):
-    """With a system prompt or without; streamed and whole."""
+def test_generate_equals_a_chat_with_one_message(client):
+    """With a system prompt and without; streamed and whole."""
     assert client.generate(MODEL, SUM[0]["content"], options=GREEDY).response == "72"
     assert (
         client.generate(MODEL, SUM[0]["content"], system="Answer shortly.", options=GREEDY).response
@@ -70,15 +69,15 @@ def test_generate_is_the_first_message_of_a_chat(client):
     assert (last.done_reason, last.response) == ("stop", "")
 
 
-def test_raw_is_the_prompt_as_it_is(client):
-    """With the control tokens that it spells out."""
+def test_raw_prompt_is_used_unchanged(client):
+    """Its control tokens are parsed."""
     prompt = "<|im_start|>user\nWhat is 27 plus 45?<|im_end|>\n<|im_start|>assistant\n"
     answer = client.generate(MODEL, prompt, raw=True, options=GREEDY)
     assert answer.response == "72"
     assert answer.prompt_eval_count == client.chat(MODEL, SUM, options=GREEDY).prompt_eval_count
 
 
-def test_without_a_prompt_the_model_is_loaded(client):
+def test_request_without_a_prompt_answers_load(client):
     for answer in (
         client.generate(MODEL),
         client.generate(MODEL, keep_alive="10m"),
@@ -88,7 +87,7 @@ def test_without_a_prompt_the_model_is_loaded(client):
 
 
 @pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0m0s"])
-def test_unload_without_a_prompt_says_unload(client, keep_alive):
+def test_keep_alive_zero_without_a_prompt_answers_unload(client, keep_alive):
     for answer in (
         client.generate(MODEL, keep_alive=keep_alive),
         client.chat(MODEL, keep_alive=keep_alive),
@@ -97,8 +96,7 @@ def test_unload_without_a_prompt_says_unload(client, keep_alive):
     assert client.chat(MODEL, SUM, options=GREEDY, keep_alive=keep_alive).message.content == "72"
 
 
-def test_options(client):
-    """Limits, stops and seeds do what they do in Ollama."""
+def test_options_limit_stop_and_seed_like_ollamas(client):
     short = client.chat(MODEL, COUNT, options={**GREEDY, "num_predict": 5})
     assert (short.done_reason, short.eval_count) == ("length", 5)
     for limit in (-1, -2):
@@ -125,16 +123,16 @@ def test_options(client):
     )
 
 
-def test_whole_numbers_may_have_a_decimal_point(client):
-    """Clients in JavaScript and Lua write them so."""
+def test_integers_with_a_decimal_point_are_accepted(client):
+    """JavaScript and Lua clients write them so."""
     asked = {**GREEDY, "num_predict": 5.0, "top_k": 40.0, "seed": 7.0, "repeat_last_n": 64.0}
     answer = client.chat(MODEL, COUNT, options=asked)
     assert (answer.done_reason, answer.eval_count) == ("length", 5)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_logprobs(client, streamed):
-    """Of each token of the answer, with the most probable ones beside it."""
+def test_logprobs_are_returned_for_each_token(client, streamed):
+    """With the most probable alternatives."""
     asked = {"options": GREEDY, "logprobs": True, "top_logprobs": 3}
     chat = client.chat(MODEL, SUM, stream=streamed, **asked)
     generate = client.generate(MODEL, SUM[0]["content"], stream=streamed, **asked)
@@ -146,8 +144,8 @@ def test_logprobs(client, streamed):
         assert {len(one.top_logprobs) for one in told} == {3}
 
 
-def test_repeat_penalty_and_its_window(client):
-    """It changes a text that repeats itself, unless its window is empty."""
+def test_repeat_penalty_acts_unless_its_window_is_zero(client):
+    """On a text that repeats itself."""
     asked = [{"role": "user", "content": "Repeat: river river river river"}]
     plain = client.chat(MODEL, asked, options=GREEDY).message.content
     penalized = client.chat(MODEL, asked, options={**GREEDY, "repeat_penalty": 5.0}).message.content
@@ -157,8 +155,8 @@ def test_repeat_penalty_and_its_window(client):
     assert penalized != plain == windowless.message.content
 
 
-def test_the_async_client_and_many_at_once(builtin_server):
-    """Streamed and whole, all with their own answer."""
+def test_concurrent_async_requests_get_their_own_answers(builtin_server):
+    """Half of the requests are streamed."""
 
     async def one(client, a, streamed):
         messages = [{"role": "user", "content": f"What is {a} plus 31?"}]
@@ -175,7 +173,7 @@ def test_the_async_client_and_many_at_once(builtin_server):
 
 
 def test_the_model_is_listed_and_shown(client, builtin_path):
-    """By the header of its file."""
+    """With the details from the GGUF header."""
     (listed,) = client.list().models
     assert listed.model == f"{MODEL}:latest"
     assert listed.size == builtin_path.stat().st_size
@@ -204,17 +202,16 @@ def test_the_model_is_listed_and_shown(client, builtin_path):
     assert str(builtin_path.parent) not in shown.modelfile
 
 
-def test_a_server_of_the_fake_backend_has_a_card_too(fake_server):
+def test_model_card_of_the_fake_backend_is_served(fake_server):
     with ollama.Client(fake_server.url) as client:
         assert client.list().models[0].details.family == "fake"
         assert client.ps().models[0].context_length == 512
         assert client.show("fake").capabilities == ["completion", "tools", "embedding"]
 
 
-def test_embeddings(fake_server):
-    """One text, several, and the earlier form; the same vectors, of length 1.
-
-    What is too long is cut if one wants.
+def test_embeddings_in_every_form_are_equal_and_normalized(fake_server):
+    """One text, several texts, and the earlier route. Texts that are too long are truncated on
+    request.
     """
     with ollama.Client(fake_server.url) as client:
         answer = client.embed("fake", ["a river", "a stone"])
@@ -233,8 +230,8 @@ def test_embeddings(fake_server):
             client.embed("fake", "a" * 5000, truncate=False)
 
 
-def test_no_text_has_no_embeddings(fake_server):
-    """Ollama's clients load the model with it."""
+def test_embed_without_text_returns_no_vectors(fake_server):
+    """Ollama's clients load the model this way."""
     with ollama.Client(fake_server.url) as client:
         for given in ("", []):
             assert client.embed("fake", given).embeddings == []
@@ -244,7 +241,7 @@ def test_no_text_has_no_embeddings(fake_server):
 
 @pytest.mark.parametrize("name", ["fake", "fake:latest"])
 def test_pull_of_the_served_model_succeeds(fake_server, name):
-    """Clients pull before they chat; this server downloads nothing for them."""
+    """Clients pull before they chat; nothing is downloaded."""
     with ollama.Client(fake_server.url) as client:
         assert client.pull(name).status == "success"
         assert [line.status for line in client.pull(name, stream=True)] == [
@@ -260,22 +257,22 @@ def test_pull_of_the_served_model_succeeds(fake_server, name):
     ("method", "path"),
     [("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")],
 )
-def test_the_server_is_alive(builtin_server, method, path):
-    """What clients ask before anything else."""
+def test_root_says_that_ollama_is_running(builtin_server, method, path):
+    """Clients request it before anything else."""
     answer = builtin_server.client.request(method, path)
     assert answer.status_code == 200
     if method == "HEAD":
         assert answer.content == b""
 
 
-def test_version(builtin_server):
-    """A version of Ollama's API, for clients that want one that is new enough."""
+def test_version_is_an_ollama_version(builtin_server):
+    """Some clients require a minimum version."""
     assert builtin_server.client.get("/api/version").json()["version"].split(".") >= ["0", "12"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_used(client, streamed):
-    """The whole way round, with the client's own objects sent back; a call comes in one piece."""
+def test_tool_call_and_result_round_trip(client, streamed):
+    """The client's own objects are sent back. A streamed call comes in one piece."""
     tools = [TRAINED[name].declare(name) for name in ("get_weather", "multiply")]
 
     def ask(messages):
@@ -298,8 +295,8 @@ def test_a_tool_is_called_and_its_result_used(client, streamed):
     assert ask([*messages, message, result]).content == "The product is 372."
 
 
-def test_thinking_is_told_apart(client):
-    """With true and with a level; without, there is none."""
+def test_thinking_is_separated_from_the_text(client):
+    """With true and with a level. Without think there is none."""
     for think in (True, "low"):
         answer = client.chat(MODEL, SUM, think=think, options=GREEDY).message
         assert answer.content == "72"
@@ -310,8 +307,8 @@ def test_thinking_is_told_apart(client):
     assert "20 + 40 = 60" in "".join(line.thinking or "" for line in lines)
 
 
-def test_an_answer_in_a_form(client):
-    """Any JSON object, or what a schema says; one that cannot be enforced is refused."""
+def test_format_is_enforced_or_rejected(client):
+    """Any JSON object, or a schema. A schema that cannot be enforced is rejected."""
     schema = {
         "type": "object",
         "properties": {"sum": {"const": 72}},

@@ -1,5 +1,5 @@
-"""Any deltas become answers that the real client reads, whole or streamed, the same; without a
-server.
+"""The real client reads the same answer from whole and from streamed answers, for arbitrary deltas;
+no server runs.
 """
 
 import asyncio
@@ -62,9 +62,9 @@ def pieces(text, at):
 
 
 @given(st.text(), st.text(), CALLS, st.integers(0, 20))
-def test_streamed_and_whole_chats_are_what_the_deltas_say(thinking, text, calls, at):
-    """Reasoning, text and calls, however they are cut; each call comes in one piece, its arguments
-    an object.
+def test_streamed_and_whole_chats_match_the_deltas(thinking, text, calls, at):
+    """Reasoning, text and calls, however they are cut. Each call comes in one piece, with an object
+    as arguments.
     """
     steps = [[Delta(0, piece, 1, channel=Channel.REASONING)] for piece in pieces(thinking, at)]
     steps += [[Delta(0, piece, 1)] for piece in pieces(text, at)]
@@ -93,7 +93,7 @@ def test_streamed_and_whole_chats_are_what_the_deltas_say(thinking, text, calls,
 
 
 @given(st.text(), st.text(min_size=1))
-def test_generate_has_a_response(thinking, text):
+def test_generate_answers_in_the_field_response(thinking, text):
     steps = [[Delta(0, thinking, 1, channel=Channel.REASONING)], [Delta(0, text, 1, "length")]]
     streamed, answer = lines_of(steps, chat=False), whole(steps, chat=False)
     assert "".join(line.response for line in streamed) == answer.response == text
@@ -101,7 +101,7 @@ def test_generate_has_a_response(thinking, text):
     assert streamed[-1].done_reason == answer.done_reason == "length"
 
 
-def test_a_call_that_was_cut_off_keeps_what_is_there():
+def test_truncated_tool_call_has_an_object_as_arguments():
     steps = [
         [Delta(0, "", 1, channel=Channel.CALL, name="add")],
         [Delta(0, '{"a": 1, "b": "tw', 1, "length", channel=Channel.CALL)],
@@ -110,13 +110,13 @@ def test_a_call_that_was_cut_off_keeps_what_is_there():
         assert answer.message.tool_calls[0].function.arguments == {"a": 1, "b": "tw"}
 
 
-def test_a_fault_in_a_stream_is_a_line_with_an_error():
+def test_fault_in_a_stream_is_a_line_with_an_error():
     lines = Lines(generation(), "m", Clock(), FakeVocabulary(), chat=True)
     assert json.loads(lines.fault(EngineError("it broke"))) == {"error": "it broke"}
 
 
 @pytest.mark.parametrize("seconds", [0, 0.01])
-def test_the_parts_of_the_time_are_the_whole(seconds, monkeypatch):
+def test_durations_add_up_to_the_total(seconds, monkeypatch):
     """Loading, reading the prompt, generating."""
     now = iter(range(1000, 9000, 1000))
     monkeypatch.setattr("time.perf_counter_ns", lambda: next(now))

@@ -1,4 +1,6 @@
-"""The real ``openai`` client against a real server with the built-in model."""
+"""The real ``openai`` client against a server with the built-in model."""
+
+from typing import Any
 
 import openai
 import pytest
@@ -10,8 +12,7 @@ COUNT = [{"role": "user", "content": "Count from 3 to 30."}]
 NUMBERS = " ".join(map(str, range(3, 31)))
 
 
-def test_a_chat_is_answered(client, model):
-    """The answer, how it ended and what it cost."""
+def test_chat_has_text_finish_reason_and_usage(client, model):
     answer = client.chat.completions.create(model=model, messages=SUM, temperature=0)
     assert answer.choices[0].message.content == "72"
     assert answer.choices[0].message.role == "assistant"
@@ -20,10 +21,8 @@ def test_a_chat_is_answered(client, model):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
 
 
-def test_a_stream_gives_the_same_text_in_pieces(client, model):
-    """Chunks as the steps gave tokens, the role first, the reason last; usage only if it was asked
-    for.
-    """
+def test_stream_has_the_same_text_in_chunks(client, model):
+    """The first chunk has the role, the last one the finish reason; usage is sent on request only."""
     stream = client.chat.completions.create(model=model, messages=COUNT, temperature=0, stream=True)
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -33,8 +32,8 @@ def test_a_stream_gives_the_same_text_in_pieces(client, model):
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_usage_at_the_end_of_a_stream(client, model):
-    """stream_options.include_usage adds a last chunk without choices."""
+def test_include_usage_adds_a_last_chunk(client, model):
+    """It has the usage and no choices."""
     options = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
@@ -45,8 +44,7 @@ def test_usage_at_the_end_of_a_stream(client, model):
     assert chunks[-1].usage.completion_tokens >= 1
 
 
-def test_a_repeated_prompt_is_not_computed_again(client, model):
-    """usage tells how many of the prompt's tokens were found in the cache."""
+def test_repeated_prompt_is_reported_as_cached(client, model):
     messages = [
         {"role": "user", "content": "Repeat: apple bird bread bridge brown cake chair child"}
     ]
@@ -55,8 +53,8 @@ def test_a_repeated_prompt_is_not_computed_again(client, model):
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_several_choices(client, model):
-    """n choices, streamed or not, each whole."""
+def test_several_choices_are_complete(client, model):
+    """Streamed or not."""
     answer = client.chat.completions.create(model=model, messages=COUNT, temperature=0, n=3)
     assert [choice.message.content for choice in answer.choices] == [NUMBERS] * 3
     texts = ["", "", ""]
@@ -67,8 +65,8 @@ def test_several_choices(client, model):
     assert texts == [NUMBERS] * 3
 
 
-def test_a_stop_string_ends_the_text_before_it(client, model):
-    """Also across tokens, streamed or not, and the sequence is given back."""
+def test_stop_string_ends_the_text_before_it(client, model):
+    """Also across tokens, streamed or not. The sequence is freed."""
     stop = ["6 1", " 17 18"]  # inside of "16 17" never, so " 17 18" is the one
     answer = client.chat.completions.create(
         model=model, messages=COUNT, temperature=0, stop=[stop[1]]
@@ -83,7 +81,7 @@ def test_a_stop_string_ends_the_text_before_it(client, model):
 
 
 def test_max_tokens_ends_with_length(client, model):
-    """Both names of the parameter; the newer one wins."""
+    """With both names of the parameter; max_completion_tokens takes precedence."""
     answer = client.chat.completions.create(
         model=model, messages=COUNT, max_completion_tokens=5, max_tokens=50
     )
@@ -91,8 +89,8 @@ def test_max_tokens_ends_with_length(client, model):
     assert answer.usage.completion_tokens == 5
 
 
-def test_a_seed_gives_the_same_text(client, model):
-    """At a temperature that makes the model babble, and different seeds give different texts."""
+def test_equal_seeds_give_equal_texts(client, model):
+    """At a high temperature; different seeds give different texts."""
 
     def babble(seed):
         answer = client.chat.completions.create(
@@ -111,7 +109,7 @@ def test_a_seed_gives_the_same_text(client, model):
 
 
 def test_logit_bias_forbids_a_token(client, model, builtin_server):
-    """The digit that begins the right answer, at -100, does not begin the answer."""
+    """With -100 on its first digit, the right answer cannot begin."""
     (token,) = builtin_server.client.post("/encode", json={"text": "7"}).json()["tokens"]
     answer = client.chat.completions.create(
         model=model, messages=SUM, temperature=0, logit_bias={str(token): -100}
@@ -119,8 +117,8 @@ def test_logit_bias_forbids_a_token(client, model, builtin_server):
     assert not answer.choices[0].message.content.startswith("7")
 
 
-def test_completions_of_text_and_of_tokens(client, model, builtin_server):
-    """Several prompts at once, in order, as text or as ids."""
+def test_completions_accept_texts_and_token_ids(client, model, builtin_server):
+    """Several prompts are answered in order."""
     texts = ["Once there was a clever fox", "Once there was a wise owl"]
     ids = [
         builtin_server.client.post("/encode", json={"text": text}).json()["tokens"]
@@ -138,8 +136,8 @@ def test_completions_of_text_and_of_tokens(client, model, builtin_server):
     assert "".join(chunk.choices[0].text for chunk in chunks) == by_text.choices[0].text
 
 
-def test_errors_are_the_clients_own(client, model):
-    """openai raises its own exceptions, with the field and the code."""
+def test_errors_raise_the_clients_own_exceptions(client, model):
+    """With the field and the code."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=model, messages=SUM, temperature=-1)
     assert refused.value.param == "temperature"
@@ -153,8 +151,7 @@ def test_errors_are_the_clients_own(client, model):
     assert long.value.code == "context_length_exceeded"
 
 
-def test_a_conversation_with_system_message_and_parts(client, model):
-    """Roles, content parts and history reach the template."""
+def test_roles_parts_and_history_reach_the_template(client, model):
     messages = [
         {"role": "developer", "content": "Answer shortly."},
         {
@@ -181,7 +178,7 @@ def written(message):
 
 
 def test_tools_reach_the_template(client, model, known_questions):
-    """The model calls a declared tool, and reads what it gave."""
+    """The model calls a declared tool, and uses its result."""
     questions = known_questions(12, 0, ["tools"])
     assert {len(question.messages) for question in questions} == {1, 3}
     for q in questions:
@@ -191,8 +188,8 @@ def test_tools_reach_the_template(client, model, known_questions):
         assert written(answer.choices[0].message) == q.answer
 
 
-def test_two_of_each_kind_of_question(client, model, known_questions):
-    """Held-out questions of all kinds, a character of several tokens among them."""
+def test_held_out_questions_of_each_kind_are_answered(client, model, known_questions):
+    """Two of each kind, among them one with a character of several tokens."""
     for question in known_questions(26, 3):
         answer = client.chat.completions.create(
             model=model,
@@ -207,10 +204,8 @@ def chat_tokens(logprobs):
     return b"".join(bytes(one.bytes) for one in logprobs.content).decode()
 
 
-def test_logprobs_of_a_chat(client, model):
-    """One object a token, whose bytes spell the answer; streamed, the same; the end token is no
-    part of it.
-    """
+def test_logprobs_of_a_chat_spell_the_answer(client, model):
+    """Streamed or not, without the end token."""
     answer = client.chat.completions.create(
         model=model, messages=SUM, temperature=0, logprobs=True, top_logprobs=4
     )
@@ -245,8 +240,8 @@ def test_logprobs_of_a_chat(client, model):
     assert len(spelled) - len(text) < 3  # of the last token's own text
 
 
-def test_logprobs_are_none_unless_asked_for(client, model):
-    """And a number of alternatives needs them."""
+def test_logprobs_are_returned_on_request_only(client, model):
+    """top_logprobs requires logprobs."""
     assert client.chat.completions.create(model=model, messages=SUM).choices[0].logprobs is None
     for params in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -254,8 +249,7 @@ def test_logprobs_are_none_unless_asked_for(client, model):
         assert refused.value.param == "top_logprobs"
 
 
-def test_the_fingerprint_is_that_of_the_model(client, model):
-    """The same in every answer, so that a seed's text can be expected again."""
+def test_fingerprint_is_the_same_in_every_answer(client, model):
     answers = [
         client.chat.completions.create(model=model, messages=SUM, seed=1, temperature=9.0)
         for _ in range(2)
@@ -264,8 +258,7 @@ def test_the_fingerprint_is_that_of_the_model(client, model):
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
-def test_parameters_without_effect_and_those_that_are_refused(client, model):
-    """Each documented parameter of chat completions is one or the other, or does something."""
+def test_every_documented_parameter_is_used_ignored_or_rejected(client, model):
     harmless = {
         "store": True,
         "metadata": {"a": "b"},
@@ -276,7 +269,7 @@ def test_parameters_without_effect_and_those_that_are_refused(client, model):
     harmless |= {"prediction": {"type": "content", "content": "72"}}
     answer = client.chat.completions.create(model=model, messages=SUM, temperature=0, **harmless)
     assert answer.choices[0].message.content == "72"
-    refused = {
+    refused: dict[str, Any] = {
         "modalities": ["audio"],
         "audio": {"voice": "alloy", "format": "mp3"},
         "web_search_options": {"a": 1},

@@ -1,5 +1,5 @@
-"""Answers hold all that the types of OpenAI's own client call required, and nothing of another
-type.
+"""Answers have all required fields of the types of OpenAI's own client, with values of the right
+types.
 """
 
 import json
@@ -38,8 +38,8 @@ def post(server, path, **body):
         ("completions", Completion, {"prompt": ["Once", "There"], "n": 2, "max_tokens": 4}),
     ],
 )
-def test_answers(builtin_server, path, kind, body):
-    """Streamed and not."""
+def test_chats_and_completions_match_the_clients_types(builtin_server, path, kind, body):
+    """Streamed and whole."""
     check(kind, post(builtin_server, path, **body).json())
     text = post(
         builtin_server, path, **body, stream=True, stream_options={"include_usage": True}
@@ -54,14 +54,14 @@ def test_answers(builtin_server, path, kind, body):
         check(ChatCompletionChunk if kind is ChatCompletion else Completion, chunk)
 
 
-def test_models_and_embeddings(builtin_server, fake_server):
+def test_models_and_embeddings_match_the_clients_types(builtin_server, fake_server):
     for entry in builtin_server.client.get("/v1/models").json()["data"]:
         check(Model, entry)
     check(CreateEmbeddingResponse, post(fake_server, "embeddings", input="a").json())
 
 
-def test_errors(builtin_server):
-    """All four keys, whatever went wrong and wherever."""
+def test_errors_have_all_four_keys(builtin_server):
+    """For every kind of error, on every route."""
     client = builtin_server.client
     answers = [
         client.post("/v1/chat/completions", json={"messages": MESSAGES, "temperature": -1}),

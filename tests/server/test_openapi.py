@@ -1,5 +1,5 @@
-"""The OpenAPI document and its page; and what the server says to requests that are made from the
-document at random.
+"""The OpenAPI document and its page; random requests made from the document get the answers it
+describes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def operations(document):
     ]
 
 
-def test_every_route_says_what_it_takes_and_gives(document) -> None:
+def test_every_route_documents_its_bodies_and_answers(document) -> None:
     for path, verb, entry in operations(document):
         assert entry["tags"], path
         assert entry.get("description"), path
@@ -51,7 +51,7 @@ def test_every_route_says_what_it_takes_and_gives(document) -> None:
 
 
 def test_examples_are_valid(document) -> None:
-    """Of bodies and of answers; and every body has one."""
+    """For request bodies and answers. Every request body has an example."""
     schemas = document["components"]["schemas"]
     for name, schema in schemas.items():
         for shown in schema.get("examples", []):
@@ -64,20 +64,20 @@ def test_examples_are_valid(document) -> None:
                 assert schemas[content["schema"]["$ref"].rpartition("/")[2]].get("examples"), path
 
 
-def test_an_uploaded_file_has_no_limit_of_characters(document) -> None:
-    """The limit that there is, storage.max_file_mb, is the operator's."""
+def test_uploaded_file_has_no_length_limit_in_the_document(document) -> None:
+    """Its limit is the option storage.max_file_mb."""
     file = document["components"]["schemas"]["UploadBody"]["properties"]["file"]
     assert file["format"] == "binary"
     assert "maxLength" not in file
 
 
-def test_every_reference_leads_somewhere(document) -> None:
+def test_every_reference_resolves(document) -> None:
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
     assert names
     assert names <= document["components"]["schemas"].keys()
 
 
-def test_the_page_needs_nothing_from_elsewhere(fake_server) -> None:
+def test_page_loads_nothing_from_other_servers(fake_server) -> None:
     answer = fake_server.client.get("/docs")
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
@@ -133,9 +133,9 @@ def try_out(cases, document) -> None:
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_what_is_made_from_the_document_is_answered_as_it_says(api, document, mode) -> None:
-    """Right requests and wrong ones: no 5xx but for deadlines that were asked for, every answer in
-    the form of its dialect, and in time.
+def test_generated_requests_get_documented_answers(api, document, mode) -> None:
+    """Valid and invalid requests: no 5xx except for requested deadlines, every answer in its
+    dialect's form, and in time.
     """
     tried, faults = 0, []
     for result in api.get_all_operations():

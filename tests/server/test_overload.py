@@ -1,4 +1,4 @@
-"""More than can be served: who waits knows for how long, who is refused knows it at once; on the
+"""Overload: queued requests learn their position, and rejected ones get a wait time at once; on the
 fake backend.
 """
 
@@ -38,14 +38,14 @@ REFUSAL_SECONDS = 0.02  # of the CPU, with all that the API process does meanwhi
 
 
 class Asker:
-    """Asks, and closes whatever answers were left open."""
+    """Sends requests, and closes all answers that were left open."""
 
     def __init__(self, session):
         self.session = session
         self._answers = []
 
     async def __call__(self, prompt="a", path="/v1/completions", headers=None, **body):
-        """The head of the answer; a stream's comes at once."""
+        """Return the head of the answer; that of a stream comes at once."""
         answer = await self.session.post(
             path, json={"prompt": prompt, "temperature": 0, **body}, headers=headers
         )
@@ -62,7 +62,7 @@ class Asker:
 
 
 def run(server, test):
-    """Run ``test(ask)``; afterwards nothing is left in the server."""
+    """Run ``test(ask)``, and check that the server is idle afterwards."""
 
     async def main():
         connector = aiohttp.TCPConnector(limit=0)
@@ -76,11 +76,8 @@ def run(server, test):
 
 @contextlib.asynccontextmanager
 async def crowd(ask, count, name="crowd", **body):
-    """So many endless streams, all of them accepted; their prompts have not even beginnings in
-    common.
-
-    They have a higher priority than the clients of other tests, whose reservations are therefore
-    not in their way.
+    """Start ``count`` endless streams with different prompts, and check that all are accepted. They
+    have a higher priority than clients of other tests, so reservations of those do not delay them.
     """
     body = {**ENDLESS, "priority": "interactive", **body}
     answers = [await ask(f"{chr(65 + i)} {name}", **body) for i in range(count)]
@@ -99,13 +96,13 @@ def position(answer):
 
 
 def counted_on(prompt, count):
-    """What the fake backend says."""
+    """Return what the fake backend writes after the prompt."""
     return "".join(chr(ord(prompt[-1]) + 1 + i) for i in range(count))
 
 
-def test_a_burst_is_refused_exactly_beyond_the_bound(new_narrow_server):
-    """Of 300 at once, as many are taken as run and may wait; all others are told so, and
-    counted.
+def test_burst_is_rejected_exactly_beyond_the_queue_limit(new_narrow_server):
+    """Of 300 concurrent requests, as many are accepted as may run and wait. The others are rejected
+    and counted.
     """
 
     async def burst(ask):
@@ -123,7 +120,7 @@ def test_a_burst_is_refused_exactly_beyond_the_bound(new_narrow_server):
     )
 
 
-def test_who_is_taken_in_a_burst_is_answered(new_narrow_server):
+def test_accepted_requests_of_a_burst_are_answered(new_narrow_server):
     """Each with its own text."""
 
     async def one(ask, prompt):
@@ -142,8 +139,8 @@ def test_who_is_taken_in_a_burst_is_answered(new_narrow_server):
     run(new_narrow_server, burst)
 
 
-def test_refusals_are_cheap_and_tokens_keep_coming_meanwhile(narrow_server):
-    """400 of them, eight at a time, take milliseconds of the CPU each."""
+def test_rejections_are_cheap_and_do_not_stop_running_streams(narrow_server):
+    """Each of 400 rejections, eight at a time, takes milliseconds of CPU time."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING) as (stream, *_):
@@ -174,8 +171,8 @@ def test_refusals_are_cheap_and_tokens_keep_coming_meanwhile(narrow_server):
     "path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream):
-    """Every dialect, streaming or not, has the same error with the time to wait."""
+def test_rejection_comes_before_the_first_byte_of_a_stream(narrow_server, path, stream):
+    """Every dialect has the same error with Retry-After, streaming or not."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING):
@@ -188,13 +185,13 @@ def test_a_refusal_comes_before_anything_is_streamed(narrow_server, path, stream
                 None,
                 "queue_full",
             )
-            assert "9 requests would wait, 8 may" in error["message"]
+            assert "9 requests would wait (limit 8)" in error["message"]
 
     run(narrow_server, test)
 
 
-def test_openai_client_tries_again_and_is_served(narrow_server):
-    """Told to try later, it does; without retries it raises its own error."""
+def test_openai_client_retries_and_is_served(narrow_server):
+    """Without retries it raises its own error."""
 
     def num_refused():
         return narrow_server.metric("requests_refused_total")
@@ -219,8 +216,8 @@ def test_openai_client_tries_again_and_is_served(narrow_server):
     run(narrow_server, test)
 
 
-def test_every_answer_says_where_it_stood(narrow_server):
-    """Streamed or not, in both dialects: at once, or behind so many."""
+def test_every_answer_has_its_queue_position(narrow_server):
+    """Streamed or not, in both dialects, for requests that ran at once and for queued ones."""
 
     async def test(ask):
         for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"):
@@ -238,8 +235,8 @@ def test_every_answer_says_where_it_stood(narrow_server):
     run(narrow_server, test)
 
 
-def test_a_queue_of_lower_class_is_not_in_the_way(new_narrow_server):
-    """Batch requests wait for the others, and refuse nobody but their like."""
+def test_queue_of_a_lower_class_does_not_reject_higher_ones(new_narrow_server):
+    """Batch requests wait for other classes, and only fill their own queue."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING, priority="batch"):
@@ -253,8 +250,10 @@ def test_a_queue_of_lower_class_is_not_in_the_way(new_narrow_server):
     run(new_narrow_server, test)
 
 
-def test_the_queue_of_another_account_is_not_in_the_way(new_narrow_server):
-    """An account is a token, or else the user's name; who has filled the queue refuses himself."""
+def test_full_queue_of_one_account_does_not_reject_others(new_narrow_server):
+    """The account is the bearer token, or else the user. An account with a full queue gets only its
+    own requests rejected.
+    """
 
     async def test(ask):
         async with crowd(ask, CAPACITY + MAX_WAITING, user="many"):
@@ -300,8 +299,8 @@ KEY_OF_X = "key-2d711642b726b044"
         ({"queue_timeout_ms": 60_000, "deadline_ms": 150}, "deadline_exceeded"),
     ],
 )
-def test_who_waits_too_long_is_told_which_limit_it_was(narrow_server, path, limit, code):
-    """504 as an answer, an error event in a stream."""
+def test_queue_timeout_names_the_limit_that_expired(narrow_server, path, limit, code):
+    """504, or an error event in a stream."""
 
     async def test(ask):
         async with crowd(ask, CAPACITY):
@@ -320,8 +319,8 @@ def test_who_waits_too_long_is_told_which_limit_it_was(narrow_server, path, limi
     run(narrow_server, test)
 
 
-def test_a_deadline_ends_what_runs(narrow_server):
-    """After some tokens; a queue timeout does not, once it runs."""
+def test_deadline_ends_a_running_request(narrow_server):
+    """After some tokens. A queue timeout does not end a running request."""
 
     async def test(ask):
         answer = await ask(deadline_ms=3000, **ENDLESS)
@@ -341,7 +340,7 @@ def test_a_deadline_ends_what_runs(narrow_server):
 
 
 def with_service(test, clock=time.monotonic, context_length=None, **limits):
-    """Run ``test(service, client)`` over an engine that computes one at a time."""
+    """Run ``test(service, client)`` with an engine that computes one sequence at a time."""
 
     async def main():
         params = EngineParams(backend="fake", max_num_seqs=1, context_length=context_length)
@@ -360,10 +359,8 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
     asyncio.run(main())
 
 
-def test_who_cannot_be_served_now_is_told_to_come_again():
-    """503 with the time, before anything is streamed, in every dialect, and counted by the
-    reason.
-    """
+def test_unavailable_service_gets_503_with_retry_after():
+    """Before the first byte of a stream, in every dialect. The metrics count each reason."""
 
     async def refuse(client, reason):
         for path in ("/v1/completions", "/generate", "/generate_stream"):
@@ -388,7 +385,7 @@ def test_who_cannot_be_served_now_is_told_to_come_again():
     [("/v1/chat/completions", "server_error"), ("/v1/messages", "api_error"), ("/api/chat", None)],
 )
 def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, monkeypatch):
-    """In the dialect's form, and counted; small requests are served meanwhile, and large ones
+    """In the dialect's form, and counted. Small requests are served meanwhile, and large ones
     afterwards.
     """
     monkeypatch.setattr(off_loop, "MAX_WAITING_BYTES", 3 * off_loop.LARGE)
@@ -420,8 +417,8 @@ def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, mo
     with_service(test)
 
 
-def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
-    """When its retry is due, and once. The metrics count what became of the tickets."""
+def test_ticket_of_a_rejection_reserves_a_queue_place():
+    """For one retry, when it is due. The metrics count how tickets were used."""
     now = 1000.0
 
     def generation(i):
@@ -470,9 +467,8 @@ def test_ticket_of_a_rejection_gets_a_place_that_newcomers_do_not():
 
 
 def test_tokens_are_counted_while_the_queue_is_full():
-    """Without a reservation, which nobody would claim.
-
-    A generation for the same long prompt is rejected.
+    """Counting makes no reservation, because no retry would use it. A generation for the same long
+    prompt is rejected.
     """
     prompt = "a" * 20_000
 
@@ -488,9 +484,9 @@ def test_tokens_are_counted_while_the_queue_is_full():
     with_service(test, context_length=32_768, requests=0)
 
 
-def test_a_long_prompt_is_refused_without_being_tokenized():
-    """Which would take longer than a refusal may; a short one is looked at, for it might share a
-    result.
+def test_long_prompt_is_rejected_without_tokenizing():
+    """Tokenizing takes longer than a rejection may take. A short prompt is tokenized, because it
+    may share a result.
     """
 
     async def test(service, _):
@@ -499,7 +495,7 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
             service.vocabulary = SimpleNamespace(tokenize=lambda *_, **__: pytest.fail("it was"))
             service.longest_piece = 1000
             with pytest.raises(QueueFull):
-                await service.encode("a" * 20_000, terms=SchedulingOptions())
+                await service.encode("a" * 20_000, scheduling=SchedulingOptions())
             with pytest.raises(QueueFull):
                 await service.encode_chat(
                     Chat([{"role": "user", "content": "a" * 20_000}]), SchedulingOptions()
@@ -511,15 +507,15 @@ def test_a_long_prompt_is_refused_without_being_tokenized():
 @pytest.mark.parametrize(
     ("limits", "kind"), [({"tokens": 10}, "tokens"), ({"seconds": 5.0}, "requests")]
 )
-def test_tokens_and_seconds_are_bounded_too(limits, kind):
-    """OpenAI's error type says which of them it was, tokens or not."""
+def test_queue_limits_of_tokens_and_seconds_reject_too(limits, kind):
+    """The type of OpenAI's error depends on which limit was reached."""
 
     async def test(service, client):
         with contextlib.ExitStack() as stack:
             for i in range(2):
                 generation = Generation(str(i), [[i] * 6], SamplingParams(ignore_eos=True))
                 stack.enter_context(service.submit(generation))
-            service.engine._in_flight.backlog.observe(Stats(num_seq_ids=1, place_seconds=3.0))
+            service.engine._in_flight.backlog.observe(Stats(num_seq_ids=1, slot_seconds=3.0))
             answer = await client.post("/v1/completions", json={"prompt": [7] * 6})
             assert (answer.status_code, answer.json()["error"]["type"]) == (429, kind)
 

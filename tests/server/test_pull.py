@@ -1,4 +1,4 @@
-"""POST /api/pull by the real ``ollama`` client, from a hub on this machine."""
+"""POST /api/pull with the real ``ollama`` client and a local hub."""
 
 import time
 
@@ -33,8 +33,8 @@ def client(hub, start_server_once, tmp_path_factory):
         yield client
 
 
-def test_a_model_is_pulled_line_by_line(client):
-    """The file is in the cache afterwards, where it is found by its name."""
+def test_pull_streams_progress_and_caches_the_file(client):
+    """Afterwards the model is found in the cache by its name."""
     lines = list(client.pull("hf.co/o/models:Q8_0", stream=True))
     assert lines[0].status == "pulling manifest"
     assert lines[-1].status == "success"
@@ -45,7 +45,7 @@ def test_a_model_is_pulled_line_by_line(client):
     assert file.read_bytes() == LARGE
 
 
-def test_a_model_is_pulled_in_one_answer(client):
+def test_pull_without_stream_gets_one_answer(client):
     assert client.pull("hf.co/o/models").status == "success"
     assert list(client.folder.rglob("snapshots/*/m-Q4_0.gguf"))
 
@@ -53,15 +53,15 @@ def test_a_model_is_pulled_in_one_answer(client):
 @pytest.mark.parametrize(
     "name", ["/etc/passwd", "llama3.2", "../x.gguf", "http://evil.example/o/models", "o/models"]
 )
-def test_only_the_hub_is_asked(client, name):
-    """No file of this machine, no other server."""
+def test_pull_rejects_other_sources_than_the_hub(client, name):
+    """Neither local files nor other servers."""
     with pytest.raises(ollama.ResponseError, match=r"hf\.co/owner/repo") as raised:
         client.pull(name)
     assert raised.value.status_code == 400
 
 
-def test_what_is_not_there_is_said(client):
-    """With a status before the answer, in the stream once it has begun."""
+def test_missing_model_is_reported(client):
+    """With an error status, or in the stream once it has begun."""
     with pytest.raises(ollama.ResponseError, match="There is no model o/missing") as raised:
         client.pull("hf.co/o/missing")
     assert raised.value.status_code == 404
@@ -69,8 +69,8 @@ def test_what_is_not_there_is_said(client):
         list(client.pull("hf.co/o/missing", stream=True))
 
 
-def test_one_at_a_time_and_who_goes_away_makes_room(client, hub):
-    """A second one is told so; when the first client has gone, the next may come."""
+def test_one_pull_runs_at_a_time_until_its_client_disconnects(client, hub):
+    """A second pull is rejected while the first one runs."""
     hub.pause = 0.1
     lines = client.pull("hf.co/o/gated", stream=True)
     with pytest.raises(ollama.ResponseError):

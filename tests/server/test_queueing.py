@@ -1,4 +1,4 @@
-"""The class of a request, and the record of it."""
+"""Recorded requests: their accounts, classes and shared prefixes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,13 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE
 
-from cllm.core.request import Priority
 from cllm.observe.trace_file import read_trace
-from cllm.server.queueing import priority_of
-
-
-@pytest.mark.parametrize(
-    ("asked", "of_key", "given"),
-    [
-        (None, None, Priority.NORMAL),
-        ("interactive", None, Priority.INTERACTIVE),
-        ("batch", None, Priority.BATCH),
-        (None, "batch", Priority.BATCH),
-        ("interactive", "batch", Priority.BATCH),
-        ("interactive", "normal", Priority.NORMAL),
-        (None, "interactive", Priority.INTERACTIVE),
-        ("batch", "interactive", Priority.BATCH),
-    ],
-)
-def test_no_class_above_that_of_the_key(asked, of_key, given):
-    assert priority_of(asked, of_key) is given
 
 
 @pytest.mark.slow
-def test_a_server_records_what_it_is_asked_and_a_simulation_replays_it(
-    start_server, tmp_path: Path
-):
-    """One line for each answer, in the class that its key allows; what prompts share is shared
-    again.
+def test_recorded_requests_are_replayed_by_a_simulation(start_server, tmp_path: Path):
+    """The record has a line for each answer, with the class that its API key allows. Shared
+    prefixes are shared in the replay too.
     """
     file = tmp_path / "trace.jsonl"
     options = ["--backend.name", "fake", "--scheduler.trace-file", str(file)]
@@ -51,7 +30,7 @@ def test_a_server_records_what_it_is_asked_and_a_simulation_replays_it(
         assert answer.status_code == 200, answer.text
     assert server.stop() == 0
     entries = read_trace(file)
-    assert [(entry.key, entry.priority) for entry in entries] == [
+    assert [(entry.account, entry.priority) for entry in entries] == [
         ("user-nightly", "batch"),
         ("user-ann", "interactive"),
         ("user-ann", "interactive"),

@@ -1,4 +1,4 @@
-"""POST /v1/rerank: by the embeddings of any model, and by a model that was made to rank."""
+"""POST /v1/rerank, with the embeddings of any model and with a reranker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cosine(one: str, other: str) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_by_cosine(fake_server) -> None:
+def test_documents_are_ranked_by_cosine_similarity(fake_server) -> None:
     answer = fake_server.client.post(
         "/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}
     ).json()
@@ -30,7 +30,7 @@ def test_by_cosine(fake_server) -> None:
     assert answer["usage"]["total_tokens"] == len("hello") + sum(map(len, DOCUMENTS))
 
 
-def test_top_n_and_documents(fake_server) -> None:
+def test_top_n_limits_results_and_documents_are_returned_on_request(fake_server) -> None:
     body = {
         "query": "hello",
         "documents": [{"text": text} for text in DOCUMENTS],
@@ -42,8 +42,8 @@ def test_top_n_and_documents(fake_server) -> None:
         assert [result["document"]["text"] for result in results] == ["hello", "hello there"]
 
 
-def test_texts_are_ranked_in_the_form_of_tei(fake_server) -> None:
-    """A list, the best first, with no more than the fields that its clients read."""
+def test_texts_are_ranked_in_the_form_of_text_embeddings_inference(fake_server) -> None:
+    """The answer is a list, best first, with the fields that its clients read."""
     body = {
         "query": "hello",
         "texts": DOCUMENTS,
@@ -81,7 +81,7 @@ def test_texts_are_ranked_in_the_form_of_tei(fake_server) -> None:
         ({"documents": ["a"] * 2001}, "documents"),
     ],
 )
-def test_faults(fake_server, change, param) -> None:
+def test_invalid_rerank_request_names_the_field(fake_server, change, param) -> None:
     answer = fake_server.client.post(
         "/v1/rerank", json={"query": "a", "documents": ["a"], **change}
     )
@@ -90,8 +90,8 @@ def test_faults(fake_server, change, param) -> None:
 
 
 @pytest.mark.llama
-def test_a_reranker(start_server, tiny_model) -> None:
-    """Its own scores; it gives no embeddings and generates nothing, and says so."""
+def test_reranker_ranks_and_rejects_other_requests(start_server, tiny_model) -> None:
+    """It uses the model's own scores. Embeddings and generation are rejected with a clear message."""
     server = start_server("--model.path", str(tiny_model("reranker")))
     answer = server.client.post(
         "/v1/rerank", json={"query": "hello", "documents": DOCUMENTS}
@@ -127,8 +127,8 @@ def test_a_reranker(start_server, tiny_model) -> None:
 
 
 @pytest.mark.llama
-def test_an_encoder(start_server, tiny_model) -> None:
-    """Alone it loads and embeds, texts of its whole context too."""
+def test_encoder_model_embeds_texts_up_to_its_context(start_server, tiny_model) -> None:
+    """Without a generating model."""
     server = start_server("--model.path", str(tiny_model("bert")))
     answer = server.client.post("/v1/embeddings", json={"input": [[7], [7] * 512]}).json()
     assert [len(item["embedding"]) for item in answer["data"]] == [64, 64]

@@ -1,4 +1,4 @@
-"""Deltas of all channels to the events of a response, without a server."""
+"""Deltas of all channels become the events of a response; no server runs."""
 
 import json
 
@@ -10,9 +10,8 @@ from openai.types.responses.response import Response
 
 from cllm.answer import Generation
 from cllm.core.params import SamplingParams
-from cllm.errors import BadRequest, EngineError
+from cllm.errors import EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
-from cllm.server.openai.response_store import ResponseStore, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import Called, extract_input
 from cllm.text.chat import Channel
@@ -34,7 +33,7 @@ EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def events_of(deltas, end="end", on_end=lambda response: None, called=None):
-    """The events that ``deltas`` give, one at a time, as dicts; and the response."""
+    """Return the events for ``deltas``, given one at a time, as dicts; and the response."""
     events = ResponseEvents(
         Generation("resp_1", [[1]], SamplingParams()), HEAD, on_end, called or {}
     )
@@ -65,8 +64,8 @@ CALLS = [
 ]
 
 
-def test_reasoning_text_and_calls_are_items():
-    """Each opened, filled, closed, before the next is opened."""
+def test_reasoning_text_and_calls_become_separate_items():
+    """Each item is closed before the next one is opened."""
     events, response = events_of([*THOUGHT, Delta(0, "Hm.", 1), *CALLS])
     assert [short(event["type"]) for event in events] == [
         "created",
@@ -114,8 +113,8 @@ def test_reasoning_text_and_calls_are_items():
     )
 
 
-def test_the_items_of_a_response_are_one_message_of_the_next_chat():
-    """What was thought, said and called in a row; then what the tools gave."""
+def test_response_items_become_one_assistant_message():
+    """It has the reasoning, the text and the calls; the results of the tools follow."""
     _, response = events_of([*THOUGHT, Delta(0, "Hm.", 1), *CALLS])
     user = MessageItem(role="user", content="Q").resource()
     gave = {
@@ -131,7 +130,7 @@ def test_the_items_of_a_response_are_one_message_of_the_next_chat():
     assert messages[2]["tool_calls"][0]["id"] == messages[3]["tool_call_id"]
 
 
-def test_an_empty_answer_is_an_answer():
+def test_empty_answer_has_an_empty_message():
     events, response = events_of([Delta(0, "", 1, "stop")])
     assert [short(event["type"]) for event in events][2:] == [
         "output_item.added",
@@ -144,8 +143,8 @@ def test_an_empty_answer_is_an_answer():
     assert response["output"][0]["content"][0]["text"] == ""
 
 
-def test_a_fault_ends_the_stream_in_its_own_form_and_is_not_kept():
-    """What had come is in the response that failed."""
+def test_fault_ends_the_stream_with_a_failed_response_that_is_not_stored():
+    """The failed response contains the output so far."""
     kept = []
     events, _ = events_of([Delta(0, "Hm.", 1)], end="fault", on_end=kept.append)
     last = events[-1]
@@ -153,47 +152,6 @@ def test_a_fault_ends_the_stream_in_its_own_form_and_is_not_kept():
     assert last["response"]["error"] == {"code": "server_error", "message": "The engine went away."}
     assert last["response"]["output"][0]["content"][0]["text"] == "Hm."
     assert kept == []
-
-
-def add(store, name, previous=None, text="x", owner="o"):
-    store.add(
-        owner,
-        {"id": name, "previous_response_id": previous, "output": [{"id": f"msg_{name}"}]},
-        [{"t": text}],
-    )
-
-
-def test_the_store_is_bounded_in_bytes_too():
-    store = ResponseStore(100, 1000)
-    for i in range(20):
-        add(store, str(i), text="x" * 100)
-    with pytest.raises(BadRequest, match="1000 bytes"):
-        store.get("0", "o")
-    kept = [str(i) for i in range(20) if str(i) in store._stored]
-    assert kept == [str(i) for i in range(20 - len(kept), 20)]
-    assert (
-        0 < sum(stored.num_bytes for stored in store._stored.values()) == store._num_bytes <= 1000
-    )
-    add(store, "huge", text="x" * 2000)
-    assert [*store._stored] == kept, "what cannot be kept drives nothing out"
-    assert store._response_ids == {f"msg_{name}": name for name in kept}
-
-
-def test_a_history_is_whole_or_an_error():
-    store = ResponseStore(3, 10_000)
-    add(store, "a")
-    add(store, "b", "a")
-    assert history_of(store.turns("b", "o")) == [
-        {"t": "x"},
-        {"id": "msg_a"},
-        {"t": "x"},
-        {"id": "msg_b"},
-    ]
-    store.delete("a", "o")
-    with pytest.raises(BadRequest, match="'a' is not known"):
-        store.turns("b", "o")
-    with pytest.raises(BadRequest):
-        store.turns("b", "another")
 
 
 PATCH = '*** Begin Patch\n+a "b"\n*** End Patch'
@@ -210,7 +168,7 @@ def call_of(name, *pieces):
     ]
 
 
-def test_a_call_of_a_custom_tool_has_its_own_items_and_events():
+def test_custom_tool_call_has_its_own_items_and_events():
     arguments = json.dumps({"input": PATCH})
     deltas = [
         *call_of("apply_patch", "", arguments[:9], arguments[9:]),
@@ -235,7 +193,7 @@ def test_a_call_of_a_custom_tool_has_its_own_items_and_events():
     assert "arguments" not in ended["item"]
 
 
-def test_a_call_of_a_tool_in_a_namespace_names_both():
+def test_namespaced_tool_call_names_tool_and_namespace():
     events, response = events_of(
         [*call_of("mcp__docs__find", "{}"), Delta(0, "", 1, "tool_calls")], called=CALLED
     )
@@ -266,5 +224,5 @@ def test_a_call_of_a_tool_in_a_namespace_names_both():
         ("ls -l", "ls -l"),
     ],
 )
-def test_the_extract_input_a_custom_tool_is_found_in_what_the_model_wrote(arguments, text):
+def test_input_of_a_custom_tool_is_extracted_from_the_arguments(arguments, text):
     assert extract_input(arguments) == text

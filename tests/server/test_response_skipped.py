@@ -1,8 +1,10 @@
-"""Tools and items of the Responses API that are not functions: served where that is possible, else
-left out.
+"""Tools and items of the Responses API other than functions: served where possible, otherwise left
+out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ LIMIT = {"max_output_tokens": 3}
 FUNCTION = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": GRAMMAR}
-NAMESPACE = {
+NAMESPACE: dict[str, Any] = {
     "type": "namespace",
     "name": "mcp__docs__",
     "description": "The docs.",
@@ -45,14 +47,14 @@ def server(start_server_once):
 
 
 def prompt_length(server, **body):
-    """Bytes of the prompt: the fake model has a token a byte."""
+    """Return the bytes of the prompt: the fake model has one token per byte."""
     answer = server.client.post(f"{PATH}/input_tokens", json={"input": "a", **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["input_tokens"]
 
 
 @pytest.mark.parametrize("tool", HOSTED, ids=lambda tool: tool["type"])
-def test_a_tool_that_is_not_a_function_is_left_out(server, tool):
+def test_built_in_tool_is_left_out(server, tool):
     before = server.metric("skipped_parts_total", f'type="{tool["type"]}"')
     answer = server.client.post(PATH, json={"input": "a", "tools": [FUNCTION, tool], **LIMIT})
     assert answer.status_code == 200
@@ -62,7 +64,7 @@ def test_a_tool_that_is_not_a_function_is_left_out(server, tool):
     assert prompt_length(server, tools=[FUNCTION, tool]) == prompt_length(server, tools=[FUNCTION])
 
 
-def test_what_is_left_out_is_logged_once_for_each_type(server):
+def test_each_skipped_type_is_logged_once(server):
     for _ in range(2):
         server.client.post(
             PATH,
@@ -72,7 +74,7 @@ def test_what_is_left_out_is_logged_once_for_each_type(server):
     assert server.log.count("requests contain other") == 1
 
 
-def test_nothing_is_said_where_nothing_is_left_out(server):
+def test_no_header_if_nothing_is_left_out(server):
     answer = server.client.post(PATH, json={"input": "a", "tools": [FUNCTION, CUSTOM], **LIMIT})
     assert "x-cllm-skipped" not in answer.headers
     assert answer.json()["tools"][1] == CUSTOM
@@ -109,13 +111,13 @@ def test_tools_in_namespaces_and_custom_tools_are_served(server):
         ),
     ],
 )
-def test_a_tool_that_is_left_out_cannot_be_forced(server, choice, param):
+def test_skipped_tool_cannot_be_forced(server, choice, param):
     body = {"input": "a", "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": choice}
     answer = server.client.post(PATH, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_tool_that_is_left_out_may_be_allowed(server):
+def test_skipped_tool_may_be_among_the_allowed_tools(server):
     choice = {
         "type": "allowed_tools",
         "mode": "auto",
@@ -173,7 +175,7 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     "items", RENDERED, ids=lambda items: f"{items[0]['type']}, {items[1]['type']}"
 )
-def test_calls_of_all_kinds_and_their_results_are_read_by_the_model(server, items):
+def test_calls_and_results_of_every_kind_reach_the_prompt(server, items):
     plain = prompt_length(server, input=[USER, USER], tools=[FUNCTION])
     answer = server.client.post(
         PATH, json={"input": [USER, *items, USER], "tools": [FUNCTION], **LIMIT}
@@ -202,7 +204,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize("item", LEFT_OUT, ids=lambda item: item.get("type", "reference"))
-def test_items_that_no_template_knows_are_left_out(server, item):
+def test_items_without_text_are_left_out(server, item):
     answer = server.client.post(PATH, json={"input": [USER, item, USER], **LIMIT})
     assert answer.status_code == 200
     assert answer.headers["x-cllm-skipped"] in (item.get("type", "item_reference"), "other")
@@ -211,7 +213,7 @@ def test_items_that_no_template_knows_are_left_out(server, item):
     assert [entry["type"] for entry in listed] == ["message", "message"]
 
 
-def test_reasoning_that_is_encrypted_is_left_out(server):
+def test_encrypted_reasoning_is_left_out(server):
     item = {
         "type": "reasoning",
         "id": "rs_1",
@@ -224,7 +226,7 @@ def test_reasoning_that_is_encrypted_is_left_out(server):
     )
 
 
-def test_a_reference_to_an_item_of_a_stored_response_is_read(server):
+def test_item_reference_resolves_to_a_stored_item(server):
     first = server.client.post(PATH, json={"input": "a", "max_output_tokens": 9}).json()
     (item,) = first["output"]
     said = {"role": "assistant", "content": item["content"][0]["text"]}
@@ -264,6 +266,6 @@ def test_a_reference_to_an_item_of_a_stored_response_is_read(server):
         ({"input": [{}]}, "input[0].role"),
     ],
 )
-def test_what_is_wrong_in_tools_and_items_is_named(server, body, param):
+def test_invalid_tools_and_items_are_rejected_with_the_field(server, body, param):
     answer = server.client.post(PATH, json={"input": "a", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

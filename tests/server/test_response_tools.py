@@ -1,5 +1,5 @@
-"""Tools, reasoning and schemas through the Responses API, by OpenAI's own client against the
-built-in model.
+"""Tools, reasoning and schemas of the Responses API, with OpenAI's own client and the built-in
+model.
 """
 
 import json
@@ -38,10 +38,8 @@ def create(client):
 @pytest.mark.parametrize(
     "choice", ["auto", "required", {"type": "function", "name": "get_weather"}]
 )
-def test_a_round_trip(choice, create):
-    """The model calls a declared tool and uses its result: by the id of the response, and with all
-    items sent again.
-    """
+def test_tool_result_is_used_by_response_id_and_by_sent_items(choice, create):
+    """The model calls a declared tool and uses its result."""
     first = create(ASK, tools=DECLARED, tool_choice=choice)
     (call,) = first.output
     assert (call.type, call.name, json.loads(call.arguments)) == (
@@ -56,10 +54,8 @@ def test_a_round_trip(choice, create):
     assert create(items, tools=DECLARED).output_text == ANSWER
 
 
-def test_a_call_is_streamed(create):
-    """The pieces of the arguments are together one JSON object; the events are of the client's own
-    types.
-    """
+def test_tool_call_is_streamed(create):
+    """The pieces of the arguments form one JSON object; the events have the client's own types."""
     events = list(create(ASK, tools=DECLARED, stream=True))
     for event in events:
         pydantic.TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
@@ -73,9 +69,9 @@ def test_a_call_is_streamed(create):
     assert events[-1].response.output[0].arguments == done.arguments
 
 
-def test_a_custom_tool_is_called_with_plain_text(create):
-    """Streamed as the client's own types; the call and its result are read back by the id of the
-    response.
+def test_custom_tool_is_called_with_plain_text(create):
+    """Streamed as the client's own types. The call and its result are read again by the response's
+    id.
     """
     tool = {"type": "custom", "name": "note", "description": "Writes a note down."}
     choice = {"type": "custom", "name": "note"}
@@ -93,7 +89,7 @@ def test_a_custom_tool_is_called_with_plain_text(create):
     assert then.usage.input_tokens > events[-1].response.usage.input_tokens
 
 
-def test_the_streaming_helper_puts_a_call_together(client):
+def test_streaming_helper_of_the_client_assembles_a_call(client):
     with client.responses.stream(
         model="cllm-builtin", input=ASK, tools=DECLARED, temperature=0
     ) as stream:
@@ -107,8 +103,8 @@ def test_the_streaming_helper_puts_a_call_together(client):
     assert json.loads(call.arguments) == {"city": "Paris"}
 
 
-def test_a_choice_among_tools(create):
-    """None, or some of them."""
+def test_tool_choice_forbids_or_limits_calls(create):
+    """With none and with allowed_tools."""
     assert [item.type for item in create(ASK, tools=DECLARED, tool_choice="none").output] == [
         "message"
     ]
@@ -122,8 +118,8 @@ def test_a_choice_among_tools(create):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_an_item_of_its_own(create, stream):
-    """Before the message, and counted."""
+def test_reasoning_is_a_separate_item(create, stream):
+    """It comes before the message, and its tokens are counted."""
     response = create(SUM, reasoning={"effort": "low"}, stream=stream)
     if stream:
         events = list(response)
@@ -143,7 +139,7 @@ class Sum(pydantic.BaseModel):
     sum: Literal[70, 71, 72]
 
 
-def test_an_answer_is_parsed(client):
+def test_client_parses_a_structured_answer(client):
     """By the client, into its user's own type."""
     response = client.responses.parse(
         model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50
@@ -157,8 +153,8 @@ def test_an_answer_is_parsed(client):
     assert isinstance(done.parsed, Sum)
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused(create):
-    """Under its name here."""
+def test_unenforceable_schema_is_rejected_with_the_field(create):
+    """The error has the field's name in the Responses API."""
     schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}}
     with pytest.raises(openai.BadRequestError) as refused:
         create(
@@ -171,8 +167,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused(create):
     assert refused.value.param == "tool_choice"
 
 
-def test_logprobs_are_told(create):
-    """Of each token of the text, streamed or not; together their bytes are the text."""
+def test_logprobs_cover_each_token_of_the_text(create):
+    """Streamed or not; together their bytes are the text."""
     response = create(SUM, top_logprobs=3)
     told = response.output[0].content[0].logprobs
     assert [len(token.top_logprobs) for token in told] == [3] * len(told)

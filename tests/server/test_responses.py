@@ -1,4 +1,4 @@
-"""The Responses API, by OpenAI's own client."""
+"""The Responses API with OpenAI's own client."""
 
 import json
 import re
@@ -18,11 +18,11 @@ GREEDY = {"temperature": 0}
 
 
 def strict(kind, value):
-    """``value`` as the client's own type, every field checked."""
+    """Return ``value`` as the client's own type after checking every field."""
     return pydantic.TypeAdapter(kind).validate_python(value)
 
 
-def test_a_response(client, model):
+def test_response_has_output_usage_and_settings(client, model):
     """The answer, what it cost, and what was asked for."""
     response = client.responses.create(model=model, input=SUM, metadata={"a": "b"}, **GREEDY)
     assert response.output_text == "72"
@@ -34,7 +34,7 @@ def test_a_response(client, model):
 
 
 def test_events_come_in_the_published_order(client, model):
-    """Each with its number; what they build up is the response that ends them."""
+    """Events are numbered; together they make up the final response."""
     events = list(client.responses.create(model=model, input=COUNT, stream=True, **GREEDY))
     kinds = [event.type for event in events]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -56,10 +56,8 @@ def test_events_come_in_the_published_order(client, model):
         strict(ResponseStreamEvent, event.to_dict())
 
 
-def test_names_of_events_are_those_in_the_data(builtin_server):
-    """Clients that read the event's name and those that read the data agree; nothing follows the
-    last.
-    """
+def test_event_names_match_the_types_in_the_data(builtin_server):
+    """No event follows the last one."""
     lines = builtin_server.client.post(
         "/v1/responses", json={"input": SUM, "stream": True}
     ).text.splitlines()
@@ -73,7 +71,7 @@ def test_names_of_events_are_those_in_the_data(builtin_server):
     assert kinds[-1] == "response.completed"
 
 
-def test_the_streaming_helper(client, model):
+def test_streaming_helper_of_the_client_returns_the_response(client, model):
     with client.responses.stream(model=model, input=COUNT, **GREEDY) as stream:
         text = "".join(
             event.delta for event in stream if event.type == "response.output_text.delta"
@@ -81,8 +79,8 @@ def test_the_streaming_helper(client, model):
         assert text == stream.get_final_response().output_text == NUMBERS
 
 
-def test_a_conversation_goes_on_from_a_response(client, model, known_questions):
-    """By its id, or by sending all items again: the model reads the same."""
+def test_conversation_continues_from_a_previous_response(client, model, known_questions):
+    """By its id, or by sending all items again: the prompt is the same."""
     question = next(q for q in known_questions(40, 1) if len(q.messages) == 1 and not q.tools)
     first = client.responses.create(model=model, input="What is the capital of France?", **GREEDY)
     then = client.responses.create(
@@ -102,8 +100,8 @@ def test_a_conversation_goes_on_from_a_response(client, model, known_questions):
     assert then.previous_response_id == first.id
 
 
-def test_instructions_are_the_system_message_of_one_response(client, model):
-    """They count in the prompt, and are not carried over."""
+def test_instructions_apply_to_one_response(client, model):
+    """They are part of the prompt, and the next response does not inherit them."""
     plain = client.responses.create(model=model, input=SUM, **GREEDY)
     told = client.responses.create(model=model, input=SUM, instructions="Answer shortly.", **GREEDY)
     by_item = client.responses.create(
@@ -124,8 +122,8 @@ def test_instructions_are_the_system_message_of_one_response(client, model):
     assert after_plain.usage.input_tokens == after_told.usage.input_tokens
 
 
-def test_responses_are_kept_until_they_are_deleted(client, model):
-    """Retrieve, the items that the model has read, delete."""
+def test_stored_response_is_retrieved_and_deleted(client, model):
+    """Its input items are listed too."""
     first = client.responses.create(model=model, input=SUM, **GREEDY)
     second = client.responses.create(
         model=model,
@@ -143,20 +141,20 @@ def test_responses_are_kept_until_they_are_deleted(client, model):
     with pytest.raises(openai.NotFoundError) as gone:
         client.responses.create(model=model, input=SUM, previous_response_id=first.id)
     assert gone.value.param == "previous_response_id"
-    with pytest.raises(openai.NotFoundError, match="not known"):
+    with pytest.raises(openai.NotFoundError, match="not found"):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(last.id)
 
 
-def test_what_is_not_stored_is_not_known(client, model):
+def test_unstored_response_is_not_found(client, model):
     response = client.responses.create(model=model, input=SUM, store=False, **GREEDY)
     assert not response.store
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
 
 
-def test_a_response_is_known_to_its_owner_alone(client, model, builtin_server):
+def test_response_is_found_by_its_account_only(client, model, builtin_server):
     response = client.responses.create(model=model, input=SUM, **GREEDY)
     with openai.OpenAI(
         base_url=f"{builtin_server.url}/v1", api_key="another", max_retries=0
@@ -167,8 +165,8 @@ def test_a_response_is_known_to_its_owner_alone(client, model, builtin_server):
             other.responses.create(model=model, input=SUM, previous_response_id=response.id)
 
 
-def test_too_few_tokens_make_it_incomplete(client, model):
-    """Streamed or not, with the reason; the item too."""
+def test_token_limit_makes_the_response_incomplete(client, model):
+    """Streamed or not; the response has the reason, and its item is incomplete too."""
     response = client.responses.create(model=model, input=COUNT, max_output_tokens=5, **GREEDY)
     assert (response.status, response.incomplete_details.reason) == (
         "incomplete",
@@ -184,7 +182,7 @@ def test_too_few_tokens_make_it_incomplete(client, model):
     assert events[-1].response.output_text == response.output_text
 
 
-def test_tokens_are_counted_before(client, model):
+def test_input_tokens_are_counted_without_generating(client, model):
     counted = client.responses.input_tokens.count(model=model, input=SUM)
     assert (
         counted.input_tokens == client.responses.create(model=model, input=SUM).usage.input_tokens
@@ -217,7 +215,7 @@ def test_tokens_are_counted_before(client, model):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_done_is_refused_by_name(builtin_server, body, param):
+def test_unsupported_parameters_are_rejected_by_name(builtin_server, body, param):
     """In OpenAI's form, before the first byte of a stream."""
     answer = builtin_server.client.post(
         "/v1/responses", json={"input": SUM, "stream": True, **body}
@@ -228,8 +226,8 @@ def test_what_cannot_be_done_is_refused_by_name(builtin_server, body, param):
     assert re.search(rf"'?{re.escape(param)}|tokens|response", error["message"])
 
 
-def test_the_oldest_responses_are_forgotten(start_server):
-    """Bounded in number; the error says so. Those that others go on from count as used."""
+def test_least_recently_used_responses_are_forgotten(start_server):
+    """Their number is limited, and the error says so. Continuing from a response counts as use."""
     server = start_server("--backend.name", "fake", "--storage.max-responses", "3")
 
     def ask(**more):

@@ -1,4 +1,4 @@
-"""What the server says of itself when it starts and ends."""
+"""What the server prints when it starts and ends."""
 
 import asyncio
 import logging
@@ -25,8 +25,8 @@ from cllm.server.run import address, address_elsewhere, listen
     ],
 )
 def test_printed_address_can_be_called(host, url):
-    """What stands for all addresses is none that a client can call; other machines need the name of
-    this one.
+    """A wildcard address cannot be called, so the server prints the loopback address and the
+    machine's name.
     """
     try:
         listener = listen(host, 0)
@@ -42,8 +42,8 @@ def test_printed_address_can_be_called(host, url):
         socket.create_connection((name, port), 5).close()
 
 
-def test_failed_start_waits_for_no_stream(tmp_path, caplog):
-    """A client that polls meanwhile has a request in the server, but none in the engine."""
+def test_failed_start_does_not_wait_for_clients(tmp_path, caplog):
+    """A client that polls meanwhile has a request in the server but none in the engine."""
     settings = load_settings(None, {}, {"storage.folder": str(tmp_path)}).settings
     assert isinstance(settings, Settings)
 

@@ -1,11 +1,10 @@
-"""Nothing is computed twice: who asks for the same at the same time, or after, shares it; on the
-fake backend.
-"""
+"""Identical requests, concurrent or later, are computed once; on the fake backend."""
 
 import asyncio
 import json
 import os
 import signal
+from typing import Any
 
 import openai
 import pytest
@@ -21,7 +20,7 @@ QUESTION = {
 # the seventeenth token has no text
 TEXT = "".join(map(chr, [*range(ord("1"), ord("1") + 16), *range(1, 44)]))
 LONG = {**QUESTION, "max_tokens": 600}  # so that it goes on until all have asked
-NEVER_ENDS = {**QUESTION, "max_tokens": 900}
+NEVER_ENDS: dict[str, Any] = {**QUESTION, "max_tokens": 900}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def caching_server(start_server_once):
 
 
 def run(server, test):
-    """Run ``test(create)``, ``create`` being that of the openai client's completions."""
+    """Run ``test(create)`` with the function ``create`` of the openai client's completions."""
 
     async def main():
         async with openai.AsyncOpenAI(
@@ -49,7 +48,7 @@ def stream_of(create, **body):
 
 
 async def read(stream):
-    """The texts of all choices, and the usage."""
+    """Return the texts of all choices, and the usage."""
     texts, usage = {}, None
     async for chunk in stream:
         for choice in chunk.choices:
@@ -59,7 +58,7 @@ async def read(stream):
 
 
 def counts(server):
-    """Prompt tokens computed, prompts shared, results given again."""
+    """Return the numbers of prompt tokens computed, shared requests and cached results."""
     computed = server.wait_until_idle()["num_prefill_tokens"]
     return computed, server.metric("prompts_shared_total"), server.metric("result_cache_hits_total")
 
@@ -68,8 +67,10 @@ def difference(server, before):
     return tuple(after - old for after, old in zip(counts(server), before, strict=True))
 
 
-def test_the_same_at_the_same_time_is_computed_once(narrow_server):
-    """Twenty askers on four places, streaming or not, have the whole answer and their own usage."""
+def test_identical_concurrent_requests_are_computed_once(narrow_server):
+    """Twenty clients on four sequences, streaming or not, each get the whole answer and their own
+    usage.
+    """
     before = counts(narrow_server)
 
     async def test(create):
@@ -99,8 +100,10 @@ def test_the_same_at_the_same_time_is_computed_once(narrow_server):
     assert difference(narrow_server, before) == (10, 19, 0)
 
 
-def test_who_comes_late_gets_what_he_missed_at_once(narrow_server):
-    """And goes on with the other; when the first leaves, nothing changes for the second."""
+def test_late_subscriber_gets_earlier_tokens_at_once(narrow_server):
+    """Afterwards it receives new tokens with the first client. When the first client disconnects,
+    nothing changes for the second.
+    """
 
     async def test(create):
         body = {**LONG, "prompt": "late 0"}
@@ -118,7 +121,7 @@ def test_who_comes_late_gets_what_he_missed_at_once(narrow_server):
     run(narrow_server, test)
 
 
-def test_when_the_last_one_leaves_it_ends(narrow_server):
+def test_shared_computation_stops_when_the_last_client_leaves(narrow_server):
     """Long before its end."""
     steps = narrow_server.stats()["num_steps"]
 
@@ -132,8 +135,8 @@ def test_when_the_last_one_leaves_it_ends(narrow_server):
     assert narrow_server.wait_until_idle()["num_steps"] - steps < NEVER_ENDS["max_tokens"] / 2
 
 
-def test_a_stop_string_ends_it_for_all_who_asked_so(narrow_server):
-    """And for nobody else: other parameters are another computation."""
+def test_stop_string_ends_the_requests_that_share_it(narrow_server):
+    """Requests with other parameters are computed separately."""
 
     async def test(create):
         stopped = [create(**QUESTION, stop=["78"]) for _ in range(3)]
@@ -145,8 +148,8 @@ def test_a_stop_string_ends_it_for_all_who_asked_so(narrow_server):
     run(narrow_server, test)
 
 
-def test_several_choices_with_a_seed_are_shared_and_chance_is_not(narrow_server):
-    """A seed makes each of the choices repeatable; without one everybody has his own luck."""
+def test_only_seeded_choices_are_shared(narrow_server):
+    """Without a seed, every request samples its own choices."""
     before = counts(narrow_server)
 
     async def test(create):
@@ -159,21 +162,19 @@ def test_several_choices_with_a_seed_are_shared_and_chance_is_not(narrow_server)
     assert difference(narrow_server, before)[1] == 3
 
 
-def test_the_same_prompt_twice_in_one_request(narrow_server):
-    """Each has its own choice."""
+def test_equal_prompts_in_one_request_are_computed_once(narrow_server):
+    """Each prompt has its own choice in the answer."""
 
     async def test(create):
         answer = await create(**{**QUESTION, "prompt": ["twice 0", "other A", "twice 0"]})
         assert [choice.text[0] for choice in answer.choices] == ["1", "B", "1"]
         cached = answer.usage.prompt_tokens_details.cached_tokens
-        assert 7 <= cached < 14, "the second prompt, and first tokens of what lay idle"
+        assert 7 <= cached < 14, "the second prompt, and first tokens of idle sequences"
 
     run(narrow_server, test)
 
 
-def test_an_own_time_limit_is_kept(narrow_server):
-    """So nothing is shared with who has none."""
-
+def test_requests_with_a_deadline_do_not_share_with_requests_without(narrow_server):
     async def test(create):
         forever = await stream_of(create, **NEVER_ENDS)
         await anext(forever)
@@ -189,8 +190,10 @@ def test_an_own_time_limit_is_kept(narrow_server):
 # ------------------------------------------------------------------------------------------ results
 
 
-def test_an_answer_is_given_again(caching_server):
-    """Without a step of the engine, all tokens of the prompt cached, streaming like any other."""
+def test_repeated_request_gets_the_cached_result(caching_server):
+    """Without an engine step; all prompt tokens are reported as cached, and the result can be
+    streamed.
+    """
 
     async def ask(create):
         whole = await create(**QUESTION, n=2)
@@ -214,8 +217,8 @@ def test_an_answer_is_given_again(caching_server):
     assert difference(caching_server, before)[1:] == (0, 5)
 
 
-def test_the_native_dialect_has_it_too(caching_server):
-    """The event stream is the same in every byte but the name."""
+def test_native_dialect_uses_cached_results(caching_server):
+    """The event stream is the same in every byte except the id."""
     body = {"prompt": "native 0", "max_tokens": 5, "temperature": 0}
     answers = [caching_server.client.post("/generate_stream", json=body).text for _ in range(2)]
     texts = []
@@ -232,8 +235,8 @@ def test_the_native_dialect_has_it_too(caching_server):
     assert texts == ["12345", "12345"]
 
 
-def test_what_was_stopped_by_a_string_is_kept_as_well(caching_server):
-    """Its text ends before the string, however often it is given."""
+def test_result_with_a_stop_string_is_cached(caching_server):
+    """Its text ends before the stop string, however often it is returned."""
     before = counts(caching_server)
 
     async def test(create):
@@ -246,8 +249,8 @@ def test_what_was_stopped_by_a_string_is_kept_as_well(caching_server):
     assert difference(caching_server, before)[2] == 2
 
 
-def test_the_oldest_is_forgotten(caching_server):
-    """Two are kept."""
+def test_oldest_cached_result_is_forgotten(caching_server):
+    """The cache holds two results."""
     before = counts(caching_server)
 
     async def test(create):

@@ -1,5 +1,5 @@
-"""Structured output with the openai package, of the built-in model and of the fake one, which knows
-no JSON.
+"""Structured output with the openai package: with the built-in model, and with the fake one, which
+cannot write JSON by itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def refusal(client: openai.OpenAI, **options) -> openai.BadRequestError:
 
 
 @pytest.mark.llama
-def test_typed_parsing(client):
+def test_client_parses_a_structured_answer(client):
     completion = client.chat.completions.parse(
         model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=300
     )
@@ -82,7 +82,7 @@ def test_typed_parsing(client):
 
 
 @pytest.mark.llama
-def test_typed_parsing_of_a_stream(client):
+def test_client_parses_a_structured_stream(client):
     with client.chat.completions.stream(
         model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=300
     ) as stream:
@@ -97,8 +97,8 @@ def test_typed_parsing_of_a_stream(client):
 
 
 @pytest.mark.llama
-def test_a_schema_with_the_built_in_model(client):
-    """Drawn at a temperature at which it would write anything."""
+def test_built_in_model_follows_a_schema(client):
+    """Sampled at a temperature at which the model writes random text."""
     completion = chat(
         client, response_format=json_schema(SCHEMA), n=8, temperature=2.0, seed=1, max_tokens=400
     )
@@ -106,8 +106,8 @@ def test_a_schema_with_the_built_in_model(client):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_a_schema_with_the_fake_model(fake):
-    """It only counts; what comes is valid all the same, and compact."""
+def test_fake_model_follows_a_schema(fake):
+    """The answers are valid and have no extra whitespace."""
     completion = chat(
         fake, response_format=json_schema(SCHEMA), n=4, temperature=60.0, seed=1, max_tokens=400
     )
@@ -116,7 +116,7 @@ def test_a_schema_with_the_fake_model(fake):
         assert re.search(r"\s\s|\n", text) is None
 
 
-def test_json_objects(fake):
+def test_json_object_format_enforces_an_object(fake):
     completion = chat(
         fake, response_format={"type": "json_object"}, temperature=90.0, seed=2, max_tokens=400
     )
@@ -131,7 +131,7 @@ def test_json_objects(fake):
 CLOSED = {"type": "object", "additionalProperties": False}
 
 
-def test_text_is_anything(fake):
+def test_text_format_constrains_nothing(fake):
     assert texts(chat(fake, response_format={"type": "text"})) == texts(chat(fake))
 
 
@@ -147,7 +147,7 @@ def test_text_is_anything(fake):
         ("grammar", 'start: "<" /[0-9]/ ">"', r"<\d>"),
     ],
 )
-def test_the_words_of_vllm(fake, style, kind, value, pattern):
+def test_vllm_constraints_are_enforced(fake, style, kind, value, pattern):
     """For chats and for completions."""
     body = {f"guided_{kind}": value} if style == "guided" else {style: {kind: value}}
     for text in texts(chat(fake, extra_body=body, temperature=50.0, n=3)):
@@ -159,7 +159,7 @@ def test_the_words_of_vllm(fake, style, kind, value, pattern):
     assert completion.choices[0].finish_reason == "stop"
 
 
-def test_a_stream(fake):
+def test_stream_follows_a_constraint(fake):
     chunks = [*chat(fake, stream=True, extra_body={"structured_outputs": {"choice": ["abcdef"]}})]
     assert (
         "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -168,7 +168,7 @@ def test_a_stream(fake):
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
-def test_one_constraint_only(fake):
+def test_two_constraints_are_rejected(fake):
     error = refusal(fake, response_format={"type": "json_object"}, extra_body={"guided_regex": "a"})
     assert "cannot be combined" in error.message
     error = refusal(fake, extra_body={"structured_outputs": {"regex": "a", "choice": ["b"]}})
@@ -201,8 +201,8 @@ def test_one_constraint_only(fake):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_enforced_is_refused(fake, body, param, sign, stream):
-    """Before the first byte, naming the field, and never with free text."""
+def test_unenforceable_constraint_is_rejected_with_the_field(fake, body, param, sign, stream):
+    """Before the first byte; the answer is never free text."""
     error = refusal(fake, extra_body=body, stream=stream)
     assert (error.param, error.type) == (param, "invalid_request_error")
     assert sign in error.message
@@ -226,7 +226,7 @@ LEFT_OUT = "format, not, uniqueItems"
 
 
 def softened(schema: dict) -> dict:
-    """``HARD`` without what is left out of it."""
+    """Return ``HARD`` without the keywords in LEFT_OUT."""
     properties = {
         name: {
             keyword: value
@@ -252,8 +252,8 @@ def softened(schema: dict) -> dict:
         ("/api/generate", {"prompt": "x", "format": HARD, "stream": False}, lambda answer: answer["response"]),
     ],
 )  # fmt: skip
-def test_keywords_that_cannot_be_enforced_are_named_in_a_header(fake_server, path, body, text_of):
-    """Where only the best effort was promised, in every dialect; and they are counted."""
+def test_unenforced_keywords_are_named_in_a_header(fake_server, path, body, text_of):
+    """In every dialect, for schemas that are not strict. A metric counts them."""
     before = fake_server.metric("unenforced_keywords_total", 'keyword="uniqueItems"')
     asked = {"model": "fake", "messages": ASK, "temperature": 60.0, "seed": 3, "max_tokens": 800}
     if path.startswith("/api"):
@@ -268,7 +268,7 @@ def test_keywords_that_cannot_be_enforced_are_named_in_a_header(fake_server, pat
     assert fake_server.metric("unenforced_keywords_total", 'keyword="uniqueItems"') == before + 1
 
 
-def test_a_strict_schema_is_enforced_as_a_whole_or_refused(fake, fake_server):
+def test_strict_schema_is_enforced_in_full_or_rejected(fake, fake_server):
     error = refusal(fake, response_format=json_schema(HARD))
     assert "'uniqueItems' can be enforced only" in error.message
     format_ = {"type": "json_schema", "name": "a", "schema": HARD, "strict": True}
@@ -289,7 +289,7 @@ def test_a_strict_schema_is_enforced_as_a_whole_or_refused(fake, fake_server):
     assert "x-cllm-unenforced-keywords" not in answer.headers
 
 
-def test_objects_get_no_properties_that_their_schema_does_not_name(fake):
+def test_objects_have_only_declared_properties(fake):
     schema = {
         "type": "object",
         "properties": {"a": {"const": 1}, "b": {"enum": [1, 2]}},
@@ -309,8 +309,8 @@ def test_objects_get_no_properties_that_their_schema_does_not_name(fake):
     }
 
 
-def test_numbers_come_to_their_end(fake):
-    """Of a model that would write digits for ever."""
+def test_numbers_have_a_limited_length(fake):
+    """With a model that would write digits forever."""
     bias = {str(ord(digit)): 100 for digit in "123456789"}
     schema = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
     (text,) = texts(
@@ -322,7 +322,7 @@ def test_numbers_come_to_their_end(fake):
     assert len(json.loads(text)) == 2
 
 
-def test_grammars_are_counted(fake, fake_server):
+def test_grammar_checks_and_cache_hits_are_counted(fake, fake_server):
     before = (
         fake_server.metric("grammar_check_seconds_count"),
         fake_server.metric("grammar_cache_hits_total"),
@@ -336,8 +336,8 @@ def test_grammars_are_counted(fake, fake_server):
     assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
 
 
-def test_many_different_ones_at_once(fake):
-    """Beside each other and beside those that are free."""
+def test_concurrent_requests_follow_their_own_constraints(fake):
+    """A third of the requests has no constraint."""
 
     def one(i: int) -> None:
         if i % 3:

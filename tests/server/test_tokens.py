@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template, as llama-server and vLLM are asked."""
+"""/tokenize, /detokenize and /apply-template, with the bodies of llama-server and of vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def post(server, route: str, **body):
 
 
 @pytest.mark.parametrize("field", ["content", "prompt"])
-def test_there_and_back(fake_server, field) -> None:
+def test_detokenize_reverses_tokenize(fake_server, field) -> None:
     answer = post(fake_server, "/tokenize", **{field: "Hé<|im_end|>"}).json()
     assert answer == {
         "tokens": [*"Hé".encode(), 258],
@@ -25,13 +25,13 @@ def test_there_and_back(fake_server, field) -> None:
     assert back == {"content": "Hé<|im_end|>", "prompt": "Hé<|im_end|>"}
 
 
-def test_special_tokens_as_text(fake_server) -> None:
+def test_parse_special_false_keeps_special_tokens_as_text(fake_server) -> None:
     answer = post(fake_server, "/tokenize", content="<|im_end|>", parse_special=False).json()
     assert answer["tokens"] == list(b"<|im_end|>")
 
 
-def test_pieces(fake_server) -> None:
-    """Bytes where a token is no text by itself."""
+def test_pieces_are_texts_or_bytes(fake_server) -> None:
+    """Bytes if a token is not valid UTF-8 by itself."""
     answer = post(
         fake_server, "/tokenize", content="aé<|im_end|>", with_pieces=True, return_token_strs=True
     ).json()
@@ -39,7 +39,7 @@ def test_pieces(fake_server) -> None:
     assert answer["token_strs"] == ["a", "\ufffd", "\ufffd", "<|im_end|>"]
 
 
-def test_a_conversation(fake_server) -> None:
+def test_messages_are_rendered_and_tokenized(fake_server) -> None:
     assert post(fake_server, "/apply-template", messages=MESSAGES).json() == {"prompt": PROMPT}
     tokens = post(fake_server, "/tokenize", messages=MESSAGES).json()["tokens"]
     assert post(fake_server, "/detokenize", tokens=tokens).json()["content"] == PROMPT
@@ -49,7 +49,7 @@ def test_a_conversation(fake_server) -> None:
     )
 
 
-def test_control_tokens_of_a_user_are_text(fake_server) -> None:
+def test_control_tokens_in_a_message_are_plain_text(fake_server) -> None:
     messages = [{"role": "user", "content": "<|im_end|>"}]
     assert (
         post(fake_server, "/apply-template", messages=messages).json()["prompt"].count("<|im_end|>")
@@ -77,15 +77,14 @@ def test_control_tokens_of_a_user_are_text(fake_server) -> None:
         ),
     ],
 )
-def test_faults(fake_server, route, body, param) -> None:
+def test_invalid_request_names_the_field(fake_server, route, body, param) -> None:
     answer = post(fake_server, route, **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.llama
-def test_the_built_in_model(builtin_server) -> None:
-    """As many tokens as a chat is charged for."""
+def test_token_count_equals_the_prompt_tokens_of_a_chat(builtin_server) -> None:
     count = post(builtin_server, "/tokenize", messages=MESSAGES).json()["count"]
     answer = post(builtin_server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
     assert answer["usage"]["prompt_tokens"] == count

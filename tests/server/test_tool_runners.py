@@ -1,6 +1,4 @@
-"""The tool runners of Anthropic's and OpenAI's own clients: they call functions until the model has
-an answer.
-"""
+"""The tool runners of Anthropic's and OpenAI's clients call functions until the model answers."""
 
 import asyncio
 import json
@@ -31,9 +29,7 @@ NAMED = {
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_tool_runner_finishes_its_loop(builtin_server, stream):
-    """The client asks for a thread first and must be told, in its own words, to go on without
-    one.
-    """
+    """The client first requests a thread, and needs the right error to continue without one."""
     cities = []
 
     @anthropic.beta_tool(**NAMED)

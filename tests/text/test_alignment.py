@@ -1,4 +1,4 @@
-"""Tokens and the text they are shown with."""
+"""Sampled tokens and the text that is shown for them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ stops = st.lists(st.sampled_from(["a", "bb", "aba", "€", "ä", " a", "\ufffd"]
 def run(
     outputs: list[int], finish: str, is_text: bool, params: SamplingParams
 ) -> tuple[str, list, str]:
-    """The shown text, what was told of tokens, and the reason; after each token the two must
-    agree.
+    """Return the shown text, the reported tokens and the reason; after each token, text and tokens
+    must agree.
     """
     choice, shown, told = Choice(0, PIECES, params), "", []
     for i, token in enumerate(outputs):
@@ -58,9 +58,9 @@ def run(
 @given(
     tokens, stops, st.sampled_from(["", "length"]), st.booleans(), st.integers(0, 3), st.booleans()
 )
-def test_tokens_spell_the_text_that_is_shown(outputs, stop, finish, is_text, min_tokens, include):
-    """In order, each once; only a stop string may cut the last one, and what lies behind is not
-    told.
+def test_reported_tokens_spell_the_shown_text(outputs, stop, finish, is_text, min_tokens, include):
+    """In order, each once. Only a stop string cuts the last one, and tokens after it are not
+    reported.
     """
     params = SamplingParams(
         logprobs=0, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include
@@ -84,8 +84,8 @@ def test_tokens_spell_the_text_that_is_shown(outputs, stop, finish, is_text, min
         assert all(one.at < len(shown) for one in told)
 
 
-def test_a_part_of_a_character_comes_with_the_whole():
-    """Two tokens of one character begin where it does, and are told when it is shown."""
+def test_tokens_of_one_character_are_reported_with_it():
+    """They begin where the character does."""
     choice = Choice(0, PIECES, SamplingParams(logprobs=0))
     told = []
     for token in (0, 5, 6, 1):
@@ -94,8 +94,7 @@ def test_a_part_of_a_character_comes_with_the_whole():
     assert told == [[(0, 0)], [], [(5, 1), (6, 1)], [(1, 2)]]
 
 
-def test_nothing_is_told_to_those_who_did_not_ask():
-    """And nothing is kept for them."""
+def test_tokens_without_logprobs_are_not_kept():
     choice = Choice(0, PIECES, SamplingParams())
     choice.feed(TokenOutput("A", 0, 0))
     assert choice.token_logprobs == []

@@ -1,6 +1,4 @@
-"""The grammars of forced calls and of reasoning before them: what they let pass, the parser
-reads.
-"""
+"""The grammars of forced calls and of reasoning before them: the parser reads whatever they allow."""
 
 import json
 
@@ -18,10 +16,8 @@ def follows(grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_forced_call(name: str) -> None:
-    """The form's own way to write passes and is read as that call; text, unknown tools and wrong
-    types do not pass.
-    """
+def test_forced_call_allows_only_declared_tools_with_valid_arguments(name: str) -> None:
+    """Written as the form writes calls, and read by the parser as that call."""
     grammar, call = grammar_of(with_thoughts(name)), WEATHER[name]
     assert follows(grammar, call)
     parser = Parser(forms()[name], TOOLS)
@@ -39,8 +35,8 @@ def test_a_forced_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_reasoning_comes_first(name: str) -> None:
-    """Where the message may begin with it, and where it begins in its middle."""
+def test_reasoning_may_precede_a_forced_call(name: str) -> None:
+    """Where the message may begin with reasoning, and where it begins inside it."""
     form, call = with_thoughts(name), WEATHER[name]
     if form.header:
         thought = f"<|channel|>analysis<|message|>a < b<|end|><|start|>assistant{call}"
@@ -55,7 +51,7 @@ def test_reasoning_comes_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
-def test_calls_in_parallel(name: str) -> None:
+def test_parallel_calls_are_allowed_on_request(name: str) -> None:
     form, call = forms()[name], WEATHER[name]
     how = form.calls
     inner = call.removeprefix(how.begin).removesuffix(how.end or "\0")
@@ -65,8 +61,8 @@ def test_calls_in_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "harmony"])
-def test_an_answer_that_is_bound_otherwise(name: str) -> None:
-    """What binds the text does not bind reasoning, and calls may stand in its place."""
+def test_answer_grammar_leaves_reasoning_and_calls_free(name: str) -> None:
+    """A call may take the place of the constrained text."""
     form = with_thoughts(name)
     begin = form.header.final if form.header else ""
     thought = (
@@ -101,7 +97,9 @@ def test_an_answer_that_is_bound_otherwise(name: str) -> None:
         ("gemma4", {"type": "boolean"}, "true", "maybe"),
     ],
 )
-def test_values_without_quotes(name: str, schema: dict, good: str, bad: str | None) -> None:
+def test_unquoted_values_follow_the_schema(
+    name: str, schema: dict, good: str, bad: str | None
+) -> None:
     tool = {"f": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
     grammar = grammar_of(forms()[name], tool)
     frame = {
@@ -123,7 +121,7 @@ def test_values_without_quotes(name: str, schema: dict, good: str, bad: str | No
         ("qwen3_coder", {"type": "object", "oneOf": []}),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused(name: str, schema: dict) -> None:
+def test_schema_that_cannot_be_enforced_is_rejected(name: str, schema: dict) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar_of(forms()[name], {"f": schema})
     assert caught.value.param == "tools"

@@ -1,4 +1,4 @@
-"""What a prompt and its wishes make of the next message: how it is read, and what binds it."""
+"""The plan for the next message of a chat: how it is parsed, and its grammar."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def grammar(*arguments, **options) -> str:
 
 
 def test_plain_text_is_not_parsed() -> None:
-    """No tools, and no reasoning or one that the prompt has closed."""
+    """Without tools, and without reasoning or with reasoning that the prompt has closed."""
     assert read("{{ messages }}", "a", Chat([]))[0] is None
     assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0] is None
     assert (
@@ -62,7 +62,7 @@ def test_plain_text_is_not_parsed() -> None:
 @pytest.mark.parametrize(
     ("prompt", "channel"), [("a<think>\n", Channel.REASONING), ("a", Channel.TEXT)]
 )
-def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
+def test_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> None:
     plan, _, _ = read(THINKING, prompt, Chat([]))
     assert plan.parser().channel == channel
     pieces = plan.pieces
@@ -82,7 +82,9 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, channel: Channel) -> Non
         (Chat([], thinking=False), False, 0),
     ],
 )
-def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
+def test_thinking_budget_is_planned_from_the_prompt(
+    chat: Chat, inside: bool, num_tokens: int | None
+) -> None:
     _, params, _ = read(THINKING, "<think>\n" if inside else "a", chat)
     budget = ThinkingBudget(
         num_tokens or 0, None if inside else THINK, END_THINK, (*b"\n", END_THINK, *b"\n\n"), True
@@ -92,9 +94,9 @@ def test_budgets(chat: Chat, inside: bool, num_tokens: int | None) -> None:
         assert read(THINKING, "<think></think>", chat)[1].thinking is None
 
 
-def test_budgets_of_messages_with_headers() -> None:
-    """They end the message and begin the next one; a message of its own if there must be no
-    reasoning at all.
+def test_budget_ends_the_reasoning_message_in_forms_with_headers() -> None:
+    """The forced tokens end that message and begin the next one. With a budget of 0 there is no
+    reasoning message.
     """
     final = [CHANNEL, *b"final", MESSAGE]
     force = (END, START, *b"assistant", *final)
@@ -113,16 +115,15 @@ def test_budgets_of_messages_with_headers() -> None:
     )
 
 
-def test_a_budget_that_cannot_be_enforced_is_refused() -> None:
-    """If it was asked for; an effort is a wish."""
+def test_budget_that_cannot_be_enforced_is_rejected() -> None:
+    """An effort that cannot be enforced is ignored."""
     with pytest.raises(BadRequest) as caught:
         read(THINKING, "<think>", Chat([], thinking_budget=7), special={})
     assert caught.value.param == "thinking_token_budget"
     assert read(THINKING, "<think>", Chat([], effort=Effort.LOW), special={})[1].thinking is None
 
 
-def test_variables_of_the_template() -> None:
-    """What a client says itself comes first."""
+def test_template_variables_of_the_client_come_first() -> None:
     form = ChatForm(Vocabulary(THINKING, SPECIAL))
     assert form.variables(Chat([])) == {}
     on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
@@ -135,7 +136,7 @@ def test_variables_of_the_template() -> None:
     )
 
 
-def test_forced_calls_need_tools_and_a_known_form() -> None:
+def test_forced_call_needs_tools_and_a_known_form() -> None:
     for template, chat in (
         (THINKING, Chat([], [], "required")),
         ("{{ tools }}", Chat([], TOOLS, "required")),
@@ -147,11 +148,8 @@ def test_forced_calls_need_tools_and_a_known_form() -> None:
     assert not read(THINKING, "a", Chat([], TOOLS, "required"))[2].is_loose
 
 
-def test_calls_are_constrained_wherever_there_may_be_some() -> None:
-    """In a text that is free otherwise.
-
-    Where the end of a text is ignored, there is no end to constrain.
-    """
+def test_optional_calls_are_constrained_in_free_text() -> None:
+    """Unless ignore_eos is set: then the text has no end to constrain."""
     strict = {
         "type": "function",
         "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}},
@@ -168,14 +166,14 @@ def test_calls_are_constrained_wherever_there_may_be_some() -> None:
     assert read(THINKING, "a", Chat([], TOOLS), ignore_eos=True)[2] is None
 
 
-def test_a_grammar_of_the_text_is_kept_where_there_is_nothing_else() -> None:
+def test_answer_grammar_is_unchanged_without_tools_and_reasoning() -> None:
     _, params, bound = read("{{ messages }}", "a", Chat([]), grammar='start: "a"')
     assert (params.grammar, bound) == ('start: "a"', None)
     assert "@answer" in grammar(THINKING, "a", Chat([]), grammar='start: "a"')
     assert "<[302]>" in grammar(THINKING, "<think></think>", Chat([], TOOLS), grammar='start: "a"')
 
 
-def test_a_mark_may_be_a_token_and_more() -> None:
+def test_mark_may_be_a_special_token_followed_by_text() -> None:
     """Gemma 4 opens its reasoning with a special token and a word."""
     template, special = (
         "{{ tools }}<|tool_call><|channel>thought<channel|>",

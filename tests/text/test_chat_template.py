@@ -1,4 +1,4 @@
-"""Messages to tokens: the template may do what templates do, and a user may write what he likes."""
+"""Messages to tokens: templates may do what templates need, and users may write anything."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def text(tokens: list[int]) -> str:
     ).decode()
 
 
-def test_the_models_own_template():
-    """The template's control tokens are control tokens, the message is text, and the assistant has
-    the word.
-    """
+def test_builtin_template_renders_control_tokens():
+    """Messages are text, and the assistant's turn is open at the end."""
     assert encode(None, "hi") == [START, *b"user\nhi", END, START, *b"assistant\n"]
 
 
@@ -62,17 +60,15 @@ contents = (
 
 
 @given(contents)
-def test_no_control_token_comes_out_of_a_message(content):
-    """Whatever a message says, its tokens are the bytes of its text; only fences themselves are
-    replaced.
-    """
+def test_message_text_never_becomes_a_control_token(content):
+    """Its tokens are the bytes of the text. Only fences are replaced."""
     plain = content.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd").encode()
     assert encode(None, content) == [START, *b"user\n", *plain, END, START, *b"assistant\n"]
 
 
 @given(contents, contents)
-def test_nor_out_of_names_roles_and_tools(one, other):
-    """The same holds for every other text of the client: roles, nested values, keys, tools."""
+def test_other_client_texts_never_become_control_tokens(one, other):
+    """Tools, roles, nested values and keys."""
     source = (
         "{{ messages[0].role }}|{{ messages[0].nested[0].key }}|{{ tools | tojson }}{{ "
         "tools[0] | join }}"
@@ -83,8 +79,7 @@ def test_nor_out_of_names_roles_and_tools(one, other):
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_token_in_two_messages(name):
-    """Two texts that a template writes side by side do not make a control token together."""
+def test_adjacent_texts_do_not_form_a_control_token(name):
     template = ChatTemplate(FakeVocabulary(), JOIN)
     for at in range(1, len(name)):
         messages = [{"role": "user", "content": part} for part in (name[:at], name[at:])]
@@ -104,8 +99,8 @@ class NestedVocabulary(FakeVocabulary):
         return list(text.encode())
 
 
-def test_a_control_token_within_another():
-    """Both are plain text, and no fence is left in the prompt."""
+def test_nested_control_tokens_stay_text():
+    """No fence is left in the prompt."""
     messages = [{"role": "user", "content": "<|a<b>c|>"}]
     assert ChatTemplate(NestedVocabulary(), JOIN).encode(messages, []) == list(b"<|a<b>c|>")
 
@@ -125,8 +120,8 @@ class BeginningVocabulary(FakeVocabulary):
         return [259] * add_special + [259] * (parse_special and text.startswith("<s>")) + tokens
 
 
-def test_one_begin_token_where_the_template_writes_it():
-    """A template that writes bos_token itself does not get a second one."""
+def test_begin_token_is_not_added_twice():
+    """A template that writes bos_token itself gets no second one."""
     messages = [{"role": "user", "content": "hi"}]
     tokens = ChatTemplate(BeginningVocabulary(), "{{ bos_token }}" + JOIN).encode(messages, [])
     assert tokens == [259, *b"hi"]
@@ -150,8 +145,7 @@ def test_one_begin_token_where_the_template_writes_it():
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_the_sandbox(source):
-    """A template cannot reach Python's insides or other files, nor change the messages."""
+def test_sandbox_blocks_internals_files_and_changes_of_messages(source):
     try:
         tokens = encode(source)
     except BadRequest:
@@ -162,14 +156,13 @@ def test_the_sandbox(source):
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ messages", "{% for m in messages %}", "{{ 1 | no_such_filter }}"]
 )
-def test_a_syntax_error(source):
-    """A template that cannot be read stops the start, not a request."""
+def test_template_with_a_syntax_error_fails_at_startup(source):
     with pytest.raises(StartupError, match="syntax error"):
         ChatTemplate(FakeVocabulary(), source)
 
 
-def test_raise_exception():
-    """What a template refuses is the client's fault, in the template's own words."""
+def test_raise_exception_is_a_bad_request():
+    """The message is the template's own."""
     with pytest.raises(BadRequest, match="roles must alternate") as refused:
         encode("{{ raise_exception('roles must alternate') }}")
     assert refused.value.param == "messages"
@@ -178,8 +171,7 @@ def test_raise_exception():
 @pytest.mark.parametrize(
     "source", ["{{ messages[7].content }}", "{{ messages + 1 }}", "{{ none.x.y }}"]
 )
-def test_a_template_that_fails(source):
-    """Any failure of the template is a refusal, not our bug."""
+def test_failing_template_is_a_bad_request(source):
     with pytest.raises(BadRequest) as refused:
         encode(source)
     assert refused.value.param == "messages"
@@ -188,10 +180,8 @@ def test_a_template_that_fails(source):
 @pytest.mark.parametrize(
     "source", ["{{ 1 / 0 }}", "{{ tools | tojson }}", "{{ messages[0].content.encode('no') }}"]
 )
-def test_a_template_that_fails_in_other_ways(source):
-    """Python's less usual errors too, and tools that are nested too deeply, are a refusal and not
-    our bug.
-    """
+def test_unusual_python_errors_of_a_template_are_a_bad_request(source):
+    """Also tools that are nested too deeply."""
     tools = deep = {}
     for _ in range(2000):
         deep["x"] = deep = {}
@@ -199,10 +189,8 @@ def test_a_template_that_fails_in_other_ways(source):
         ChatTemplate(FakeVocabulary(), source).encode([{"role": "user", "content": "hi"}], [tools])
 
 
-def test_lists_that_grow():
-    """A template may keep a queue, as some do for the ids of calls; what it was given stays as it
-    was.
-    """
+def test_template_may_append_to_its_own_lists():
+    """Some templates queue the ids of calls. The client's values stay unchanged."""
     source = (
         "{%- set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = "
         "ns.ids.append(m.content) %}{% endfor %}"
@@ -213,15 +201,14 @@ def test_lists_that_grow():
     assert template.render(messages, []) == template.render(messages, []) == "a1"
 
 
-def test_json_of_what_filters_make():
-    """A generator is a list; what has no form in JSON is refused."""
+def test_tojson_accepts_generators():
+    """A value that cannot be written as JSON is rejected."""
     assert text(encode("{{ messages | map(attribute='role') | tojson }}")) == '["user"]'
-    with pytest.raises(BadRequest, match="no form in JSON"):
+    with pytest.raises(BadRequest, match="cannot be written as JSON"):
         encode("{{ raise_exception | tojson }}")
 
 
-def test_a_model_without_a_template():
-    """It has no chat, and says so."""
+def test_model_without_a_template_rejects_chats():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = None
     with pytest.raises(BadRequest, match="no chat template"):
@@ -229,8 +216,8 @@ def test_a_model_without_a_template():
 
 
 def test_tools_and_variables_reach_the_template():
-    """Tools are a list or undefined; variables have the names of the caller; special texts are
-    there.
+    """Tools are a list or undefined. Variables keep the caller's names, and special tokens are
+    defined.
     """
     source = (
         "{% if tools %}{{ tools[0].name }}{{ tools | tojson }}{% else %}none{% endif %} {{ "
@@ -241,15 +228,15 @@ def test_tools_and_variables_reach_the_template():
     assert text(template.encode([], [], thinking="x")) == "none x"
 
 
-def test_tools_by_another_name():
-    """SmolLM3's template asks for xml_tools, which nobody else may have."""
+def test_tools_are_available_as_xml_tools():
+    """For SmolLM3's template only."""
     source = "{% if xml_tools %}{{ xml_tools[0].name }}{% else %}none{% endif %}"
     template = ChatTemplate(FakeVocabulary(), source)
     assert (template.render([], [{"name": "x"}]), template.render([], [])) == ("x", "none")
 
 
-def test_what_templates_expect():
-    """Loop controls, generation marks, today's date, and blocks that swallow their line."""
+def test_template_extensions_of_transformers_are_supported():
+    """Loop controls, generation marks, today's date, and blocks that remove their line."""
     source = (
         "{%- for i in range(9) -%}{% if i == 2 %}{% break %}{% endif %}{{ i }}{%- endfor %}\n"
         "  {% generation %}\nx\n  {% endgeneration %}\n{{ strftime_now('%Y') }}"
@@ -293,6 +280,6 @@ def said(*messages: str) -> list[dict[str, str]]:
         ("never", said("s:S", "u:Q", "a:A"), "[user:S\n\nQ][assistant:A]"),
     ],
 )
-def test_system_message_that_a_template_would_not_show_joins_its_neighbour(name, messages, prompt):
-    """Claude Code sends one behind the user's; templates refuse it or, worse, leave it out."""
+def test_system_message_that_the_template_omits_joins_its_neighbour(name, messages, prompt):
+    """Claude Code sends one after the user's message. Templates reject it or silently omit it."""
     assert ChatTemplate(FakeVocabulary(), SYSTEMS[name]).render(messages, []) == prompt

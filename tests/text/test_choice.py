@@ -1,4 +1,4 @@
-"""Tokens of one sequence to its text, with its end."""
+"""The tokens of one sequence, turned into text until its end."""
 
 from __future__ import annotations
 
@@ -24,26 +24,23 @@ def run(
     return shown, choice.finish
 
 
-def test_text_comes_as_it_grows():
-    """Text without an end is shown and goes on; what could be the beginning of a stop string
-    waits.
-    """
+def test_text_is_returned_as_it_arrives():
+    """Except for an ending that may begin a stop string."""
     assert run("grün".encode()) == ("grün", "")
     assert run(b"one\n", ("\n\n",)) == ("one", "")
 
 
-def test_the_end_shows_what_was_held_back():
-    """With the last token everything comes out, and a broken character as U+FFFD."""
+def test_last_token_releases_held_back_text():
+    """A broken character is shown as U+FFFD."""
     assert run(b"one\n", ("\n\n",), "length") == ("one\n", "length")
     assert run(b"a\xe2\x82", (), "length") == ("a\ufffd", "length")
 
 
-def test_a_stop_string_ends_it():
-    """A stop string wins over going on and over the length, and is not shown."""
+def test_stop_string_ends_the_text_and_is_not_shown():
+    """The reason is "stop", even if the length ended the sequence too."""
     assert run(b"one.two", (".",)) == ("one", "stop")
     assert run(b"one.", (".",), "length") == ("one", "stop")
 
 
-def test_the_end_token_is_no_text():
-    """A token that ends the sequence and is no text adds none."""
+def test_end_token_adds_no_text():
     assert run(b"abc", (), "stop", is_text=False) == ("ab", "stop")

@@ -1,6 +1,4 @@
-"""A message of the assistant that is continued: its prompt ends where its text ends, whatever the
-template does.
-"""
+"""Continuing a message of the assistant: the prompt ends where its text ends, with every template."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def rendered(source: str, content: str, *, thought: str = "", **options) -> str:
     ],
 )
 def test_prompt_ends_where_the_text_ends(name, prompt):
-    """With every blank of it, outside of reasoning."""
+    """Including its trailing blanks; reasoning is closed before."""
     assert rendered(TEMPLATES[name], " The sum ") == prompt
 
 
@@ -119,7 +117,7 @@ def test_prompt_ends_where_the_reasoning_ends(name, prompt):
 
 
 @pytest.mark.parametrize("name", ["plain", "refusing_headers"])
-def test_reasoning_that_has_no_place_is_refused(name):
+def test_reasoning_cannot_be_continued_if_the_template_omits_it(name):
     with pytest.raises(BadRequest) as raised:
         rendered(TEMPLATES[name], "", thought="Let me")
     assert raised.value.param == "messages"
@@ -128,13 +126,13 @@ def test_reasoning_that_has_no_place_is_refused(name):
 @pytest.mark.parametrize("name", ["plain", "refusing", "forgetting"])
 @pytest.mark.parametrize("content", [f"a{CUT}b", f"{CUT}", "a</think>b", "a<|im_end|>"])
 def test_text_of_a_message_cannot_move_the_end(name, content):
-    """Nor does it become a control token."""
+    """It does not become a control token either."""
     prompt = rendered(TEMPLATES[name], content)
     assert FENCES.sub("", prompt).endswith(content.replace(CUT, "\ufffd"))
     assert ("<|im_end|>" in content) == (FENCES.sub("", prompt) != prompt)
 
 
-def test_a_message_that_says_nothing_is_a_new_one():
+def test_empty_message_is_not_continued():
     chat = Chat([ASKED, {"role": "assistant", "content": ""}]).continuing()
     assert (chat.messages, chat.continued) == ([ASKED], "")
 
@@ -147,7 +145,7 @@ CALL = '{"name": "f", "arguments": {}}'
 
 
 def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[tuple[Channel, str]]:
-    """The parts of ``text`` after a beginning in ``field``."""
+    """Return the parts of ``text`` after a beginning in ``field``."""
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = template
     chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
@@ -184,11 +182,11 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
         ),
     ],
 )
-def test_what_continues_a_message_is_read_on_in_its_place(template, field, text, parts):
+def test_continued_text_goes_to_the_same_field(template, field, text, parts):
     assert read(template, field, text) == parts
 
 
-def test_text_that_goes_on_is_no_call_where_a_call_is_the_whole_message():
+def test_continued_text_is_not_parsed_as_a_bare_call():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = LLAMA
     chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
@@ -199,8 +197,8 @@ def test_text_that_goes_on_is_no_call_where_a_call_is_the_whole_message():
     )
 
 
-def test_grammar_binds_the_text_that_goes_on():
-    """It is neither preceded by reasoning nor replaced by a call."""
+def test_grammar_constrains_the_continued_text():
+    """Without reasoning before it, and without a call in its place."""
     for template in (HERMES, HARMONY):
         vocabulary = FakeVocabulary()
         vocabulary.chat_template = template

@@ -1,4 +1,4 @@
-"""Bytes that arrive in any portions become the text."""
+"""Bytes of tokens to text."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def deltas(pieces: list[bytes]) -> list[str]:
-    """What each of the tokens 0, 1, 2, ...
-
-    with these pieces completes, and what is left at the end.
+    """Return what each of the tokens 0, 1, 2, ... with these pieces completes, and what is left at
+    the end.
     """
     detokenizer = Detokenizer(pieces)
     return [*map(detokenizer.feed, range(len(pieces))), detokenizer.flush()]
 
 
 @given(texts, cuts)
-def test_any_portions_give_the_text(text, cuts):
-    """However the bytes of a text lie over tokens, the deltas add up to it, and none has a broken
-    character.
-    """
+def test_deltas_add_up_to_the_text(text, cuts):
+    """However its bytes are split over tokens. No delta has a broken character."""
     parts = deltas(split(text.encode(), cuts))
     assert "".join(parts) == text
     assert parts[-1] == ""
@@ -40,8 +37,7 @@ def test_any_portions_give_the_text(text, cuts):
 
 
 @given(texts, cuts)
-def test_a_character_comes_with_its_last_byte(text, cuts):
-    """After each token, exactly the characters whose bytes are complete have been shown."""
+def test_character_is_shown_with_its_last_byte(text, cuts):
     shown, seen = "", b""
     pieces = split(text.encode(), cuts)
     for piece, delta in zip(pieces, deltas(pieces), strict=False):
@@ -50,8 +46,8 @@ def test_a_character_comes_with_its_last_byte(text, cuts):
 
 
 @given(st.binary(max_size=30), cuts)
-def test_bytes_that_are_no_text(data, cuts):
-    """What is no UTF-8 becomes U+FFFD, the same in any portions, and nothing raises."""
+def test_invalid_utf_8_becomes_replacement_characters(data, cuts):
+    """The same ones however the bytes are split."""
     assert "".join(deltas(split(data, cuts))) == data.decode(errors="replace")
 
 
@@ -66,16 +62,12 @@ def test_bytes_that_are_no_text(data, cuts):
         ([b"\xed\xa0\x80"], ["\ufffd\ufffd\ufffd", ""]),
     ],
 )
-def test_single_deltas(pieces, expected):
-    """A split character waits for its last token, a broken one is replaced where that is
-    certain.
-    """
+def test_broken_character_is_replaced_as_soon_as_it_is_certain(pieces, expected):
+    """A split character waits for its last token."""
     assert deltas(pieces) == expected
 
 
-def test_a_token_may_come_again():
-    """The table is looked up by id: a token gives its piece each time, one without a piece gives
-    nothing.
-    """
+def test_repeated_token_gives_its_piece_each_time():
+    """A token without a piece gives nothing."""
     detokenizer = Detokenizer([b"ha", b"", b" "])
     assert [detokenizer.feed(token) for token in (0, 2, 0, 1, 0)] == ["ha", " ", "ha", "", "ha"]

@@ -1,4 +1,4 @@
-"""Texts that break repetitions, to tokens."""
+"""Texts of DRY's sequence breakers, to token ids."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PIECES = [
 ]
 
 
-def test_the_usual_ones():
-    """Tokens that contain one of them, whether or not all of them occur."""
+def test_default_breakers_find_the_tokens_that_contain_them():
+    """Even if some of the texts occur in no token."""
     assert DryBreakers(PIECES).ids(None) == (0, 1, 3, 4, 5)
     assert DryBreakers(PIECES).ids(()) == ()
 
 
 @given(st.lists(st.binary(max_size=4), max_size=20), st.text("ab\n€", min_size=1, max_size=3))
-def test_exactly_those_that_contain_it(pieces, text):
-    """Never one that two tokens side by side would make together; none is the client's fault."""
+def test_breaker_finds_exactly_the_tokens_that_contain_it(pieces, text):
+    """Not those that spell it only together. A breaker in no token is a bad request."""
     expected = tuple(i for i, piece in enumerate(pieces) if text.encode() in piece)
     if expected:
         assert DryBreakers(pieces).ids((text,)) == expected
@@ -42,8 +42,7 @@ def test_exactly_those_that_contain_it(pieces, text):
 
 
 @pytest.mark.parametrize("texts", [("",), ("a" * (MAX_LENGTH + 1),), ("a",) * (MAX_BREAKERS + 1)])
-def test_limits(texts):
-    """Of their number and length."""
+def test_number_and_length_of_breakers_are_limited(texts):
     with pytest.raises(BadRequest) as refused:
         DryBreakers(PIECES).ids(texts)
     assert refused.value.param == "dry_sequence_breakers"

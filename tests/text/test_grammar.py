@@ -1,4 +1,4 @@
-"""Constraints in the words of clients, to grammars."""
+"""Constraints in the terms of client APIs, to grammars."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}), MAX_LEXE
 def accepts(grammar: str, text: str) -> bool:
     matcher = Grammar(grammar, BYTES).matcher()
     for byte in text.encode():
-        mask = matcher.allowed() if not matcher.stopped else None
+        mask = matcher.compute_mask() if not matcher.is_stopped else None
         if mask is None or not mask[byte // 8] >> byte % 8 & 1:
             return False
         matcher.consume(byte)
-    mask = matcher.allowed()
-    return matcher.stopped or (mask is not None and bool(mask[32] & 1))
+    mask = matcher.compute_mask()
+    return matcher.is_stopped or (mask is not None and bool(mask[32] & 1))
 
 
 def lark(kind: str, value=None) -> str:
@@ -40,8 +40,7 @@ def lark(kind: str, value=None) -> str:
     st.lists(st.text(min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=5),
     st.text(max_size=8),
 )
-def test_choices(choices, other):
-    """Any texts, and no other ones."""
+def test_choice_grammar_allows_only_the_choices(choices, other):
     grammar = lark("choice", choices)
     assert all(accepts(grammar, choice) for choice in choices)
     assert accepts(grammar, other) == (other in choices)
@@ -64,8 +63,8 @@ def test_choices(choices, other):
         ".*",
     ],
 )
-def test_regular_expressions(pattern):
-    """Match whole texts, with digits of ASCII."""
+def test_regex_matches_whole_texts(pattern):
+    """Digits are ASCII."""
     grammar = lark("regex", pattern)
     texts = [
         "",
@@ -92,14 +91,14 @@ def test_regular_expressions(pattern):
         assert accepts(grammar, text) == bool(re.fullmatch(pattern, text, re.ASCII)), text
 
 
-def test_grammars():
+def test_lark_grammar_is_accepted():
     assert accepts(lark("grammar", 'start: "a" /[0-9]+/'), "a17")
     gbnf = 'root ::= item ("," item)*\nitem ::= [a-c]+ # letters'
     assert accepts(lark("grammar", gbnf), "ab,c")
     assert not accepts(lark("grammar", gbnf), "ab,d")
 
 
-def test_json_objects():
+def test_json_object_grammar_allows_only_objects():
     grammar = lark("json_object")
     assert accepts(grammar, '{"a": [1, {"b": null}]}')
     assert not accepts(grammar, "[1]")
@@ -137,7 +136,7 @@ def test_json_objects():
         ("grammar", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "nested"),
     ],
 )
-def test_what_is_refused(kind, value, sign):
+def test_invalid_constraint_is_rejected(kind, value, sign):
     with pytest.raises(BadRequest) as caught:
         lark(kind, value)
     assert sign in str(caught.value)
@@ -145,7 +144,7 @@ def test_what_is_refused(kind, value, sign):
     assert len(str(caught.value)) < 400
 
 
-def test_nested_repetitions_are_refused_before_they_are_compiled():
+def test_nested_repetitions_are_rejected_before_compiling():
     begun = time.process_time()
     with pytest.raises(BadRequest):
         lark("regex", "((a{1,500}){1,500}){1,500}")
@@ -164,15 +163,15 @@ def test_messages_may_name_special_tokens_of_the_vocabulary():
         lark("message", message(300))
 
 
-def test_texts_of_regular_expressions_are_found_in_linear_time():
-    """What makes backtracking engines hang."""
+def test_regex_matching_takes_linear_time():
+    """With patterns that make backtracking engines hang."""
     matcher = Grammar(lark("regex", "^(a+)+$"), BYTES).matcher()
     for _ in range(5000):
         matcher.consume(ord("a"))
-    assert matcher.allowed() is not None
+    assert matcher.compute_mask() is not None
 
 
-def test_grammars_that_are_too_large_only_in_the_middle_are_refused():
+def test_grammar_with_a_large_middle_state_is_rejected():
     properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
     with pytest.raises(BadRequest) as caught:
         lark("json_schema", {"type": "object", "properties": properties})

@@ -1,4 +1,4 @@
-"""The process that checks grammars: hostile ones, its end, and what is remembered."""
+"""The process that checks grammars: hostile ones, restarts, and the cache of results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import worker_tasks
@@ -49,7 +50,7 @@ async def refusal(process: GrammarProcess, constraint: Constraint) -> str:
     return str(caught.value)
 
 
-def test_what_was_checked_is_remembered():
+def test_checked_grammars_are_cached():
     checks = Checks()
 
     async def use(process):
@@ -105,8 +106,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
-    """The next one waits behind it, for as long as the limits of one grammar let it."""
+def test_grammar_after_a_hostile_one_is_checked(name):
+    """It waits until the limits end the hostile one."""
 
     async def use(process):
         await process.check(NUMBER, "warm")
@@ -119,7 +120,7 @@ def test_hostile_grammar_is_refused_and_the_next_one_is_checked(name):
 
 
 LARGE = {"enum": [f"{i:050}" for i in range(9000)]}
-CALLABLE = {
+CALLABLE: dict[str, Any] = {
     "enforced": ({"f": {"properties": {"x": {"type": "integer"}}}}, '"x', ()),
     "without a keyword": (
         {"f": {"properties": {"x": {"uniqueItems": True}}}},
@@ -142,8 +143,8 @@ CALLABLE = {
 
 
 @pytest.mark.parametrize("case", CALLABLE)
-def test_calls_that_may_be_made_are_constrained_as_far_as_possible(case):
-    """None of it is refused, unless a function is strict."""
+def test_optional_calls_are_constrained_as_far_as_possible(case):
+    """Nothing is rejected, unless a function is strict."""
     schemas, sign, unenforced = CALLABLE[case]
 
     def message(*, strict: bool) -> BoundMessage:
@@ -174,10 +175,9 @@ def loose(tools: dict[str, Tool], form: str = "hermes") -> BoundMessage:
     return BoundMessage(forms()[form], tools, calls=True, is_loose=True)
 
 
-def test_a_strict_function_is_enforced_beside_functions_that_are_too_large():
-    """Only the names of the others are constrained then.
-
-    A strict one that is too large is refused.
+def test_strict_function_is_enforced_next_to_oversized_ones():
+    """Of the others only the names are constrained. A strict function that is too large is
+    rejected.
     """
 
     async def use(process):
@@ -194,8 +194,8 @@ def test_a_strict_function_is_enforced_beside_functions_that_are_too_large():
     Checks().run(use)
 
 
-def test_calls_that_may_be_made_do_not_wait_long_for_grammars_of_others(monkeypatch):
-    """They go unconstrained instead; with a strict function they wait, as what is promised is
+def test_optional_calls_do_not_wait_long_for_other_grammars(monkeypatch):
+    """They are left unconstrained instead. With a strict function they wait, because it must be
     enforced.
     """
     monkeypatch.setattr(grammar_process, "PATIENCE", 0.01)
@@ -211,7 +211,7 @@ def test_calls_that_may_be_made_do_not_wait_long_for_grammars_of_others(monkeypa
     Checks().run(use)
 
 
-def test_refusals_of_large_grammars_leave_the_results_of_others(monkeypatch):
+def test_rejected_large_grammars_do_not_evict_other_results(monkeypatch):
     monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 10_000)
     checks = Checks()
 
@@ -226,7 +226,7 @@ def test_refusals_of_large_grammars_leave_the_results_of_others(monkeypatch):
 
 
 def test_unexpected_errors_are_not_cached(monkeypatch):
-    """It is no refusal, and the next one who asks may have more luck."""
+    """A later request may succeed."""
     monkeypatch.setenv("PYTHONPATH", str(Path(worker_tasks.__file__).parent))
     monkeypatch.setattr(grammar, "prepare", worker_tasks.break_down)
 
@@ -239,8 +239,8 @@ def test_unexpected_errors_are_not_cached(monkeypatch):
     Checks().run(use)
 
 
-def test_legal_ones_that_look_bad():
-    """Regular expressions that make others backtrack, or that count far."""
+def test_expensive_looking_regexes_are_accepted():
+    """Patterns that make other engines backtrack, or that have large counts."""
 
     async def use(process):
         for pattern in ("^(a+)+$", "(a{1,100}){1,100}", "(a|a)*b", "(.*a.{30})"):
@@ -250,8 +250,8 @@ def test_legal_ones_that_look_bad():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
-def test_one_that_takes_too_long_is_refused(monkeypatch):
-    """It, and nobody who waits behind it."""
+def test_slow_grammar_is_rejected_alone(monkeypatch):
+    """Grammars that wait behind it are checked."""
     monkeypatch.setattr(grammar_process, "CPU_LIMIT", 0.02)
     many = Constraint("json_schema", {"enum": [f"{i:035}" for i in range(9000)]})
 
@@ -263,8 +263,8 @@ def test_one_that_takes_too_long_is_refused(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_a_process_that_was_stopped_is_replaced(monkeypatch):
-    """Nobody is refused for that, and nothing wrong is remembered."""
+def test_stopped_process_is_replaced(monkeypatch):
+    """No grammar is rejected, and no wrong result is cached."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 1.0)
 
     async def use(process):
@@ -277,8 +277,8 @@ def test_a_process_that_was_stopped_is_replaced(monkeypatch):
     Checks().run(use)
 
 
-def test_a_process_that_has_died_is_started_again():
-    """Nobody is refused for that."""
+def test_dead_process_is_restarted():
+    """No grammar is rejected."""
 
     async def use(process):
         await process.check(NUMBER, "field")
@@ -290,8 +290,8 @@ def test_a_process_that_has_died_is_started_again():
     Checks().run(use)
 
 
-def test_a_process_that_does_not_start(monkeypatch):
-    """Is our fault: nothing is refused, or remembered."""
+def test_start_failure_is_an_engine_error(monkeypatch):
+    """No grammar is rejected, and nothing is cached."""
 
     async def use(process):
         with monkeypatch.context() as patch:
@@ -304,7 +304,6 @@ def test_a_process_that_does_not_start(monkeypatch):
 
 
 def test_what_a_process_imports():
-    """Little but llguidance, for whose sake it is there."""
     code = "import sys, cllm.text.worker, cllm.text.grammar; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
@@ -321,8 +320,7 @@ def test_what_a_process_imports():
     }
 
 
-def test_who_goes_away_leaves_nobody_without_an_answer():
-    """What the one who left has asked for is not taken for the answer to the next question."""
+def test_cancelled_question_does_not_answer_the_next_one():
 
     async def use(process):
         await process.check(NUMBER, "field")
@@ -336,7 +334,7 @@ def test_who_goes_away_leaves_nobody_without_an_answer():
     Checks().run(use)
 
 
-def test_the_same_asked_by_many_is_checked_once():
+def test_concurrent_equal_questions_are_checked_once():
     checks = Checks()
 
     async def use(process):
@@ -348,8 +346,8 @@ def test_the_same_asked_by_many_is_checked_once():
     assert len(checks.seconds) == 1
 
 
-def test_memory_is_bounded(monkeypatch):
-    """The grammars that were not asked for longest are forgotten, by number and by size."""
+def test_cache_is_bounded_by_number_and_size(monkeypatch):
+    """The least recently used results are evicted."""
     monkeypatch.setattr(grammar_process, "MAX_KNOWN", 10)
     monkeypatch.setattr(grammar_process, "MAX_KNOWN_SIZE", 10_000)
 
@@ -368,7 +366,7 @@ def test_memory_is_bounded(monkeypatch):
     Checks().run(use)
 
 
-def test_too_many_at_once(monkeypatch):
+def test_too_many_waiting_grammars_are_an_error(monkeypatch):
     monkeypatch.setattr(grammar_process, "MAX_WAITING", 3)
 
     async def use(process):

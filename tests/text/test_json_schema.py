@@ -1,6 +1,4 @@
-"""Schemas: what is refused, by which keyword; and for all else that random texts of the grammar are
-valid.
-"""
+"""JSON Schemas: which keywords are rejected; for all others, random texts of the grammar are valid."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import random
 import re
 from decimal import Decimal
+from typing import Any
 
 import jsonschema
 import pytest
@@ -124,8 +123,8 @@ DEFINITIONS = {
 
 
 @given(objects(schemas), st.integers(0, 2**32))
-def test_what_is_not_refused_is_enforced(schema, seed):
-    """Any schema is refused, or every text of its grammar is valid."""
+def test_accepted_schema_is_enforced(schema, seed):
+    """Any schema is rejected, or every text of its grammar is valid."""
     try:
         check({**schema, "$defs": DEFINITIONS}, seed=seed)
     except BadRequest as error:
@@ -161,10 +160,9 @@ def made_hard(draw_schema):
 
 @settings(max_examples=40)
 @given(objects(made_hard(schemas) | schemas) | made_hard(objects(schemas)), st.integers(0, 2**32))
-def test_what_is_left_of_a_schema_is_enforced(schema, seed):
-    """Where only the best effort is asked for: what is not named holds.
-
-    It is refused only if nothing satisfies it.
+def test_best_effort_enforces_the_remaining_keywords(schema, seed):
+    """Keywords that are not reported as left out hold. The schema is rejected only if no value
+    satisfies it.
     """
     try:
         check_best_effort({**schema, "$defs": DEFINITIONS}, 4, seed)
@@ -190,7 +188,7 @@ def test_what_is_left_of_a_schema_is_enforced(schema, seed):
     ],
 )  # fmt: skip
 def test_keywords_that_cannot_be_enforced_are_left_out_and_named(schema, unenforced):
-    """The rest of the schema holds; what asks for strictness is refused."""
+    """The rest of the schema holds. With strict, the schema is rejected."""
     values, left_out = check_best_effort(schema, 20)
     assert left_out == unenforced
     assert values
@@ -205,7 +203,7 @@ def test_keywords_that_cannot_be_enforced_are_left_out_and_named(schema, unenfor
     "sign",
     ["a whole number", "type", "an object", "nothing at", f"{MAX_REPEAT}", "parts", "deeper"],
 )
-def test_what_is_no_schema_is_refused_all_the_same(sign):
+def test_invalid_schema_is_rejected_in_best_effort_mode(sign):
     with pytest.raises(BadRequest, match=re.escape(sign)):
         check_best_effort(REFUSED[sign])
 
@@ -260,7 +258,7 @@ OPEN = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_objects_with_properties_are_closed(name):
-    """So that no model invents names, or repeats them."""
+    """So that no model invents or repeats names."""
     schema, good, bad = CLOSED[name]
     assert [text for text in good if not allows(schema, text)] == []
     assert [text for text in bad if allows(schema, text)] == []
@@ -292,15 +290,15 @@ ENDLESS = {
 
 
 def longest_number(constraint: Constraint) -> tuple[int, ...]:
-    """Digits before the point, after it and in the exponent, of a model that writes digits wherever
-    it may.
+    """Return the digits before the point, after it and in the exponent, for a model that writes
+    digits wherever it may.
     """
     grammar = Grammar(CHECKER.check(constraint, "schema").grammar, BYTES)
     found: tuple[int, ...] = (0, 0, 0)
     for seed in range(12):
         rng, matcher, text = random.Random(seed), grammar.matcher(), bytearray()
-        while not matcher.stopped and len(text) < 300:
-            mask = matcher.allowed()
+        while not matcher.is_stopped and len(text) < 300:
+            mask = matcher.compute_mask()
             ids = [i for i in range(256) if mask[i // 8] >> i % 8 & 1]
             # which there is in strings
             digits = [i for i in ids if i in b"0123456789" and ord("x") not in ids]
@@ -318,14 +316,14 @@ def longest_number(constraint: Constraint) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_numbers_have_no_endless_tail_of_digits(name):
+def test_numbers_have_a_limited_number_of_digits(name):
     before, after, exponent = longest_number(Constraint("json_schema", ENDLESS[name]))
     assert 0 < before <= 20
     assert after <= 17
     assert exponent <= 3
 
 
-def test_numbers_in_json_objects_have_no_endless_tail_of_digits():
+def test_numbers_in_json_objects_have_a_limited_number_of_digits():
     before, after, exponent = longest_number(Constraint("json_object"))
     assert (before <= 20, after <= 17, exponent <= 3) == (True, True, True)
 
@@ -346,8 +344,8 @@ def test_numbers_in_json_objects_have_no_endless_tail_of_digits():
         ({"type": "string", "pattern": "^[0-9]{40}$"}, '"' + "7" * 40 + '"'),
     ],
 )
-def test_numbers_are_as_long_as_the_schema_says(schema, text):
-    """In constants, bounds and patterns; and an integer without any may have 20 digits."""
+def test_constants_bounds_and_patterns_widen_the_digit_limit(schema, text):
+    """An unbounded integer may have 20 digits."""
     assert allows(schema, text)
 
 
@@ -361,7 +359,7 @@ def test_numbers_are_as_long_as_the_schema_says(schema, text):
         ),
     ],
 )
-def test_upper_limits_of_counts_are_narrowed(schema, most):
+def test_large_upper_limits_of_counts_are_lowered(schema, most):
     assert allows(schema, most(MAX_REPEAT - 1))
     assert not allows(schema, most(MAX_REPEAT + 1))
     low = {"maxLength": "minLength", "maxItems": "minItems"}
@@ -369,7 +367,7 @@ def test_upper_limits_of_counts_are_narrowed(schema, most):
         check_best_effort({low.get(key, key): value for key, value in schema.items()})
 
 
-FEATURES = {
+FEATURES: dict[str, Any] = {
     "annotations": {"type": "integer", "title": "x", "description": "y", "default": 3, "examples": [1], "$comment": ""},
     "unknown keywords": {"type": "integer", "x-order": 1, "nullable": True},
     "no type": {"minLength": 2, "minimum": 3},
@@ -454,12 +452,12 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name):
+def test_supported_keywords_are_enforced(name):
     assert check(FEATURES[name], 30), "some text comes to its end"
 
 
-def test_options_behind_references():
-    """A union as pydantic writes it, told apart by a constant."""
+def test_union_of_references_is_told_apart_by_a_constant():
+    """As pydantic writes a union."""
     kinds = {
         kind: {
             "type": "object",
@@ -472,8 +470,8 @@ def test_options_behind_references():
     assert {value["kind"] for value in check(schema, 30)} == {"cat", "dog"}
 
 
-def test_dependencies():
-    """As drafts before 2019-09 had them."""
+def test_dependencies_of_older_drafts_are_enforced():
+    """As in drafts before 2019-09."""
     schema = {
         "type": "object",
         "properties": {"a": True, "b": True},
@@ -488,8 +486,7 @@ def test_dependencies():
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
 @pytest.mark.parametrize("bound", [2**63 - 1, 2**62, 3.4028234663852886e38, 10**400])
-def test_bounds_of_machine_types(kind, bound):
-    """They are exact, beyond what floating point can tell apart."""
+def test_bounds_beyond_float_precision_are_exact(kind, bound):
     schema = {"type": kind, "minimum": -bound, "maximum": bound}
     whole = int(Decimal(str(bound)))  # of a float, the decimal number that it is written as
     assert allows(schema, str(-whole))
@@ -501,8 +498,8 @@ def test_bounds_of_machine_types(kind, bound):
     assert not allows({"type": kind, "minimum": bound}, str(whole - 1))
 
 
-def test_items_as_a_list():
-    """As drafts before 2020-12 had it."""
+def test_items_as_a_list_are_enforced():
+    """As in drafts before 2020-12."""
     schema = {
         "type": "array",
         "items": [{"const": 1}, {"const": 2}],
@@ -517,8 +514,8 @@ def test_items_as_a_list():
     }
 
 
-def test_exclusive_limits():
-    """As draft 4 had them."""
+def test_boolean_exclusive_limits_are_enforced():
+    """As in draft 4."""
     schema = {
         "type": "integer",
         "minimum": 2,
@@ -534,7 +531,7 @@ def test_exclusive_limits():
     }
 
 
-def test_properties_come_in_their_order():
+def test_properties_are_written_in_the_order_of_the_schema():
     schema = {
         "type": "object",
         "properties": {"z": {"const": 1}, "a": {"const": 2}},
@@ -543,8 +540,8 @@ def test_properties_come_in_their_order():
     assert [*check({**schema, "additionalProperties": False}, 1)[0]] == ["z", "a"]
 
 
-def test_blanks_are_bounded():
-    """At most one, behind a comma or a colon."""
+def test_white_space_is_limited():
+    """At most one blank, after a comma or a colon."""
     grammar = CHECKER.check(
         Constraint("json_schema", FEATURES["constants in objects"]), "x"
     ).grammar
@@ -608,7 +605,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sign", REFUSED)
-def test_what_cannot_be_enforced_is_refused(sign):
+def test_unenforceable_keyword_is_rejected(sign):
     """The message names the keyword or the limit."""
     with pytest.raises(BadRequest) as caught:
         check(REFUSED[sign])
@@ -621,13 +618,13 @@ def test_what_cannot_be_enforced_is_refused(sign):
     "schema",
     [5, "x", None, [], False, {"required": ["a"], "properties": {"a": False}, "type": "object"}],
 )
-def test_what_is_no_schema_or_allows_nothing(schema):
+def test_invalid_or_unsatisfiable_schema_is_rejected(schema):
     with pytest.raises(BadRequest):
         check(schema)
 
 
-def test_a_ladder_of_references():
-    """Each step twice as wide as the last would be, were references written out."""
+def test_repeated_references_do_not_grow_exponentially():
+    """Written out, each definition would be twice as large as the one before."""
     definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     check({"$ref": "#/$defs/d0", "$defs": definitions | {"d60": {"const": 1}}}, 2)
 
@@ -658,8 +655,8 @@ def follow(llm: LLM, schemas: list[dict], **params) -> int:
 
 @pytest.mark.llama
 @pytest.mark.slow
-def test_features_with_the_built_in_model(builtin):
-    """A vocabulary of more than bytes, whose tokens go beyond the borders of JSON's."""
+def test_supported_keywords_are_enforced_with_the_builtin_vocabulary(builtin):
+    """Its tokens cross the borders of JSON's tokens."""
     assert follow(builtin, [*FEATURES.values()], temperature=1.5) > len(FEATURES)
 
 
@@ -667,7 +664,7 @@ def test_features_with_the_built_in_model(builtin):
 @pytest.mark.slow
 @settings(max_examples=5)
 @given(schema=objects(schemas))
-def test_any_schema_with_the_built_in_model(builtin, schema):
+def test_any_schema_is_enforced_with_the_builtin_vocabulary(builtin, schema):
     with contextlib.suppress(BadRequest):
         follow(builtin, [{**schema, "$defs": DEFINITIONS}], temperature=2.0)
 
@@ -686,13 +683,13 @@ def test_any_schema_with_the_built_in_model(builtin, schema):
         ({"not": 5}, "must be an object or a boolean at not"),
     ],
 )
-def test_what_is_no_schema(schema: dict, why: str) -> None:
+def test_fault_of_an_invalid_schema_is_named(schema: dict, why: str) -> None:
     assert why in fault_of(schema)
 
 
-def test_what_nobody_enforces_is_a_schema_all_the_same() -> None:
-    """Keywords that cannot be enforced or that nobody knows, and null for what is not there; deep
-    is too deep.
+def test_unenforceable_keywords_are_not_schema_faults() -> None:
+    """Also unknown keywords, and null for absent values. A schema that is nested too deeply has a
+    fault.
     """
     schema = {
         "not": {"type": "string"},

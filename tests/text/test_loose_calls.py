@@ -1,5 +1,5 @@
-"""Text in which only calls are bound: every form, over vocabularies in which its marks are control
-tokens and not.
+"""Free text in which only tool calls are constrained, for every form, over vocabularies with and
+without control tokens for its marks.
 """
 
 import json
@@ -42,8 +42,8 @@ def loose(form: Form, words, **options) -> str:
     return grammar_of(form, words=words, strict=False, is_loose=True, **options)
 
 
-def read(form: Form, text: str, **options) -> dict[str, str]:
-    """What the parser makes of a text: its calls, their arguments by their names."""
+def read(form: Form, text: str, **options) -> list[list[str]]:
+    """Return what the parser makes of a text: the names of its calls, and their arguments."""
     calls: list[list[str]] = []
     parser = Parser(form, TOOLS, **options)
     for part in parser.feed(text) + parser.flush():
@@ -55,7 +55,7 @@ def read(form: Form, text: str, **options) -> dict[str, str]:
 
 @both
 @pytest.mark.parametrize("name", CALLING)
-def test_text_is_free(name: str, words) -> None:
+def test_text_without_calls_is_free(name: str, words) -> None:
     form = with_thoughts(name)
     say = SAY if form.header else ""
     for thinks in (False, True):
@@ -74,7 +74,7 @@ def test_text_is_free(name: str, words) -> None:
 
 @both
 @pytest.mark.parametrize("name", BRACKETS)
-def test_text_about_marks_is_text(name: str, words) -> None:
+def test_text_that_mentions_marks_is_free(name: str, words) -> None:
     """It only resembles a call."""
     form = forms()[name]
     mark = main_mark(name)
@@ -91,8 +91,8 @@ def test_text_about_marks_is_text(name: str, words) -> None:
 
 @both
 @pytest.mark.parametrize("name", CALLING)
-def test_calls_of_declared_functions_pass(name: str, words) -> None:
-    """Alone, behind a text, and one behind another."""
+def test_valid_calls_are_allowed(name: str, words) -> None:
+    """Alone, after text, and after another call."""
     form, call = with_thoughts(name), WEATHER[name]
     grammar = loose(form, words)
     assert words.follows(grammar, call)
@@ -105,7 +105,7 @@ def test_calls_of_declared_functions_pass(name: str, words) -> None:
 
 @both
 @pytest.mark.parametrize("name", CALLING)
-def test_calls_are_held_to_names_and_schemas(name: str, words) -> None:
+def test_calls_must_have_declared_names_and_valid_arguments(name: str, words) -> None:
     form, call = with_thoughts(name), WEATHER[name]
     grammar = loose(form, words)
     wrong = [call.replace("2", '"x"'), call.replace("city", "town")]
@@ -117,8 +117,8 @@ def test_calls_are_held_to_names_and_schemas(name: str, words) -> None:
 
 @both
 @pytest.mark.parametrize("name", BARE)
-def test_what_begins_like_a_call_of_no_declared_function_is_text(name: str, words) -> None:
-    """An answer in JSON, for instance."""
+def test_json_that_names_no_declared_function_is_text(name: str, words) -> None:
+    """For example, an answer in JSON."""
     form = forms()[name]
     for text in (
         '{"name": "Anna", "age": 30}',
@@ -144,7 +144,7 @@ def test_what_begins_like_a_call_of_no_declared_function_is_text(name: str, word
         ("harmony", " to=functions.get_time<|channel|>commentary json<|message|>{}"),
     ],
 )
-def test_other_white_space_and_headers_begin_a_call_too(name: str, text: str, words) -> None:
+def test_call_may_begin_with_other_white_space_or_headers(name: str, text: str, words) -> None:
     grammar = loose(forms()[name], words)
     assert words.follows(grammar, text)
     assert read(forms()[name], text) == [["get_time", "{}"]]
@@ -154,7 +154,7 @@ def test_other_white_space_and_headers_begin_a_call_too(name: str, text: str, wo
 
 @both
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
-def test_reasoning_is_free_and_what_follows_it_is_bound(name: str, words) -> None:
+def test_calls_after_free_reasoning_are_constrained(name: str, words) -> None:
     form, call = with_thoughts(name), WEATHER[name]
     begin, end = form.reasoning.open, form.reasoning.close
     wrong = call.replace("2", '"x"')
@@ -170,7 +170,7 @@ def test_reasoning_is_free_and_what_follows_it_is_bound(name: str, words) -> Non
             assert words.refuses(inside, f"{thought}{end}\n{wrong}")
 
 
-def test_a_message_with_headers_may_have_several() -> None:
+def test_message_with_headers_may_have_several_calls() -> None:
     words, form, call = WORDS["few"], forms()["harmony"], WEATHER["harmony"]
     thought = (
         "<|channel|>analysis<|message|>I write to=functions.get_news now.<|end|><|start|>assistant"
@@ -194,8 +194,8 @@ def test_a_message_with_headers_may_have_several() -> None:
 
 @both
 @pytest.mark.parametrize("name", CALLING)
-def test_wrong_calls_become_calls_of_declared_functions(name: str, words) -> None:
-    """Where a token of a wrong call is refused, a random one that is allowed takes its place."""
+def test_resampling_turns_wrong_calls_into_valid_ones(name: str, words) -> None:
+    """Where the grammar rejects a token of a wrong call, a random allowed token replaces it."""
     form, call, rng = with_thoughts(name), WEATHER[name], random.Random(name)
     grammar = loose(form, words, thinks=bool(form.reasoning))
     for wrong in (
@@ -238,9 +238,7 @@ NO_JSON = [name for name in CALLING if not forms()[name].calls.writes_json and n
 
 @pytest.mark.parametrize("schema", OPEN_SCHEMAS)
 @pytest.mark.parametrize("name", NO_JSON)
-def test_functions_that_do_not_list_their_arguments_can_be_called_with_some(
-    name: str, schema: str
-) -> None:
+def test_function_without_listed_arguments_accepts_any(name: str, schema: str) -> None:
     words, unenforced = WORDS["few"], set()
     for options in ({"is_loose": True}, {}):
         grammar = grammar_of(
@@ -256,8 +254,8 @@ def test_functions_that_do_not_list_their_arguments_can_be_called_with_some(
 
 
 @pytest.mark.parametrize("name", NO_JSON)
-def test_optional_arguments_come_in_any_order(name: str) -> None:
-    """Also before those that are required."""
+def test_optional_arguments_may_be_in_any_order(name: str) -> None:
+    """Also before the required ones."""
     form, words = forms()[name], WORDS["few"]
     properties = NUMBER | CITY | {"more": {"type": "boolean"}}
     for required in (["days"], ["city"], ["city", "days"], []):
@@ -277,10 +275,9 @@ STRICT_SCHEMAS = {
 
 @pytest.mark.parametrize("keyword", STRICT_SCHEMAS)
 @pytest.mark.parametrize("name", NO_JSON)
-def test_strict_functions_keep_what_a_form_without_json_can_keep(name: str, keyword: str) -> None:
-    """Many clients set strict by default.
-
-    The value that cannot be enforced is free, the others are not.
+def test_strict_is_best_effort_in_forms_without_json(name: str, keyword: str) -> None:
+    """Many clients set strict by default. A value that cannot be enforced is free; the others are
+    enforced.
     """
     schema = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Terminals of numbers, compared with arithmetic."""
+"""Grammar terminals for numbers, compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lies_within(value: Decimal, low: Bound | None, high: Bound | None) -> bool:
 
 
 @given(bounds, bounds, st.lists(decimals, min_size=1, max_size=12), st.booleans())
-def test_numbers_within_the_bounds_and_no_others(low, high, values, integer) -> None:
+def test_terminal_matches_exactly_the_numbers_within_the_bounds(low, high, values, integer) -> None:
     terminal = number_terminal(low, high, integer=integer)
     around = [
         bound.value + Decimal(step)
@@ -71,13 +71,13 @@ def test_numbers_within_the_bounds_and_no_others(low, high, values, integer) -> 
         ("+1", False, False),
     ],
 )
-def test_digits_are_limited(text: str, integer: bool, number: bool) -> None:
+def test_number_of_digits_is_limited(text: str, integer: bool, number: bool) -> None:
     assert matches(number_terminal(None, None, integer=True), text) == integer
     assert matches(number_terminal(None, None, integer=False), text) == number
 
 
-def test_bounds_with_more_digits_widen_the_limit() -> None:
-    """Never narrower than an integer that the schema allows."""
+def test_bounds_with_more_digits_widen_the_digit_limit() -> None:
+    """So the limit never excludes an integer within the bounds."""
     low, high = Bound(Decimal(10**29)), Bound(Decimal(10**30 + 7))
     terminal = number_terminal(low, high, integer=True)
     assert all(matches(terminal, str(value)) for value in (10**29, 10**30 - 1, 10**30 + 7))
@@ -87,14 +87,14 @@ def test_bounds_with_more_digits_widen_the_limit() -> None:
     assert not matches(fine, "0." + "0" * 25 + "1")
 
 
-def test_the_largest_machine_types_are_covered() -> None:
+def test_64_bit_integers_are_covered() -> None:
     terminal = number_terminal(Bound(Decimal(0)), Bound(Decimal(2**64 - 1)), integer=True)
     assert matches(terminal, str(2**64 - 1))
     assert not matches(terminal, str(2**64))
 
 
-def test_large_bounds_make_short_terms() -> None:
-    """A bound of a thousand digits is a few hundred kilobytes at most, and compiles."""
+def test_terms_of_large_bounds_are_limited_in_size() -> None:
+    """A bound of a thousand digits takes a few hundred kilobytes at most, and compiles."""
     terminal = number_terminal(None, Bound(Decimal(10**308)), integer=False)
     assert terminal is not None
     assert len(terminal) < 200_000

@@ -1,4 +1,4 @@
-"""What becomes of the engine's outputs: deltas, counts, and which choices the engine must end."""
+"""The engine's outputs, turned into deltas and counts, and which choices the engine must end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def output(name: str, index: int, text: str, finish: str = "") -> TokenOutput:
 
 
 def test_choices_are_numbered_over_all_prompts_and_counted_together():
-    """The second choice of the second prompt is choice 3; a token that ends nothing ends nothing."""
+    """The second choice of the second prompt is choice 3."""
     read = reader("a", "b", n=2)
     deltas, ended = read.read([output("b", 1, "x"), output("a", 0, "y"), output("b", 1, "z")])
     assert [(delta.index, delta.text, delta.num_tokens) for delta in deltas] == [
@@ -32,8 +32,8 @@ def test_choices_are_numbered_over_all_prompts_and_counted_together():
     assert (read.num_tokens("a"), read.num_tokens("b")) == ([1, 0], [0, 2])
 
 
-def test_engine_must_be_told_of_a_stop_string_and_knows_its_own_ends():
-    """What was sampled after the stop string is neither shown nor counted."""
+def test_only_stop_strings_need_a_stop_command_to_the_engine():
+    """Tokens sampled after the stop string are neither shown nor counted."""
     read = reader("a", n=2, stop="no")
     deltas, ended = read.read([output("a", 0, "n"), output("a", 0, "o"), output("a", 0, "!")])
     assert [(delta.text, delta.finish, delta.stop) for delta in deltas] == [("", "stop", "no")]
@@ -46,8 +46,8 @@ def test_engine_must_be_told_of_a_stop_string_and_knows_its_own_ends():
 
 
 @pytest.mark.parametrize("failure", ["error", "grammar", "timeout"])
-def test_failure_comes_after_the_text_before_it_and_ends_the_reading(failure):
-    """The caller raises what it means."""
+def test_failure_is_reported_after_the_preceding_text(failure):
+    """The caller raises the error."""
     read = reader("a", n=2)
     gone = TokenOutput("a", 1, -1, FinishReason(failure), False)
     deltas, ended = read.read([output("a", 0, "x"), gone, output("a", 0, "y")])

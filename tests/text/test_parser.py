@@ -1,4 +1,6 @@
-"""Every family's way to write, in every chunking: the same parts, nothing lost, constant cost."""
+"""The output of every model family, in every chunking: same parts, nothing lost, constant cost per
+token.
+"""
 
 import itertools
 import json
@@ -34,7 +36,7 @@ def with_thoughts(name: str) -> Form:
 
 
 def read(form: Form, chunks: list[str], tools=TOOLS, **options) -> list[tuple[str, str, int, str]]:
-    """The parts, those that belong together merged: channel, name, ordinal, text."""
+    """Return the parts, merged where they belong together: channel, name, ordinal, text."""
     parser = Parser(form, tools, **options)
     merged: list[list] = []
     for part in [part for chunk in chunks for part in parser.feed(chunk)] + parser.flush():
@@ -56,7 +58,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def written(form: Form, calls: list[tuple[str, dict]]) -> str:
-    """As a model writes calls, from the form's own words."""
+    """Return ``calls`` as a model writes them, built from the form."""
     how = form.calls
 
     def bare(value) -> str:
@@ -112,10 +114,8 @@ places = st.lists(st.integers(0, 10**6), max_size=12)
 @pytest.mark.parametrize("name", CALLING)
 @given(calls=calls, places=places, thought=texts, said=texts)
 @settings(max_examples=60, deadline=None)
-def test_what_was_written_is_read(name, calls, places, thought, said) -> None:
-    """Reasoning, text and calls come out in order, each call's arguments as one JSON object, in any
-    chunking.
-    """
+def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
+    """Reasoning, text and calls, each call's arguments as one JSON object, in any chunking."""
     form = with_thoughts(name)
     if form.header:
         start = form.header.open[0] + "assistant"
@@ -167,7 +167,7 @@ def pieces_of(name: str) -> list[str]:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
-    """Broken calls, half marks, marks in strange places."""
+    """Broken calls, partial marks, and marks in unexpected places."""
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
     inside = data.draw(st.booleans())
     form = with_thoughts(name)
@@ -179,7 +179,7 @@ def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLING if not forms()[name].header])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_without_tools_and_reasoning_text_is_text(name, data) -> None:
+def test_marks_are_text_without_tools_and_reasoning(name, data) -> None:
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
     parts = read(Form((), forms()[name].calls), cut(message, data.draw(places)), tools={})
     assert "".join(part[3] for part in parts) == message
@@ -208,7 +208,7 @@ def test_without_tools_and_reasoning_text_is_text(name, data) -> None:
         ("qwen3_coder", "<function=broken"),
     ],
 )
-def test_what_is_no_call_is_text(name: str, message: str) -> None:
+def test_text_that_resembles_a_call_is_text(name: str, message: str) -> None:
     assert read(forms()[name], list(message)) == [(Channel.TEXT, "", 0, message)]
 
 
@@ -270,7 +270,7 @@ def test_what_is_no_call_is_text(name: str, message: str) -> None:
         ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {}}', "{}"),
     ],
 )
-def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
+def test_variants_of_calls_are_read(name: str, message: str, expected: str) -> None:
     for chunks in ([message], list(message)):
         assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [
             (Channel.CALL, expected)
@@ -298,8 +298,8 @@ def test_calls_in_other_words(name: str, message: str, expected: str) -> None:
         ("(a=NaN, b=Infinity, c=-Infinity)", {"a": "NaN", "b": "Infinity", "c": "-Infinity"}),
     ],
 )
-def test_keywords_in_python(written: str, expected: dict) -> None:
-    """Literals become JSON, in any chunking, and what stands behind the bracket is not touched."""
+def test_python_keyword_arguments_become_json(written: str, expected: dict) -> None:
+    """In any chunking. Text after the closing bracket is not touched."""
     message = f"<|tool_call_start|>[x{written}, get_time(city='a')]<|tool_call_end|>so"
     for chunks in ([message], list(message)):
         first, second, text = read(forms()["lfm2"], chunks)
@@ -308,10 +308,8 @@ def test_keywords_in_python(written: str, expected: dict) -> None:
         assert text == (Channel.TEXT, "", 0, "so")
 
 
-def test_calls_in_reasoning_that_was_not_closed() -> None:
-    """They end it in families that forget to; if they are of a declared function, or else they are
-    thoughts.
-    """
+def test_declared_call_ends_unclosed_reasoning() -> None:
+    """In families whose models forget to close it. Calls of other functions are reasoning."""
     form = with_thoughts("kimi")
     call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     for chunk in (list, lambda text: [text]):
@@ -323,10 +321,8 @@ def test_calls_in_reasoning_that_was_not_closed() -> None:
 
 
 @pytest.mark.parametrize("chunk", [list, lambda text: [text]])
-def test_marks_that_are_never_text(chunk) -> None:
-    """Those around what is said are dropped, and reasoning behind text is told apart where its mark
-    can be no text.
-    """
+def test_marks_around_text_are_dropped(chunk) -> None:
+    """Reasoning after text is recognized if its mark cannot be text."""
     form = forms()["command"]
     message = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>"
     expected = [(Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "b")]
@@ -341,8 +337,8 @@ def test_marks_that_are_never_text(chunk) -> None:
 
 
 @pytest.mark.parametrize("broken", ['{"a": 1}', '{"a": 1', '{"a": 1}}}'])
-def test_text_behind_a_call_that_is_closed_badly_is_not_lost(broken: str) -> None:
-    """Brackets that are missing, or too many."""
+def test_text_after_a_badly_closed_call_is_kept(broken: str) -> None:
+    """Brackets are missing, or there are too many."""
     message = f'<tool_call>{{"name": "x", "arguments": {broken}\n</tool_call>\nAnd so on.'
     for chunks in ([message], list(message)):
         call, *text = read(forms()["hermes"], chunks)
@@ -350,7 +346,7 @@ def test_text_behind_a_call_that_is_closed_badly_is_not_lost(broken: str) -> Non
         assert "".join(part[3] for part in text).endswith("And so on.")
 
 
-def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> None:
+def test_marks_in_another_channel_are_not_special() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     form = with_thoughts("hermes")
     assert read(form, [f"<think>{call}</think>a"]) == [
@@ -364,7 +360,7 @@ def test_a_call_in_reasoning_is_reasoning_and_reasoning_in_text_is_text() -> Non
     ]
 
 
-def test_it_is_done_after_as_many_calls_as_may_be() -> None:
+def test_parser_is_done_after_the_maximum_number_of_calls() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     parser = Parser(forms()["hermes"], TOOLS, max_calls=1)
     assert [part.name for part in parser.feed(call + call)] == ["x"]
@@ -392,7 +388,7 @@ def test_it_is_done_after_as_many_calls_as_may_be() -> None:
         ("nothing", None, None),
     ],
 )
-def test_the_template_chooses_the_form(
+def test_form_is_chosen_by_the_template(
     template: str, open_mark: str | None, begin: str | None
 ) -> None:
     form = form_of(template)
@@ -402,9 +398,9 @@ def test_the_template_chooses_the_form(
 
 @pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("kind", ["text", "argument", "openers", "space"])
-def test_the_cost_of_a_token_does_not_grow(name: str, kind: str) -> None:
-    """Four times the tokens take about four times as long; looking back would make it sixteen in
-    every attempt.
+def test_cost_per_token_is_constant(name: str, kind: str) -> None:
+    """Four times the tokens take about four times as long. If the parser looked back, it would be
+    sixteen times in every attempt.
     """
     form = forms()[name]
     head, _, _ = written(form, [("get_weather", {"city": "Oslo"})]).partition("slo")
@@ -446,8 +442,8 @@ UNDECLARED = {
     ("name", "text"), [(name, text) for name in UNDECLARED for text in UNDECLARED[name]]
 )
 @pytest.mark.parametrize("said", ["", "I call. "])
-def test_a_call_of_a_function_that_is_not_declared_is_text(name: str, text: str, said: str) -> None:
-    """In whatever order and form it is written, and the calls behind it are read."""
+def test_call_of_an_undeclared_function_is_text(name: str, text: str, said: str) -> None:
+    """In any form and order. The calls after it are read."""
     form = forms()[name]
     for chunks in ([said + text], [*(said + text)]):
         assert read(form, chunks) == [(Channel.TEXT, "", 0, said + text)]
@@ -457,6 +453,6 @@ def test_a_call_of_a_function_that_is_not_declared_is_text(name: str, text: str,
     ] == ["get_time"]
 
 
-def test_a_message_for_a_function_that_is_not_declared_is_text() -> None:
+def test_message_to_an_undeclared_function_is_text() -> None:
     parts = read(forms()["harmony"], [written(forms()["harmony"], [("y", {"a": 1})])])
     assert parts == [(Channel.TEXT, "", 0, '{"a": 1}')]

@@ -1,5 +1,5 @@
-"""Templates in processes that can be killed: right texts, limits that hold, and nobody else who
-notices.
+"""Chat templates in processes that can be killed: correct texts, enforced limits, and no effect on
+other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def render(renderer: Renderer, content: str = "hi", **variables) -> str:
 
 
 def with_renderer(source, use):
-    """What ``use(renderer)`` gives; no process is left."""
+    """Return what ``use(renderer)`` returns, and check that no process is left."""
 
     async def run():
         renderer = Renderer(vocabulary(source))
@@ -48,10 +48,8 @@ def with_renderer(source, use):
     return asyncio.run(run())
 
 
-def test_it_says_what_the_template_says():
-    """The same text as in place, with fences, tools and variables; and refusals in the template's
-    words.
-    """
+def test_worker_renders_like_the_template_in_process():
+    """With fences, tools and variables. Errors have the template's words."""
     source = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ enable_thinking }}"
     here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, enable_thinking=True)
     there = with_renderer(
@@ -63,8 +61,8 @@ def test_it_says_what_the_template_says():
     assert refused.value.param == "messages"
 
 
-def test_a_process_is_kept():
-    """Many texts, at the same time too, come from few processes, each to whom it belongs."""
+def test_few_processes_render_many_texts():
+    """Also at the same time. Each text goes to its caller."""
 
     async def use(renderer):
         texts = await asyncio.gather(*(render(renderer, f"<{i}>") for i in range(40)))
@@ -94,9 +92,9 @@ BOMBS = [
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the clock of the parent is slower")
 @pytest.mark.parametrize("source", BOMBS)
-def test_a_bomb_ends_itself_alone(source):
-    """Its request is refused, the thread of the event loop computes next to nothing meanwhile, and
-    the next request is served.
+def test_template_bomb_fails_only_its_request(source):
+    """The thread of the event loop computes almost nothing meanwhile, and the next request is
+    served.
     """
     guarded = "{% if messages[0].content == 'bomb' %}" + source + "{% endif %}fine"
 
@@ -117,29 +115,27 @@ def test_a_bomb_ends_itself_alone(source):
     assert longest < 0.2
 
 
-def test_a_text_has_a_limit(monkeypatch):
-    """A template that makes far more of its messages than they are is stopped, wherever it runs."""
+def test_rendered_text_has_a_length_limit(monkeypatch):
+    """In the worker and in process."""
     with pytest.raises(BadRequest, match=str(MAX_LENGTH)):
         ChatTemplate(vocabulary("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")).render(
             [], []
         )
 
 
-def test_a_clock_for_systems_that_have_no_limits(monkeypatch):
-    """Where CPU time can neither be limited nor read, and a process that was ended looks like one
-    that failed, the parent ends what does not answer.
-    """
+def test_unresponsive_process_is_killed_where_cpu_time_cannot_be_limited(monkeypatch):
+    """The parent then uses a clock, because such a process looks like one that failed."""
     monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
     monkeypatch.setattr(workers, "STALL_LIMIT", 0.7)
-    monkeypatch.setattr(workers, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(workers, "read_cpu_seconds", lambda pid: 0.0)
     monkeypatch.setattr(workers, "KILLED", ())
     with pytest.raises(BadRequest, match="seconds") as refused:
         with_renderer(ENDLESS, render)
     assert refused.value.code == "template_limit"
 
 
-def test_nested_too_deeply():
-    """What JSON cannot be made of is refused here, and what a template cannot follow there."""
+def test_deeply_nested_messages_are_rejected():
+    """Either JSON or the template fails on them."""
 
     async def use(renderer):
         for levels in (100, 330, 900, 100_000):
@@ -158,8 +154,8 @@ def test_nested_too_deeply():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_text_is_rendered_although_the_process_was_killed_or_stopped(monkeypatch, how):
-    """The client is not told that its messages take too long."""
+def test_text_is_rendered_after_its_process_was_killed_or_stopped(monkeypatch, how):
+    """The client does not get the error that its messages take too long."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 2.0)
 
     async def use(renderer):
@@ -171,17 +167,16 @@ def test_text_is_rendered_although_the_process_was_killed_or_stopped(monkeypatch
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_text_that_no_process_renders_is_not_refused(monkeypatch):
-    """It takes no CPU time, so a 503 follows, not a 400."""
+def test_stopped_processes_are_an_engine_error(monkeypatch):
+    """No CPU time was used, so the answer is 503 and not 400."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
-    monkeypatch.setattr(workers, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(workers, "read_cpu_seconds", lambda pid: 0.0)
     monkeypatch.setattr(rendering, "CPU_LIMIT", 10_000.0)
     with pytest.raises(EngineError, match="does not answer"):
         with_renderer(ENDLESS, render)
 
 
-def test_one_who_does_not_wait_leaves_nothing_behind():
-    """Cancelled in the middle: the process is gone, and its place is free."""
+def test_cancelled_rendering_frees_its_process_and_place():
 
     async def use(renderer):
         source_takes_long = [asyncio.create_task(render(renderer, "bomb")) for _ in range(5)]
@@ -199,8 +194,8 @@ def test_one_who_does_not_wait_leaves_nothing_behind():
     )
 
 
-def test_what_a_process_imports():
-    """Nothing large: there is one of them in every server."""
+def test_process_imports_no_large_module():
+    """Every server runs one of them."""
     code = "import sys, cllm.text.worker, cllm.text.chat_template; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE

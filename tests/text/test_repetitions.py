@@ -1,4 +1,4 @@
-"""Nested counted repetitions, which multiply before anything is compiled."""
+"""Nested counted repetitions, whose counts multiply when compiled."""
 
 import time
 
@@ -37,12 +37,11 @@ def test_counts_of_nested_repetitions_multiply(pattern: str, nested: int) -> Non
         ('start: ["a"{2}]{3}', 6),
     ],
 )
-def test_counts_in_grammars(grammar: str, nested: int) -> None:
-    """Not those in texts and comments."""
+def test_only_counts_outside_texts_and_comments_multiply(grammar: str, nested: int) -> None:
     assert products(grammar, LARK)[1] == nested
 
 
-def test_the_limit_is_of_nested_counts() -> None:
+def test_limit_applies_to_nested_counts() -> None:
     assert not expands_too_far(f"(a{{1,{MAX_EXPANSION // 10}}}){{10}}")
     assert expands_too_far(f"(a{{1,{MAX_EXPANSION // 10}}}){{11}}")
 
@@ -58,7 +57,7 @@ def test_the_limit_is_of_nested_counts() -> None:
         '"\n' * 50_000,
     ],
 )
-def test_long_texts_take_linear_time(text: str) -> None:
+def test_counting_takes_linear_time(text: str) -> None:
     begun = time.process_time()
     for parts in (REGEX, LARK):
         expands_too_far(text, parts)

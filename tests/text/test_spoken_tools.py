@@ -1,6 +1,9 @@
-"""Tools in words, and how a conversation with calls looks to templates that want something else."""
+"""Tools described in the prompt, and conversations with calls for templates that expect something
+else.
+"""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -13,12 +16,12 @@ from cllm.text.parser import Parser
 from cllm.text.spoken_tools import spoken
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
-CALL = {
+CALL: dict[str, Any] = {
     "id": "call_12",
     "type": "function",
     "function": {"name": "get_time", "arguments": '{"city": "Rome"}'},
 }
-TALK = [
+TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "What time is it?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -38,10 +41,8 @@ def rendered(template: str, messages=TALK) -> str:
     return bytes(ChatTemplate(vocabulary).encode(messages, TOOLS)).decode()
 
 
-def test_a_template_without_tools_gets_them_in_words() -> None:
-    """Declarations before the first question; calls and results as text, the roles still in
-    turn.
-    """
+def test_template_without_tools_gets_them_as_text() -> None:
+    """Declarations are in the first user message. Calls and results are text, and roles alternate."""
     form = ChatForm(Vocabulary("{{ messages }}"))
     assert form.capabilities == {"tools"}
     system, question, call, result = form.messages(Chat(TALK), TOOLS)
@@ -62,7 +63,7 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     assert form.messages(Chat(TALK[:2]), []) == TALK[:2]
 
 
-def test_a_template_with_tools_gets_what_it_was_given() -> None:
+def test_template_with_tools_gets_the_messages_unchanged() -> None:
     form = ChatForm(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
     assert form.messages(Chat(TALK), TOOLS) == TALK
     declares = spoken(TALK[:2], TOOLS, forms()["hermes"].calls, "tool_calls", knows_results=False)
@@ -92,13 +93,13 @@ LOOP = (
 
 
 def loop(how: str) -> str:
-    """A template that writes something of each call."""
+    """Return a template that writes ``body`` for each call."""
     return LOOP.replace("HOW", how)
 
 
-def test_arguments_come_as_the_template_wants_them() -> None:
-    """As an object for ``tojson``, as text for a template that would print a dict, and unchanged
-    for one that asks.
+def test_arguments_have_the_type_that_the_template_expects() -> None:
+    """An object for ``tojson``, text for a template that would print a dict, and unchanged for one
+    that checks.
     """
     assert rendered(loop("call.function.arguments | tojson")) == '{"city": "Rome"}'
     assert rendered(loop("call.function.arguments.city")) == "Rome"
@@ -119,8 +120,8 @@ def test_arguments_come_as_the_template_wants_them() -> None:
     )
 
 
-def test_calls_are_shown_by_templates_that_want_no_content() -> None:
-    """Where the calls stand under ``content is none``, it is None, even if there was some text."""
+def test_content_is_none_for_templates_that_require_it() -> None:
+    """Otherwise they would not show calls of a message with text."""
     told = (
         "{%- for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name "
         "}}{% else %}"
@@ -151,13 +152,16 @@ def test_calls_are_shown_by_templates_that_want_no_content() -> None:
         ),
     ],
 )
-def test_calls_that_a_template_does_not_know_are_written_as_the_model_would(
+def test_calls_are_written_in_the_form_if_the_template_omits_them(
     family: str, expected: str
 ) -> None:
-    """With their arguments, which the parser reads again; their results keep their role."""
+    """The parser reads them again. Results keep their role."""
     calls = forms()[family].calls
     function = {"name": "f", "arguments": '{"city": "Rome\\n", "deep": {"a": [true, null]}}'}
-    talk = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, TALK[-1]]
+    talk: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        TALK[-1],
+    ]
     message, result = spoken(talk, [], calls, "{{ tools }}", knows_results=True)
     assert message["content"].replace('"', "'").startswith(expected)
     assert result == TALK[-1]
@@ -166,7 +170,7 @@ def test_calls_that_a_template_does_not_know_are_written_as_the_model_would(
     assert json.loads("".join(part.text for part in parts)) == json.loads(function["arguments"])
 
 
-def test_ids_of_nine_characters_for_those_who_insist() -> None:
+def test_call_ids_have_nine_characters_if_the_template_requires_it() -> None:
     template = loop("raise_exception('bad') if call.id|length != 9 else call.id")
     of_result = (
         "{%- for m in messages if m.role == 'tool' %}{{ '-' ~ m.tool_call_id }}{%- endfor %}"
@@ -176,7 +180,7 @@ def test_ids_of_nine_characters_for_those_who_insist() -> None:
     assert len(third) == 9
 
 
-def test_reasoning_reaches_the_template_by_the_name_that_it_has() -> None:
+def test_reasoning_has_the_name_that_the_template_uses() -> None:
     message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     told = "{%- for message in messages %}{{ message.reasoning_content }}{%- endfor %}"
     assert rendered(told, [message]) == "hm"

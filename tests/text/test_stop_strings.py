@@ -1,4 +1,4 @@
-"""The text ends before the first stop string, and no later than necessary is it shown."""
+"""Stop strings: the text ends before the first one, and is shown as early as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split(text: str, cuts: list[int]) -> list[str]:
 
 
 def run(stops: tuple[str, ...], portions: list[str]) -> tuple[str, bool]:
-    """What is shown of a text that comes in portions, and whether it was stopped."""
+    """Return what is shown of a text that arrives in portions, and whether it was stopped."""
     stop_strings, shown = StopStrings(stops), ""
     for portion in portions:
         text, stopped = stop_strings.feed(portion)
@@ -32,7 +32,7 @@ def run(stops: tuple[str, ...], portions: list[str]) -> tuple[str, bool]:
 
 
 def naive(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
-    """Looks at the text letter by letter, and ends where the first stop string is complete."""
+    """Search character by character, and end where the first stop string is complete."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -41,8 +41,8 @@ def naive(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
 
 
 @given(stops, texts, cuts)
-def test_any_portions_give_the_same(stops, texts, cuts):
-    """However the text is cut, what is shown is what a naive search in the whole text leaves."""
+def test_shown_text_does_not_depend_on_the_portions(stops, texts, cuts):
+    """It is that of a naive search in the whole text."""
     assert run(stops, split(texts, cuts)) == naive(stops, texts)
 
 
@@ -50,23 +50,18 @@ def test_any_portions_give_the_same(stops, texts, cuts):
     ("stops", "text"),
     [(("abc", "b"), "abc"), (("abcd", "bc", "c"), "xabcd"), (("a\n\nb", "\n"), "a\n\nb")],
 )
-def test_a_stop_string_within_another(stops, text):
-    """The same text is shown whether it comes at once or letter by letter."""
+def test_stop_string_within_another_stops_the_same_in_any_portions(stops, text):
     assert run(stops, [text]) == run(stops, list(text)) == naive(stops, text)
 
 
 @given(stops, texts, cuts)
-def test_a_stop_string_is_never_shown(stops, text, cuts):
-    """No stop string is in what is shown."""
+def test_stop_string_is_never_shown(stops, text, cuts):
     shown, _ = run(stops, split(text, cuts))
     assert not any(stop in shown for stop in stops)
 
 
 @given(stops, texts, cuts)
-def test_no_more_is_held_back_than_necessary(stops, text, cuts):
-    """What is held back is the longest end of the text with which a stop string begins, and nothing
-    else.
-    """
+def test_only_a_possible_start_of_a_stop_string_is_held_back(stops, text, cuts):
     stop_strings, shown, seen = StopStrings(stops), "", ""
     for portion in split(text, cuts):
         delta, stopped = stop_strings.feed(portion)
@@ -81,8 +76,7 @@ def test_no_more_is_held_back_than_necessary(stops, text, cuts):
         )
 
 
-def test_without_stop_strings_everything_passes():
-    """Nothing is held back, nothing stops."""
+def test_without_stop_strings_nothing_is_held_back():
     assert run((), ["a", "", "b"]) == ("ab", False)
     assert StopStrings(()).feed("a") == ("a", False)
 
@@ -98,20 +92,19 @@ def test_without_stop_strings_everything_passes():
         (("👍🏽",), ["a👍", "🏽b"], ("a", True)),
     ],
 )
-def test_over_portions(stops, portions, expected):
-    """A stop string that lies across portions is found; what only looked like one is shown."""
+def test_stop_string_across_portions_is_found(stops, portions, expected):
+    """Text that only resembles one is shown."""
     assert run(stops, portions) == expected
 
 
-def test_flush_gives_what_was_held_back_once():
-    """The end of a text that looked like the beginning of a stop string is text."""
+def test_flush_returns_the_held_back_text_once():
     stop_strings = StopStrings(("stop",))
     assert stop_strings.feed("st") == ("", False)
     assert [stop_strings.flush(), stop_strings.flush()] == ["st", ""]
 
 
-def test_the_one_that_was_found_is_named():
-    """Of two that end together the longer; nothing while none has been found."""
+def test_found_stop_string_is_reported():
+    """The longer of two that end together; None until one is found."""
     stops = StopStrings(("b", "ab", "c"))
     assert stops.feed("xa") == ("x", False)
     assert stops.found == ""

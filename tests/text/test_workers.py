@@ -1,6 +1,4 @@
-"""Processes that can be killed: what they answer, what they may take, and who notices when one
-ends.
-"""
+"""Worker processes that can be killed: their answers, their limits, and the effect of their ends."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,9 @@ Use = Callable[[Workers], Awaitable]
 
 @pytest.fixture(params=LOOPS, ids=lambda make: make.__module__.split(".")[0])
 def run(request, monkeypatch, caplog) -> Iterator[Callable]:
-    """``run(use, ...)``: what ``use(workers)`` gives.
+    """Return ``run(use, ...)``, which returns what ``use(workers)`` returns.
 
-    No process is left, and nobody else has anything to say of it.
+    Afterwards no process may be left, and no other module may have logged anything.
     """
     path = [str(Path(worker_tasks.__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
@@ -68,7 +67,7 @@ def run(request, monkeypatch, caplog) -> Iterator[Callable]:
 
 
 def exists(pid: int) -> bool:
-    """Also if it has ended and nobody has waited for it."""
+    """Return True also for a process that has ended but has not been waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -85,6 +84,10 @@ async def pid_of(made: Workers) -> int:
     return int(await ask(made, "pid"))
 
 
+def is_gone(pid: int) -> bool:
+    return not exists(pid)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110  # nobody would set an event
@@ -95,14 +98,12 @@ TEXTS = ["", "gr\u00fcn \U0001f600", "\ud83d", "x" * 5_000_000]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=["none", "some", "half a character", "much"])
-def test_a_text_comes_back(run, text):
+def test_worker_answers_with_a_text(run, text):
     assert run(lambda made: ask(made, "echo", text)) == text
 
 
-def test_processes_are_kept(run):
-    """Many questions, at the same time too, go to few processes, and each answer to who has
-    asked.
-    """
+def test_few_processes_answer_many_questions(run):
+    """Also at the same time. Each answer goes to its caller."""
 
     async def use(made):
         texts = [f"<{i}>" for i in range(40)]
@@ -114,8 +115,8 @@ def test_processes_are_kept(run):
     assert 1 <= run(use) <= 2
 
 
-def test_a_refusal_is_an_answer(run):
-    """It is told as it was, and costs no process."""
+def test_bad_request_of_a_worker_keeps_its_process(run):
+    """The caller gets it unchanged."""
 
     async def use(made):
         before = await pid_of(made)
@@ -140,10 +141,8 @@ def test_unexpected_exception_in_a_worker_is_an_engine_error(run, capfd):
 
 @posix
 @pytest.mark.parametrize("what", ["spin", "eat"])
-def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
-    """Although it has all the time in the world; and the next question, which waits behind it, is
-    answered.
-    """
+def test_question_over_its_limits_ends_only_its_process(run, monkeypatch, what):
+    """The next question, which waits for the process, is answered."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 600.0)
 
     async def use(made):
@@ -157,10 +156,8 @@ def test_what_takes_too_much_ends_its_process_alone(run, monkeypatch, what):
 
 @posix
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_question_is_asked_again_when_its_process_was_killed_or_stopped(
-    run, monkeypatch, tmp_path, how
-):
-    """By no fault of the question, so a new process gets it."""
+def test_question_is_retried_if_its_process_was_killed_or_stopped(run, monkeypatch, tmp_path, how):
+    """The question did not cause that, so a new process gets it."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 2.0 if how == signal.SIGSTOP else 600.0)
 
     async def use(made):
@@ -188,8 +185,8 @@ def test_process_that_was_stopped_while_idle_is_replaced(run, monkeypatch):
 
 @posix
 @pytest.mark.parametrize("question", [["die"], ["sleep", 600]])
-def test_question_that_two_processes_do_not_answer_is_not_refused(run, monkeypatch, question):
-    """Neither took too much CPU time, so it is our fault."""
+def test_question_that_two_processes_do_not_answer_is_an_engine_error(run, monkeypatch, question):
+    """Neither process used too much CPU time."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
 
     async def use(made):
@@ -202,14 +199,14 @@ def test_question_that_two_processes_do_not_answer_is_not_refused(run, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time is read from /proc")
-def test_process_that_computes_is_not_taken_for_stopped(run, monkeypatch):
-    """It may compute for longer than it may stand still."""
+def test_computing_process_does_not_count_as_stopped(run, monkeypatch):
+    """It may compute for longer than it may be unresponsive."""
     monkeypatch.setattr(workers, "STALL_LIMIT", 0.5)
     assert run(lambda made: ask(made, "compute", 1.5), cpu_limit=20.0) == "computed"
 
 
-def test_to_start_is_on_nobodys_account(run):
-    """A question may take less CPU time than the start."""
+def test_start_does_not_count_towards_the_cpu_limit(run):
+    """A question may use less CPU time than the start."""
     assert (
         run(lambda made: ask(made, "echo", "x"), worker_tasks.prepare_slowly, cpu_limit=0.3) == "x"
     )
@@ -217,13 +214,13 @@ def test_to_start_is_on_nobodys_account(run):
 
 @posix
 def test_start_has_a_limit_of_its_own(run):
-    """The system would end a process that computes for ever before it is ready."""
+    """A process that computes forever before it is ready is ended."""
     assert 10 < float(run(lambda made: ask(made, "say_limit"), worker_tasks.note_limit)) < 61
 
 
 @pytest.mark.parametrize("prepare", [worker_tasks.fail, worker_tasks.hang])
-def test_one_that_does_not_start_is_our_fault(run, monkeypatch, prepare):
-    """And is tried again, in its turn."""
+def test_start_failure_is_an_engine_error(run, monkeypatch, prepare):
+    """The next question tries again."""
     monkeypatch.setattr(workers, "START_LIMIT", 0.5)
 
     async def use(made):
@@ -236,7 +233,7 @@ def test_one_that_does_not_start_is_our_fault(run, monkeypatch, prepare):
     run(use, prepare, num=1)
 
 
-def test_a_system_without_room_for_it_is_our_fault(run, monkeypatch):
+def test_failed_fork_is_an_engine_error(run, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     async def use(made):
@@ -246,8 +243,8 @@ def test_a_system_without_room_for_it_is_our_fault(run, monkeypatch):
     run(use)
 
 
-def test_it_can_be_started_before(run):
-    """Once: a second start finds it, and so does a question that comes meanwhile."""
+def test_start_launches_one_process_in_advance(run):
+    """A second call of start and a question in the meantime use the same process."""
 
     async def use(made):
         _, pid = await asyncio.gather(made.start(), pid_of(made))
@@ -259,8 +256,8 @@ def test_it_can_be_started_before(run):
 
 
 @posix
-def test_an_idle_one_that_has_died_is_replaced(run):
-    """Whoever comes next does not notice."""
+def test_dead_idle_process_is_replaced(run):
+    """The next caller does not notice."""
 
     async def use(made):
         for _ in range(3):
@@ -271,10 +268,8 @@ def test_an_idle_one_that_has_died_is_replaced(run):
     run(use, num=1)
 
 
-def test_one_who_does_not_wait_costs_the_process(run):
-    """What he has asked for is not taken for the answer to the next question, and his place is
-    free.
-    """
+def test_cancelled_question_ends_its_process(run):
+    """Its answer does not go to the next question, and its place is free."""
 
     async def use(made):
         for seconds in (0.0, 0.001, 0.1):
@@ -286,13 +281,13 @@ def test_one_who_does_not_wait_costs_the_process(run):
             asked.cancel()
             assert await ask(made, "echo", "mine") == "mine"
             assert asked.cancelled()
-            await until(lambda pid=pid: not exists(pid))
+            await until(partial(is_gone, pid))
 
     run(use, num=1)
 
 
 @pytest.mark.parametrize("prepare", [worker_tasks.prepare, worker_tasks.hang])
-def test_one_who_does_not_wait_for_the_start_leaves_nothing_behind(run, prepare):
+def test_cancelled_start_leaves_no_process(run, prepare):
     async def use(made):
         asked = [asyncio.create_task(ask(made, "sleep", 600)) for _ in range(5)]
         for task in asked:
@@ -306,10 +301,8 @@ def test_one_who_does_not_wait_for_the_start_leaves_nothing_behind(run, prepare)
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0, 0.002, 0.02, 0.3])
-def test_closed_while_it_is_busy(run, seconds):
-    """Who is answered, who waits, and who comes later: all are told, at whatever point of a start
-    that is.
-    """
+def test_close_fails_running_waiting_and_later_questions(run, seconds):
+    """At any point of a start."""
 
     async def use(made):
         if seconds is None:
@@ -328,7 +321,7 @@ def test_closed_while_it_is_busy(run, seconds):
     run(use)
 
 
-def test_what_libraries_print_is_no_answer(run):
+def test_output_of_libraries_is_not_an_answer(run):
     async def use(made):
         assert await ask(made, "say", "printed") == "said"
         return await ask(made, "echo", "x")
@@ -337,8 +330,8 @@ def test_what_libraries_print_is_no_answer(run):
 
 
 @posix
-def test_what_a_process_has_of_ours(run, monkeypatch):
-    """A session of its own, no secrets, and no modules from the current folder."""
+def test_worker_inherits_no_secrets_and_no_modules(run, monkeypatch):
+    """It has a session of its own, and does not import from the current folder."""
     monkeypatch.setenv("HF_TOKEN", "secret")
 
     async def use(made):
@@ -351,8 +344,7 @@ def test_what_a_process_has_of_ours(run, monkeypatch):
     assert "HF_TOKEN" not in names
 
 
-def test_a_process_ends_with_its_parent():
-    """When there is nobody left who could ask."""
+def test_worker_ends_with_its_parent():
     command = [
         sys.executable,
         "-P",
@@ -367,7 +359,7 @@ def test_a_process_ends_with_its_parent():
     assert (done.stdout, done.stderr) == (frame(READY), b"")
 
 
-def test_a_reply_is_a_text_or_an_error():
+def test_reply_has_a_text_or_an_error():
     assert Reply("").get() == ""
     with pytest.raises(BadRequest, match="why"):
         Reply("", "why").get()

@@ -17,6 +17,7 @@ from cllm.core.request import Request
 from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
 from cllm.process.messages import Stepped, frame
+from cllm.scheduler.report import collect_stats
 
 PARTS = ("schedule", "build", "decode", "sample", "advance", "send")
 
@@ -79,7 +80,7 @@ def step_parts(engine: Engine, work: Work) -> dict[str, float]:
         while len(engine.scheduler.running) == work.size.num_seqs:
             outputs = engine.step()
             begun = time.perf_counter()
-            nowhere.write(frame(Stepped(outputs, engine.scheduler.stats())))
+            nowhere.write(frame(Stepped(outputs, collect_stats(engine.scheduler))))
             watch.seconds["send"] += time.perf_counter() - begun
             num_steps += 1
     while engine.scheduler.has_work():

@@ -43,9 +43,9 @@ from cllm.bench.workload import Task, Words, word_tasks
 from cllm.engine.build import build_vocabulary
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
-from cllm.models.gguf import kv_bytes_per_token, read_header
-from cllm.models.memory import available_bytes
-from cllm.observe.cpu_time import cpu_seconds
+from cllm.models.gguf import compute_kv_bytes_per_token, read_header
+from cllm.models.memory import measure_available_bytes
+from cllm.observe.cpu_time import read_cpu_seconds
 
 TEMPERATURE = 0.8
 WAVES = 2  # requests per client
@@ -188,9 +188,13 @@ class Comparison:
             for name in names if i % 2 == 0 else reversed(names):
                 yield self._step(results.curve, name, num_seqs, 0, waves=1, num_tokens=CURVE_TOKENS)
             yield f"a step of {num_seqs}", num_seqs + 4, partial(self._parts, num_seqs)
-        trained = self._header.number("context_length")
+        trained = self._header.get_number("context_length")
         most = trained - 2 * CURVE_TOKENS if isinstance(trained, int) else CURVE_CONTEXT[-1]
-        room = (available_bytes() or 1 << 62) / 2 / (kv_bytes_per_token(self._header) or 1)
+        room = (
+            (measure_available_bytes() or 1 << 62)
+            / 2
+            / (compute_kv_bytes_per_token(self._header) or 1)
+        )
         for context in CURVE_CONTEXT:
             if context > most or CURVE_SEQS * (context + 2 * CELLS) > room:
                 results.skipped[f"context of {context}"] = (
@@ -310,9 +314,9 @@ class Comparison:
         load(
             server, self._work(num_seqs, KEPT_TOKENS).tasks_in(server.api), num_seqs, may_fail=True
         )
-        cpu = cpu_seconds(server.pid)
+        cpu = read_cpu_seconds(server.pid)
         outcome = load(server, tasks, num_seqs, may_fail=True)
-        cpu = cpu_seconds(server.pid) - cpu
+        cpu = read_cpu_seconds(server.pid) - cpu
         memory = memory_mb(server.pid)
         run = run_of(outcome, name, settings, num_seqs, i)
         # it loads the model on the first request

@@ -19,13 +19,13 @@ from cllm.bench.work import Size, Work
 from cllm.config import Settings
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
-from cllm.engine.build import build_backend, build_engine, build_vocabulary, fitted
+from cllm.engine.build import build_backend, build_engine, build_vocabulary, fit_memory
 from cllm.engine.commands import Add
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
-from cllm.process.launch import engine_environment
+from cllm.process.launch import build_engine_environment
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ def measure(job: Job) -> Found:
     child = subprocess.run(
         [sys.executable, "-P", "-m", "cllm.bench.in_process"],
         input=msgspec.json.encode(job),
-        env=engine_environment(),
+        env=build_engine_environment(),
         capture_output=True,
         check=False,
     )
@@ -93,7 +93,7 @@ def params_of(job: Job) -> EngineParams:
     params = engine_params(settings, Path(job.model))
     if job.depth:  # cells for all sequences, even if a server would not take that much memory
         return msgspec.structs.replace(params, weight_bytes=0, kv_memory=1 << 62)
-    return fitted(params)
+    return fit_memory(params)
 
 
 def run(job: Job) -> Found:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cllm.backends.llama_cpp.quantize import quantize
 from cllm.errors import StartupError
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:
     import gguf
@@ -137,8 +137,8 @@ def _check_space(shape: Shape, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StartupError(
-            f"Making this model needs {size_text(needed)} in {folder}, which has "
-            f"{size_text(free)} free"
+            f"Making this model needs {format_size(needed)} in {folder}, which has "
+            f"{format_size(free)} free"
         )
 
 

@@ -31,7 +31,7 @@ from cllm.core.sequence import Sequence
 from cllm.engine.build import build_backend
 from cllm.engine.params import EngineParams
 from cllm.errors import CLLMError, StartupError
-from cllm.process.launch import engine_environment
+from cllm.process.launch import build_engine_environment
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Logits
@@ -153,7 +153,7 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             bufsize=-1,
-            env=engine_environment(),
+            env=build_engine_environment(),
         )
         return self._child
 

@@ -11,7 +11,7 @@ from typing import Any
 from cllm.bench.comparison import CLLM, Depth, Parts, Results, Run
 from cllm.bench.targets import Figure, figures, sizes
 from cllm.errors import StartupError
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->", re.DOTALL)
 EMPTY_NOTES = "\nNothing has been written here yet.\n\n"
@@ -151,7 +151,7 @@ def slot(name: str, notes: dict[str, str]) -> str:
 
 def machine_of(results: Results) -> dict[str, str]:
     setup = results.setup
-    return {**results.machine, "model": f"{setup['model']}, {size_text(setup['model_bytes'])}"}
+    return {**results.machine, "model": f"{setup['model']}, {format_size(setup['model_bytes'])}"}
 
 
 def figure_table(found: Sequence[Figure]) -> str:

@@ -24,7 +24,7 @@ from cllm.bench.quality import Quality
 from cllm.bench.tune import LEAST_GAIN, MIN_ROUNDS, Figure, Outcome, figures_of, race
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
-from cllm.models.gguf import TENSOR_TYPES, GgufHeader, read_header, size_text
+from cllm.models.gguf import TENSOR_TYPES, GgufHeader, format_size, read_header
 
 HEADS = ("Q4_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 BODIES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
@@ -86,9 +86,8 @@ def read_form(text: str, header: GgufHeader) -> Form:
     known, heads = {*BODIES, original_form(header).body}, possible_heads(header)
     if body not in known or head not in heads:
         raise StartupError(
-            f"{text} is not a form: write BODY+HEAD, with a body of {', '.join(sorted(known))} "
-            f"and a head of "
-            f"{', '.join(heads)}"
+            f"{text} is not a quantization: write BODY+HEAD, with BODY one of "
+            f"{', '.join(sorted(known))} and HEAD one of {', '.join(heads)}"
         )
     return Form(body, head)
 
@@ -159,9 +158,9 @@ def workplace(num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(folder).free
         if free < SHARE_OF_ROOM * num_bytes:
             raise StartupError(
-                f"this needs {size_text(int(SHARE_OF_ROOM * num_bytes))} in "
+                f"this needs {format_size(int(SHARE_OF_ROOM * num_bytes))} in "
                 f"{Path(folder).parent}, which has "
-                f"{size_text(free)} free; TMPDIR names another folder"
+                f"{format_size(free)} free; TMPDIR names another folder"
             )
         yield Path(folder)
 
@@ -186,7 +185,7 @@ def try_forms(
     try:
         bench.write_logits(params, tokens, logits)
     except CandidateError as error:
-        raise StartupError(f"the original's quality cannot be measured: {error}") from None
+        raise StartupError(f"cannot measure the original's quality: {error}") from None
 
     def tried(form: Form) -> Requantized:
         file = folder / "candidate.gguf"

@@ -1,6 +1,6 @@
 """Replays a trace through the real scheduler with a simulated clock.
 
-Engines, schedulers, policies and the KV cache ledger are the real code. Only the model and the time
+Engines, schedulers, policies and the KV cache are the real code. Only the model and the time
 are simulated: each step takes the time that the cost model gives. Events happen in global order. A
 request that arrives in the middle of a replica's step is seen by the next step. The outputs of a
 step are known when it ends.
@@ -9,8 +9,6 @@ step are known when it ends.
 from __future__ import annotations
 
 import heapq
-import random
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
@@ -29,12 +27,12 @@ from cllm.engine.commands import Add
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry
+from cllm.routing.router import Booking, Candidate, Router, Routing, RoutingRequest
 
 # a model of 0.6 billion weights on two cores
 SMALL_MODEL = Costs(step=0.012, row=0.012, token=0.0066)
 MAX_SEQ_IDS = 256  # libllama's limit; in the unified layout, spare seq_ids can keep prefixes
 NEVER = 1 << 62
-CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
 
 TOO_LONG = "the prompt does not fit into the context"
 STUCK = "never served: the scheduler is stuck"
@@ -54,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     policy: str = "fair"
     replicas: int = 1
-    routing: Literal["least-loaded", "prefix", "round-robin"] = "least-loaded"
+    routing: Routing = "least-loaded"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     layout: Literal["partitioned", "unified"] = "partitioned"
@@ -150,6 +148,7 @@ class Replica:
         self.now = 0.0
         self.is_stepping = False
         self.courses: dict[str, Course] = {}
+        self._bookings: dict[str, Booking] = {}
         self.engine = build_engine(backend, params, lambda: self.now)
         self.scheduler = self.engine.scheduler
         self._outputs: list[TokenOutput] = []  # of the last step, known at ``now``
@@ -157,21 +156,20 @@ class Replica:
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    @property
-    def load(self) -> int:
-        return len(self.courses)
-
-    def take(self, name: str, course: Course) -> None:
+    def take(self, name: str, course: Course, booking: Booking) -> None:
         """Add a request that arrives. If a step is in progress, the next step sees the request."""
         entry = course.entry
         if not self.is_stepping:
             self.now = entry.arrived
         self.courses[name] = course
+        self._bookings[name] = booking
         params = SamplingParams(
             max_tokens=entry.output_length, temperature=0, seed=0, ignore_eos=True
         )
         deadline = None if entry.deadline_ms is None else entry.deadline_ms / 1000
-        request = Request(name, entry.prompt(), params, entry.key, entry.service_class, deadline)
+        request = Request(
+            name, entry.make_prompt(), params, entry.account, entry.service_class, deadline
+        )
         self._outputs += self.engine.handle(Add(request))
 
     def finish_step(self) -> int:
@@ -189,6 +187,7 @@ class Replica:
                 course.ended = self.now
                 course.failure = "" if output.token >= 0 else str(output.finish)
                 del self.courses[output.request_id]
+                self._bookings.pop(output.request_id).release()
                 num_ended += 1
         self._outputs = []
         return num_ended
@@ -197,58 +196,13 @@ class Replica:
         """Begin the next step, which ends at ``now``. Return False if there is none."""
         if not self.scheduler.has_work():
             return False
-        num_steps = self.scheduler.num_steps
+        num_steps = self.scheduler.statistics.num_steps
         self._outputs = self.engine.step()
-        return self.scheduler.num_steps > num_steps or bool(self._outputs)
+        return self.scheduler.statistics.num_steps > num_steps or bool(self._outputs)
 
 
-class Router:
-    """Chooses a replica for each request."""
-
-    def __init__(self, setup: Setup, replicas: list[Replica], block_size: int) -> None:
-        self._routing = setup.routing
-        self._replicas = replicas
-        self._rng = random.Random(setup.seed)
-        self._last = -1
-        # block -> bit mask of replicas, least recently used first
-        self._seen: OrderedDict[int, int] = OrderedDict()
-        self._max_seen = setup.cells * setup.replicas // block_size
-
-    def choose(self, entry: Entry) -> int:
-        if self._routing == "round-robin":
-            self._last = (self._last + 1) % len(self._replicas)
-            return self._last
-        loads = [replica.load for replica in self._replicas]
-        least = min(loads)
-        if self._routing == "prefix":
-            chosen = min(self._homes(entry), key=lambda i: (loads[i], i), default=None)
-            if chosen is None or loads[chosen] > CROWDED * max(least, 1):
-                chosen = self._any(loads, least)
-            self._remember(entry, chosen)
-            return chosen
-        return self._any(loads, least)
-
-    def _any(self, loads: list[int], least: int) -> int:
-        return self._rng.choice([i for i, load in enumerate(loads) if load == least])
-
-    def _homes(self, entry: Entry) -> list[int]:
-        """Return the replicas that have seen the longest prefix of the request's blocks; empty if
-        none has seen any.
-        """
-        bits = (1 << len(self._replicas)) - 1
-        found = 0
-        for block_id in entry.hash_ids:
-            bits &= self._seen.get(block_id, 0)
-            if not bits:
-                break
-            found = bits
-        return [i for i in range(len(self._replicas)) if found >> i & 1]
-
-    def _remember(self, entry: Entry, replica: int) -> None:
-        for block_id in entry.hash_ids:
-            self._seen[block_id] = self._seen.pop(block_id, 0) | 1 << replica
-        while len(self._seen) > self._max_seen:
-            self._seen.popitem(last=False)
+def routing_request(entry: Entry) -> RoutingRequest:
+    return RoutingRequest(entry.hash_ids, entry.input_length, entry.block_size, entry.account)
 
 
 def simulate(
@@ -258,7 +212,12 @@ def simulate(
     ended.
     """
     replicas = [Replica(setup) for _ in range(setup.replicas)]
-    router = Router(setup, replicas, entries[0].block_size)
+    candidates = [
+        Candidate(i, setup.max_num_seqs, prompt_token_seconds=setup.costs.token)
+        for i in range(setup.replicas)
+    ]
+    max_blocks = setup.cells * setup.replicas // entries[0].block_size
+    router = Router(setup.routing, max_blocks, seed=setup.seed)
     courses = [Course(entry) for entry in entries]
     stepping: list[tuple[float, int]] = []  # heap of (end of the step, index of the replica)
     num_arrived = num_ended = 0
@@ -272,9 +231,10 @@ def simulate(
                 course.failure = TOO_LONG
                 num_ended += 1
                 continue
-            course.replica = router.choose(course.entry)
+            booking = router.choose(routing_request(course.entry), candidates)
+            course.replica = booking.number
             replica = replicas[course.replica]
-            replica.take(f"r{num_arrived}", course)
+            replica.take(f"r{num_arrived}", course, booking)
             if not replica.is_stepping:
                 replica.is_stepping = True
                 heapq.heappush(stepping, (replica.now, course.replica))

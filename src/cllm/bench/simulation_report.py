@@ -140,7 +140,7 @@ def summarize(
     num_kept = sum(map(limits.kept, good))
     by_key: dict[str, list[Course]] = {}
     for course in courses:
-        by_key.setdefault(course.entry.key, []).append(course)
+        by_key.setdefault(course.entry.account, []).append(course)
     compared = {key: by_key[key] for key in keys or by_key}
     schedulers = [replica.scheduler for replica in replicas]
     return SimulationReport(
@@ -165,9 +165,9 @@ def summarize(
         e2e_ms=Distribution.of(map(e2e, good)),
         prompt_tokens=sum(course.entry.input_length for course in good),
         cached_tokens=sum(course.num_cached for course in good),
-        prefill_tokens=sum(scheduler.num_prefill_tokens for scheduler in schedulers),
-        num_steps=sum(scheduler.num_steps for scheduler in schedulers),
-        num_parked=sum(scheduler.num_parked for scheduler in schedulers),
+        prefill_tokens=sum(scheduler.statistics.num_prefill_tokens for scheduler in schedulers),
+        num_steps=sum(scheduler.statistics.num_steps for scheduler in schedulers),
+        num_parked=sum(scheduler.statistics.num_parked for scheduler in schedulers),
         requests_per_replica=[
             sum(course.replica == i for course in courses) for i in range(len(replicas))
         ],

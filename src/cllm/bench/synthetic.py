@@ -41,13 +41,13 @@ class Source:
         """Return new blocks for ``num_tokens`` tokens, at least one block."""
         return [next(self._ids) for _ in range(max(1, round(num_tokens / BLOCK_SIZE)))]
 
-    def entry(self, at: float, blocks: list[int], output_length: float, key: str = "") -> Entry:
+    def entry(self, at: float, blocks: list[int], output_length: float, account: str = "") -> Entry:
         return Entry(
             timestamp=round(at),
             input_length=len(blocks) * BLOCK_SIZE,
             output_length=max(1, round(output_length)),
             hash_ids=blocks,
-            key=key,
+            account=account,
             block_size=BLOCK_SIZE,
         )
 

@@ -14,7 +14,7 @@ from cllm.bench.quality import Quality
 from cllm.bench.requantize import Requantized
 from cllm.bench.tune import Choice, Outcome, Tuned
 from cllm.config_sources import Loaded, plant, value_at
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +39,8 @@ class Report(msgspec.Struct, frozen=True):
     recommended_form: str | None
 
 
-def yaml_text(loaded: Loaded, report: Report) -> str:
-    """The settings that were given, and those that were chosen; cllm serve --config takes it."""
+def format_yaml(loaded: Loaded, report: Report) -> str:
+    """Return YAML with the given and the chosen settings, for cllm serve --config."""
     import yaml
 
     given = {
@@ -64,17 +64,18 @@ def yaml_text(loaded: Loaded, report: Report) -> str:
 
 
 def one_line(text: str) -> str:
-    """Names of files may hold anything, and YAML knows many ends of a line."""
+    """Replace unprintable characters, because file names may contain any, and YAML has many line
+    ends.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def verdict(tuned: Tuned) -> list[str]:
-    """What was gained, in lines."""
+    """Return lines about the gain."""
     if tuned.before is None or tuned.after is None:
-        return ["nothing was faster than the present settings by more than the noise"]
+        return ["no setting was faster than the current one by more than the noise"]
     if not tuned.confirmed:
-        text = "what seemed faster was not when it was measured once more"
-        return [f"{text}, so the present settings stay"]
+        return ["the changes were not faster when measured again, so the current settings stay"]
     lines = [f"{key}: {value}" for key, value in tuned.chosen.items()]
     gains = [
         f"{figure} {rate(tuned.before, figure)} -> {rate(tuned.after, figure)}"
@@ -85,15 +86,15 @@ def verdict(tuned: Tuned) -> list[str]:
 
 
 def unquiet(tuned: Tuned) -> list[str]:
-    """A line if other programs were in the way."""
+    """Return a line if other programs disturbed the measurements."""
     noise = max((tried.outcome.noise for tried in tuned.tried), default=0.0)
     if noise < NOISY:
         return []
-    return [f"the machine was not quiet (noise up to {noise:.0%}): measure again when it is"]
+    return [f"the machine was busy (noise up to {noise:.0%}); measure again when it is idle"]
 
 
 def rate(outcome: Outcome, figure: str) -> str:
-    """The median of the rounds; "" if there was none."""
+    """Return the median of the rounds as text, or "" if there was none."""
     if not outcome.speeds.get(figure):
         return ""
     speed = statistics.median(outcome.speeds[figure])
@@ -101,7 +102,7 @@ def rate(outcome: Outcome, figure: str) -> str:
 
 
 def gain(outcome: Outcome) -> tuple[str, str]:
-    """And its noise, which one round does not show."""
+    """Return the gain and its noise as text. The noise of one round is unknown, so it is ""."""
     if outcome.failure:
         return "", ""
     rounds = max(map(len, outcome.speeds.values()))
@@ -123,7 +124,7 @@ def print_report(report: Report) -> None:
     console.print(tried_table(report.settings))
     skipped, qualities = report.settings.skipped, report.kv_quality.items()
     lines = [
-        f"{key} not measured: nothing to try, or no time (--minutes gives more)" for key in skipped
+        f"{key} was not measured: nothing to try, or no time (raise --minutes)" for key in skipped
     ]
     lines += [f"kv.type {name}: {in_words(quality)}" for name, quality in qualities]
     print_lines(console, [*lines, *unquiet(report.settings), *verdict(report.settings)])
@@ -132,7 +133,7 @@ def print_report(report: Report) -> None:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Narrow enough for 80 columns; words over words, numbers at the right."""
+    """Return a table that fits 80 columns, with wrapped headings and right-aligned numbers."""
     from rich.table import Table
 
     table = Table(title=title, box=None, padding=(0, 1, 0, 0))
@@ -153,10 +154,10 @@ def tried_table(tuned: Tuned) -> Table:
     table = new_table("tokens/s", "setting", "value", *figures, "gain", "noise", "")
     above = ""
     for tried in tuned.tried:
-        present = tried.key != above
-        name = tried.key.removeprefix("backend.llama_cpp.") if present else ""
+        is_present = tried.key != above
+        name = tried.key.removeprefix("backend.llama_cpp.") if is_present else ""
         speeds = [rate(tried.outcome, figure) for figure in figures]
-        gained = ("", "") if present else gain(tried.outcome)
+        gained = ("", "") if is_present else gain(tried.outcome)
         remark = tried.outcome.failure or tried.note or ("chosen" if tried.chosen else "")
         table.add_row(name, str(tried.value), *speeds, *gained, remark)
         above = tried.key
@@ -181,7 +182,7 @@ def print_forms(report: Report, console: Console) -> None:
             if form.quality is None
             else (f"{form.quality.kl:.4f}", f"{form.quality.top1:.1%}")
         )
-        table.add_row(form.form, size_text(form.num_bytes), *speeds, *gain(form.outcome), *cost)
+        table.add_row(form.form, format_size(form.num_bytes), *speeds, *gain(form.outcome), *cost)
     console.print(table)
     print_lines(console, failures)
     print_lines(console, form_remarks(report))
@@ -191,11 +192,11 @@ def form_remarks(report: Report) -> list[str]:
     chosen = report.recommended_form
     return [
         (
-            "The first one is the model as it is. KL: mean divergence of the next token's "
-            "probabilities from its, in nats."
+            "The first row is the unchanged model. KL: mean divergence of the next token's "
+            "probabilities from the unchanged model's, in nats."
         ),
-        "top-1: positions with the same most probable token.",
-        f"{chosen} is the fastest at little cost"
+        "top-1: share of positions with the same most probable token.",
+        f"{chosen} is the fastest with little loss of quality"
         if chosen
-        else "no form is faster by more than the noise at little cost",
+        else "no quantization is faster by more than the noise with little loss of quality",
     ]

@@ -1,4 +1,4 @@
-"""The page docs/api.md, read off the code: every route, and whether a parameter is done, ignored or
+"""Generates docs/api.md from the code: every route, and whether each parameter is done, ignored or
 refused.
 """
 
@@ -76,13 +76,15 @@ Requests over {LARGE:,} bytes are read one after the other, so that they do not 
 HEAD = "| Parameter | | |\n|---|---|---|\n"
 
 
-def page() -> str:
+def render_page() -> str:
     return "\n".join(sections())
 
 
 def sections() -> Iterator[str]:
     yield INTRODUCTION
-    found = [route for route in routes() if route.tags]  # all but the OpenAPI document and its page
+    found = [
+        route for route in routes() if route.tags
+    ]  # all routes except the OpenAPI document and its page
     shown: dict[type[Body], str] = {}
     for dialect in dict.fromkeys(map(dialect_of, found)):
         yield f"## {dialect}\n"
@@ -96,7 +98,7 @@ def dialect_of(route: APIRoute) -> str:
 
 
 def route_section(route: APIRoute, shown: dict[type[Body], str]) -> str:
-    """``shown``: the bodies above, and whose they are."""
+    """Return the section about a route. ``shown``: bodies described so far, and their routes."""
     name = f"{' '.join(sorted(route.methods or ()))} {route.path}"
     text = f"### {name}\n"
     if route.description:
@@ -122,7 +124,7 @@ def body_model(route: APIRoute) -> type[Body] | None:
 
 
 def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
-    """The parameters of the query."""
+    """Yield a row for each query parameter."""
     for field in route.dependant.query_params:
         yield f"?{field.alias}", "done", ""
 
@@ -130,9 +132,9 @@ def query_rows(route: APIRoute) -> Iterator[tuple[str, str, str]]:
 def body_rows(
     model: type[Body], path: str = "", above: tuple[type[Body], ...] = ()
 ) -> Iterator[tuple[str, str, str]]:
-    """Name, state and meaning of every parameter of a body; those of an object follow it as a.b.
+    """Yield name, state and meaning of each parameter of a body. Fields of an object follow as a.b.
 
-    ``above``: the models around this one, which are not described in themselves again.
+    ``above``: the models that contain this one, which are not described again inside it.
     """
     schema = model.model_json_schema()
     definitions = schema.get("$defs", {})
@@ -154,7 +156,9 @@ def body_rows(
 
 
 def inner_models(annotation: Any) -> dict[type[Body], str]:
-    """The models of objects that a parameter may be, each with "[]" if it may be a list of them."""
+    """Return the models of a parameter's possible objects, each with "[]" if it may be a list of
+    them.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return {annotation: ""}
     found: dict[type[Body], str] = {}
@@ -167,7 +171,7 @@ def inner_models(annotation: Any) -> dict[type[Body], str]:
 
 
 def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     if "$ref" in schema:
         return described(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "enum" in schema or "const" in schema:

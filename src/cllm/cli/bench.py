@@ -27,10 +27,10 @@ from cllm.cli.options import (
     PromptWords,
 )
 from cllm.cli.pictures import Plot, check_files, write_picture
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:
     Shape = str
@@ -56,7 +56,7 @@ class StagesOptions:
     ] = (1, 8, 32)
     rounds: Annotated[
         int,
-        Parameter(validator=Positive, help="Runs of each stage, in turn, after one for warm-up."),
+        Parameter(validator=Positive, help="Runs of each stage, in turn, after a warm-up run."),
     ] = 5
     prompt_words: PromptWords = 16
     max_tokens: AnswerTokens = 48
@@ -65,8 +65,8 @@ class StagesOptions:
         float | None,
         Parameter(
             validator=Number(gte=0, lt=1),
-            help="Largest median loss of speed of a stage against the one before, as a share; "
-            "more gives exit code 1.",
+            help="Largest median loss of speed from one stage to the next, as a share. A larger "
+            "loss gives exit code 1.",
             show_default=False,
         ),
     ] = None
@@ -88,7 +88,7 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
         Size(count, options.prompt_words, options.max_tokens, options.temperature, options.seed)
         for count in options.sequences
     ]
-    with closing(loading_bar("measuring stages")) as bar:
+    with closing(open_bar("measuring stages")) as bar:
         results = run_stages(model or BUILTIN, sizes, options.rounds, bar.update)
     if options.plot is not None:
         from cllm.bench.plots import bars
@@ -100,24 +100,24 @@ def stages(model: ModelFile = None, /, *, options: StagesOptions = StagesOptions
         from rich.console import Console
 
         print_stages(results, Console())
-    found = [loss for result in results for loss in losses(result)[1:]]
-    if options.budget is not None and max(found, default=0.0) > options.budget:
+    all_losses = [loss for result in results for loss in losses(result)[1:]]
+    if options.budget is not None and max(all_losses, default=0.0) > options.budget:
         sys.exit(1)
 
 
 def begin_like_an_engine() -> None:
     """Restart this process with an engine process's environment, so that an engine in it runs under
-    the same terms.
+    the same conditions.
     """
-    from cllm.process.launch import with_big_pages
+    from cllm.process.launch import enable_huge_pages
 
-    environment = with_big_pages(os.environ)
+    environment = enable_huge_pages(os.environ)
     if (
         sys.argv[1:3] == ["bench", "stages"]
         and sys.platform == "linux"
         and environment != dict(os.environ)
     ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # ourselves
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # this program itself
 
 
 def make_model(
@@ -141,11 +141,11 @@ def make_model(
 ) -> None:
     """Write a model with a real model's shape and random weights, for measuring speed."""
     if out.is_dir():
-        raise StartupError(f"{out} is a folder; name the file to write")
+        raise StartupError(f"{out} is a folder, not a file")
     if out.exists() and not force:
-        raise StartupError(f"{out} exists; --force replaces it")
+        raise StartupError(f"{out} already exists; use --force to replace it")
     begun = time.monotonic()
-    with closing(loading_bar(f"making {shape}")) as bar:
+    with closing(open_bar(f"making {shape}")) as bar:
         write_model(
             shape,
             quant,
@@ -154,7 +154,7 @@ def make_model(
             threads=threads,
             progress=lambda stage, share: bar.update(share, stage),
         )
-    print(f"{out}: {size_text(out.stat().st_size)} in {time.monotonic() - begun:.1f} s")
+    print(f"{out}: {format_size(out.stat().st_size)} in {time.monotonic() - begun:.1f} s")
 
 
 for command in (load, diff, stages, compare, make_model):

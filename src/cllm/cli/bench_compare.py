@@ -17,11 +17,11 @@ from cyclopts.validators import Number
 from cllm import __version__
 from cllm.bench.peers import BUILT, FOLDER
 from cllm.bench.peers import build as build_peers
-from cllm.cli.doctor import cpu_name, installed
+from cllm.cli.doctor import describe_cpu, installed
 from cllm.cli.files import write_json
 from cllm.cli.options import AnswerTokens, ModelFile, Positive, PromptWords
 from cllm.cli.pictures import check_files
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.errors import StartupError
 from cllm.models.catalog import BUILTIN
 
@@ -117,7 +117,7 @@ def measure(model: Path, options: CompareOptions) -> Results:
 
     if options.build:
         if options.peers != FOLDER:
-            raise StartupError(f"--build builds in {FOLDER}; leave --peers out")
+            raise StartupError(f"--build writes to {FOLDER}, so it cannot be combined with --peers")
         build_peers(BUILT, print)
     what = Options(
         model=model,
@@ -134,14 +134,14 @@ def measure(model: Path, options: CompareOptions) -> Results:
         if options.json is not None:
             write_json(options.json, results)
 
-    with closing(loading_bar("comparing")) as bar:
+    with closing(open_bar("comparing")) as bar:
         return run(what, machine(), bar.update, keep)
 
 
 def machine() -> dict[str, str]:
     """Return what readers of the results need to know about the machine."""
     return {
-        "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
+        "CPU": f"{describe_cpu()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cLLM": __version__ + commit(),
         "llama.cpp": f"of llama-cpp-python {installed('llama-cpp-python')}",

@@ -26,11 +26,11 @@ from cllm.bench.workload import (
 from cllm.cli.files import print_json, write_file, write_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive, PromptWords
 from cllm.cli.pictures import PictureOptions, check_files, write_picture
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.cli.talk import server_url
 from cllm.errors import StartupError
 
-# What the project's seed measured: requests, at a time, tokens of an answer.
+# (requests, concurrency, tokens of an answer), as the project's seed was measured
 PRESETS = {"seed-40x8x50": (40, 8, 50), "seed-160x5x50": (160, 5, 50)}
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class LoadOptions:
         int | None,
         Parameter(
             validator=NotNegative,
-            help="How many words at the beginning are the same in all prompts. [default: 0; "
+            help="Number of words at the beginning that all prompts share. [default: 0; "
             "shared-prefix: three "
             "quarters]",
             show_default=False,
@@ -137,7 +137,7 @@ class LoadOptions:
         600.0
     )
     keep_alive: Annotated[
-        bool, Parameter(help="Reuse connections; some servers lose requests then.")
+        bool, Parameter(help="Reuse connections. With some servers, this loses requests.")
     ] = True
     seed: Annotated[
         int, Parameter(help="The same seed gives the same prompts; it is sent with them.")
@@ -161,7 +161,7 @@ class LoadOptions:
 
 
 class Size(NamedTuple):
-    """How much load to make."""
+    """The amount of load."""
 
     requests: int
     concurrency: int
@@ -170,7 +170,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, options: LoadOptions) -> Size:
-        """Return what the options say, or else the preset, or else the workload's defaults."""
+        """Return sizes from the options, else the preset, else the workload's defaults."""
         requests, at_once, max_tokens = (
             PRESETS[options.preset]
             if options.preset
@@ -194,7 +194,7 @@ def load(
     *,
     options: LoadOptions = LoadOptions(),
 ) -> None:
-    """Send requests to any server that speaks OpenAI's chat completions or Ollama's chat; report
+    """Send requests to a server with OpenAI's chat completions or Ollama's chat, and report
     latencies and rates.
 
     Answers are streamed. The exit code is 1 if a request failed; with --rate, rejections because of
@@ -224,7 +224,7 @@ def load(
 
 def checked_key(key: str | None) -> str | None:
     if key and not (key.isascii() and key.isprintable()):
-        raise StartupError("the API key holds characters that no HTTP header can")
+        raise StartupError("the API key contains characters that HTTP headers do not allow")
     return key
 
 
@@ -272,7 +272,7 @@ def send(target: Target, tasks: list[Task], options: LoadOptions, size: Size) ->
     if options.rate is not None:
         share = num_measured / max(1, total - size.warmup)  # of requests that begin a conversation
         arrivals = arrival_times(num_measured, options.rate * share, options.arrivals, options.seed)
-    with closing(loading_bar("requests")) as bar:
+    with closing(open_bar("requests")) as bar:
         return run_load(
             target,
             tasks,
@@ -331,8 +331,8 @@ def write_plot(path: Path, reports: dict[str, Report]) -> None:
 
 
 def diff(
-    before: Annotated[Path, Parameter(help="A report that cllm bench load --out has written.")],
-    after: Annotated[Path, Parameter(help="Another one.")],
+    before: Annotated[Path, Parameter(help="A report written by cllm bench load --out.")],
+    after: Annotated[Path, Parameter(help="Another report.")],
     /,
     *,
     pictures: PictureOptions = PictureOptions(),  # noqa: B008  # immutable

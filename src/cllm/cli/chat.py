@@ -9,11 +9,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags
-from cllm.cli.talk import DEFAULTS, Messages, Sampling, Talker, UrlFlag, make_talker, print_stream
+from cllm.cli.talk import Messages, SamplingFlags, Talker, UrlFlag, make_talker, print_stream
 from cllm.errors import CLLMError
 
 HELP = (
-    "Type a message; /new begins a new conversation, /exit or Ctrl-D ends, /help says this; "
+    "Type a message. /new starts a new conversation, /exit or Ctrl-D quits, /help shows this text, "
     "Ctrl-C stops an answer."
 )
 
@@ -24,7 +24,7 @@ def chat(
     *,
     url: UrlFlag = None,
     system: Annotated[str | None, Parameter(help="The system message.")] = None,
-    sampling: Sampling = DEFAULTS,
+    sampling: SamplingFlags | None = None,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
@@ -45,20 +45,21 @@ def chat(
         elif re.fullmatch("/[a-z]+", text):
             print(HELP)
         elif text:
-            turn(talker, messages, text)
+            send_message(talker, messages, text)
 
 
 def read_message(interactive: bool) -> str | None:
-    """The next line, or None at the end."""
+    """Return the next line, or None at the end of the input."""
     try:
         return input("> " if interactive else "").strip()
     except EOFError:
         return None
 
 
-def turn(talker: Talker, messages: Messages, text: str) -> None:
-    """Ask, print the answer and remember both; an answer that was stopped or refused is
-    forgotten.
+def send_message(talker: Talker, messages: Messages, text: str) -> None:
+    """Send the messages with ``text``, print the answer, and append both to ``messages``.
+
+    If the answer is stopped or fails, ``messages`` stays unchanged.
     """
     messages.append({"role": "user", "content": text})
     try:

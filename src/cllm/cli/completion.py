@@ -15,7 +15,7 @@ Shell = Literal["bash", "zsh", "fish", "powershell"]
 def install(
     *,
     shell: Annotated[
-        Shell | None, Parameter(help="The shell. [default: the one that runs this command]")
+        Shell | None, Parameter(help="The shell. [default: the shell that runs this command]")
     ] = None,
 ) -> None:
     """Install the completion script for your shell."""
@@ -24,7 +24,7 @@ def install(
     try:
         path = app.install_completion(shell=shell or detect_shell())
     except ShellDetectionError:
-        raise StartupError("the shell is unknown: name it with --shell") from None
+        raise StartupError("cannot detect the shell; name it with --shell") from None
     except OSError as error:
-        raise StartupError(f"the completion cannot be installed: {error}") from None
-    print(f"{path} is installed; new shells will use it")
+        raise StartupError(f"cannot install the completion script: {error}") from None
+    print(f"Installed {path}. New shells will use it.")

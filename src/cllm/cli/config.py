@@ -1,4 +1,4 @@
-"""``cllm config``: what is set, by whom, and what can be set."""
+"""``cllm config``: shows the effective settings with their sources, and describes all settings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ JsonFlag = Annotated[
 def show(
     *, config: ConfigFlag = None, settings: SettingFlags | None = None, json: JsonFlag = False
 ) -> None:
-    """Print the effective settings and who set each; the lines are themselves a YAML file that
-    --config takes.
+    """Print the effective settings and their sources. The output is a YAML file that --config
+    accepts.
     """
     loaded = settings_from_flags(config, settings)
     print(as_json(loaded) if json else as_lines(loaded))
@@ -50,7 +50,7 @@ def api() -> None:
     """Print the page docs/api.md, which describes all routes and their parameters."""
     from cllm.cli import api_page
 
-    print(api_page.page(), end="")
+    print(api_page.render_page(), end="")
 
 
 def as_json(loaded: Loaded) -> str:
@@ -121,7 +121,7 @@ These keys are accepted in a YAML file, with a note at startup.
 
 
 def page() -> str:
-    """All options as Markdown."""
+    """Return a page about all options, as Markdown."""
     return "\n".join(
         [
             *sections(),

@@ -15,8 +15,8 @@ from cyclopts import Parameter
 
 from cllm import __version__
 from cllm.cli.probe import Probe, probe
-from cllm.models.gguf import size_text
-from cllm.models.memory import available_bytes
+from cllm.models.gguf import format_size
+from cllm.models.memory import measure_available_bytes
 
 # As in pyproject.toml, which an installed package does not have.
 SWITCHES = (
@@ -53,7 +53,7 @@ def doctor(
         bool, Parameter(name="--json", help="Print one JSON object.", negative="")
     ] = False,
 ) -> None:
-    """Check this machine: decode one answer in a child process, and say what was found and how to
+    """Check this machine: generate one answer in a child process, and report the results and how to
     fix a failure.
     """
     found = probe()
@@ -62,15 +62,17 @@ def doctor(
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "cpu": cpu_name(),
-        "memory available": size_text(available_bytes() or 0),
+        "cpu": describe_cpu(),
+        "memory available": format_size(measure_available_bytes() or 0),
         "llama-cpp-python": installed("llama-cpp-python"),
-        "compiled by": found.compiler or "not known",
+        "compiled by": found.compiler or "unknown",
         "compiled with": found.switches or "not recorded",
-        "a better build": better_build(found, cpu_flags()),
-        "llama.cpp uses": found.system or "not known",
+        "a better build": suggest_build(found, read_cpu_flags()),
+        "llama.cpp uses": found.system or "unknown",
         "GPU offload": "built in" if found.gpu_offload else "not built in",
-        "decoding": "works: the built-in model answered right" if found.passed else failure(found),
+        "decoding": "works: the built-in model answered correctly"
+        if found.passed
+        else failure(found),
     }
     if as_json:
         print(json.dumps({**report, "passed": found.passed, "cure": cure(found)}))
@@ -99,35 +101,35 @@ def failure(found: Probe) -> str:
 
 
 def cure(found: Probe) -> str:
-    """Return how to fix a failure, in one line; "" if there is none."""
+    """Return how to fix a failure, in one line, or "" if there was none."""
     if found.passed:
         return ""
     if "No module named" in found.error and "llama_cpp" in found.error:
-        return "llama.cpp is not installed: make serve, or see the README for pip"
+        return "llama.cpp is not installed; run make serve, or see the README for pip"
     if found.died_of in ("SIGSEGV", "SIGILL") or not found.error:
-        return f"this build of llama.cpp is broken for this CPU; build it again: {BUILD}"
+        return f"this build of llama.cpp does not work on this CPU; rebuild it: {BUILD}"
     if "no answer" in found.error:
-        return "the machine is very busy or the build is broken: end other programs and try again"
-    return "see the message above; cllm serve --log.level debug says more"
+        return "the machine is very busy or the build is broken; stop other programs and try again"
+    return "see the message above; cllm serve --log.level debug shows more"
 
 
-def better_build(found: Probe, cpu: set[str]) -> str:
+def suggest_build(found: Probe, cpu: set[str]) -> str:
     """Return what another build of llama.cpp would gain, and how to make it.
 
     ``cpu``: the CPU's flags.
     """
     if not found.system:
-        return "not known"
+        return "unknown"
     used = set(re.findall(r"(\w+) = 1", found.system))
     if unused := [name for flag, name in EXTENSIONS.items() if flag in cpu and name not in used]:
         return (
-            f"this one leaves {', '.join(unused)} of the CPU unused; one that uses them is "
-            f"much faster: {BUILD}"
+            f"this build does not use {', '.join(unused)}, which the CPU supports; a build that "
+            f"does is much faster: {BUILD}"
         )
     if found.compiler.startswith("GCC") and "avx2" in cpu:
         if not found.switches:
             return (
-                f"maybe: the switches of this one are not recorded. With {' '.join(FASTER)}, "
+                f"perhaps: this build does not record its switches. With {' '.join(FASTER)}, "
                 f"{GAIN}: {BUILD}"
             )
         if not all(switch in found.switches.split() for switch in FASTER):
@@ -146,13 +148,13 @@ def cpu_info() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def cpu_flags() -> set[str]:
+def read_cpu_flags() -> set[str]:
     return set(cpu_info().get("flags", "").split())
 
 
-def cpu_name() -> str:
+def describe_cpu() -> str:
     """Return the CPU's name and its widest vector extension, which determines the speed."""
     name = cpu_info().get("model name", platform.processor() or platform.machine())
-    flags = cpu_flags()
+    flags = read_cpu_flags()
     widest = next((text for flag, text in WIDEST.items() if flag in flags), "")
     return f"{name}, {widest}" if widest else name

@@ -12,7 +12,7 @@ from cllm.errors import CLLMError, StartupError
 from cllm.scheduler.trace import MAX_STEPS, Explanation, Step
 
 LOCAL = "http://127.0.0.1:8000"
-MAX_SHOWN = 10  # of those who wait
+MAX_SHOWN = 10  # waiting sequences
 
 
 def explain(
@@ -38,7 +38,7 @@ def explain(
     try:
         explanation = msgspec.json.decode(raw, type=Explanation)
     except msgspec.MsgspecError as error:
-        raise CLLMError(f"the server at {url} is not cLLM: {error}") from None
+        raise CLLMError(f"the server at {url} is not a cLLM server: {error}") from None
     print("\n".join(lines(explanation)))
 
 
@@ -54,9 +54,9 @@ def fetch(url: str, steps: int) -> bytes:
             timeout=30,
         )
     except httpx2.HTTPError as error:
-        raise StartupError(f"no server answers at {url}: {error}") from None
+        raise StartupError(f"cannot connect to {url}: {error}") from None
     if answer.status_code != 200:
-        raise CLLMError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
+        raise CLLMError(f"{url} answered with status {answer.status_code}: {answer.text[:200]}")
     return answer.content
 
 
@@ -73,9 +73,9 @@ def lines(explanation: Explanation) -> list[str]:
     found += [f"  {seq}" for seq in explanation.running]
     found.append(f"Waiting: {explanation.num_waiting}")
     for waiter in explanation.waiting[:MAX_SHOWN]:
-        who = f" {waiter.key}" if waiter.key else ""
+        account = f" {waiter.account}" if waiter.account else ""
         found.append(
-            f"  {waiter.name} {waiter.priority}{who}, {waiter.num_tokens} tokens, "
+            f"  {waiter.name} {waiter.priority}{account}, {waiter.num_tokens} tokens, "
             f"{waiter.status} for "
             f"{waiter.waited:.1f} s: {waiter.reason}"
         )
@@ -95,7 +95,7 @@ def table(steps: list[Step]) -> str:
         "operations",
         "running",
         "waiting",
-        "why not more",
+        "limited by",
     ]
     cells: list[list[Any]] = [
         [

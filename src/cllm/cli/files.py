@@ -1,4 +1,5 @@
-"""What a command writes when it is done. Files are checked before, so that no result is lost."""
+"""Files that a command writes when it has finished. It checks them before, so that no result is
+lost."""
 
 from __future__ import annotations
 
@@ -11,26 +12,29 @@ from cllm.errors import StartupError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises StartupError naming the first that cannot be written; None are skipped."""
+    """Check that files can be written; None is skipped.
+
+    Raises StartupError naming the first file that cannot be written.
+    """
     for path in filter(None, paths):
         if path.is_dir():
-            raise StartupError(f"{path} is a folder; name the file to write")
+            raise StartupError(f"{path} is a folder, not a file")
         if not path.parent.is_dir():
-            raise StartupError(f"{path} cannot be written: there is no folder {path.parent}")
+            raise StartupError(f"cannot write {path}: the folder {path.parent} does not exist")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise StartupError(f"{path} cannot be written")
+            raise StartupError(f"cannot write {path}: permission denied")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Raises StartupError if that cannot be done."""
+    """Write ``content`` to a file. Raises StartupError if that fails."""
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+        raise StartupError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_json(path: Path, value: object) -> None:
-    """Raises StartupError if that cannot be done."""
+    """Write ``value`` to a file as JSON. Raises StartupError if that fails."""
     write_file(path, indented(value) + b"\n")
 
 

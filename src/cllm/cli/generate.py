@@ -10,7 +10,7 @@ import msgspec
 from cyclopts import Parameter
 
 from cllm.cli.settings_flags import ConfigFlag, ModelFlags
-from cllm.cli.talk import DEFAULTS, Sampling, UrlFlag, make_talker, print_stream
+from cllm.cli.talk import SamplingFlags, UrlFlag, make_talker, print_stream
 from cllm.errors import StartupError
 
 
@@ -31,7 +31,7 @@ def generate(
         bool, Parameter(name="--json", help="Print one JSON object at the end.", negative="")
     ] = False,
     url: UrlFlag = None,
-    sampling: Sampling = DEFAULTS,
+    sampling: SamplingFlags | None = None,
     config: ConfigFlag = None,
     settings: ModelFlags | None = None,
 ) -> None:
@@ -39,11 +39,11 @@ def generate(
     it is generated.
     """
     if prompt is not None and stdin:
-        raise StartupError("there are two prompts: drop - or the text")
+        raise StartupError("give the prompt as an argument or with -, not both")
     if prompt is None:
         prompt = sys.stdin.read()
     if not prompt:
-        raise StartupError("there is no prompt: give one, or pipe it in")
+        raise StartupError("the prompt is empty; give one as an argument or on stdin")
     talker = make_talker(url, sampling, config, settings)
     pieces = talker.ask([{"role": "user", "content": prompt}]) if chat else talker.complete(prompt)
     if as_json:

@@ -125,7 +125,7 @@ def unknown_option(error: UnknownOptionError) -> str:
     return f"Unknown option: {word}.{hint}"
 
 
-def end_in_order() -> None:
+def install_signal_handlers() -> None:
     """Make signals that end the process raise SystemExit, so that its child processes and temporary
     files are removed.
 
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, launched: Popen[bytes] | None =
     exited; 128 + n for another signal n.
     """
     if arguments is None:
-        end_in_order()
+        install_signal_handlers()
     try:
         try:
             words = sys.argv[1:] if arguments is None else arguments

@@ -1,4 +1,4 @@
-"""The pictures and HTML pages that a command writes."""
+"""Pictures and HTML pages that a command writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class PictureOptions:
 
 
 def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
-    """Raises StartupError if a file cannot be written, before anything is measured."""
+    """Check the output files before anything is measured.
+
+    Raises StartupError if one cannot be written.
+    """
     if plot is not None or html is not None:
         from cllm.bench.plots import checked_picture
 
@@ -38,7 +41,7 @@ def check_files(out: Path | None, plot: Path | None, html: Path | None) -> None:
 
 
 def write_picture(path: Path, figure: Figure) -> None:
-    """Raises StartupError if the file cannot be written."""
+    """Write ``figure`` in the format of the file's name. Raises StartupError if that fails."""
     from cllm.bench.plots import picture
 
     write_file(path, picture(figure, path.suffix.lower()))

@@ -1,5 +1,5 @@
-"""One question to the built-in model in a process of its own, so that a broken build of llama.cpp
-kills only that.
+"""Asks the built-in model one question in a child process, so that a broken build of llama.cpp
+kills only the child.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ QUESTION, ANSWER = "What is 27 plus 45?", "72"
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of it. compiler and switches: see Compiled.
-    error is "" if the answer came; died_of is the name of the signal that killed the process."""
+    """The result. compiler, switches: see Compiled. error: "" if there was an answer. died_of: the
+    name of the signal that killed the process.
+    """
 
     answer: str = ""
     system: str = ""
@@ -33,7 +34,7 @@ class Probe:
 
 
 def probe() -> Probe:
-    """Ask; never raises for what the child does."""
+    """Run the child process and return its result. Failures of the child raise no exception."""
     command = [sys.executable, "-P", "-m", "cllm.cli.probe"]
     try:
         child = subprocess.run(
@@ -43,7 +44,7 @@ def probe() -> Probe:
         return Probe(error=f"no answer within {TIMEOUT} seconds")
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
-        return Probe(error=f"the process died of {name} while it decoded", died_of=name)
+        return Probe(error=f"the process was killed by {name} while decoding", died_of=name)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines()
         return Probe(error=lines[-1] if lines else f"exit code {child.returncode}")
@@ -51,7 +52,7 @@ def probe() -> Probe:
 
 
 def main() -> None:
-    """The child: load, decode, say so on stdout."""
+    """Run as the child: load the model, answer the question, and print the result on stdout."""
     from cllm.backends.llama_cpp.library import compiled, supports_gpu_offload
     from cllm.core.params import SamplingParams
     from cllm.llm import LLM

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar in a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Protocol
 
-SILENCE = 5.0  # seconds between lines where there is no terminal
-SHORT_SILENCE = 1.0  # when another quarter is done
+SILENCE = 5.0  # seconds between lines without a terminal
+SHORT_SILENCE = 1.0  # seconds, if another quarter has been completed
 
 
 class Bar(Protocol):
@@ -62,9 +62,9 @@ class LineBar:
         pass
 
 
-def loading_bar(text: str, *, announce: bool = False) -> Bar:
-    """A bar that fits where stderr goes; ``announce`` also prints ``text`` at once where no bar can
-    be seen.
+def open_bar(text: str, *, announce: bool = False) -> Bar:
+    """Return a bar for the terminal, or one that prints lines. ``announce``: without a terminal,
+    print ``text`` immediately.
     """
     if sys.stderr.isatty():
         return TerminalBar(text)

@@ -1,4 +1,4 @@
-"""What became of sizes that somebody asked for."""
+"""Messages about settings that do not apply as requested, and about the server's capacity."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
 
 
 def print_notes(loaded: Loaded) -> None:
-    """Say on stderr which of the settings that were given are not taken as they stand."""
+    """Print on stderr the notes about settings that do not apply as written."""
     for note in loaded.notes:
         print("cllm:", note, file=sys.stderr)
 
 
 def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
-    """A line for each size that was given and is not in force, or that the model cannot make good
-    use of.
+    """Yield a line for each requested size that does not apply, or that the model was not trained
+    for.
     """
     num_seqs, context = (
         loaded.settings.scheduler.max_num_seqs,
@@ -27,36 +27,38 @@ def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
     )
     if info.max_num_seqs < num_seqs and loaded.origins[NUM_SEQS] != "default":
         yield (
-            f"{NUM_SEQS} is {info.max_num_seqs} and not {num_seqs}, because the KV cache has "
-            f"room for no more sequences"
-            f" of {info.context_length} tokens: raise kv.max_memory_mb or lower {CONTEXT}"
+            f"{NUM_SEQS} is {info.max_num_seqs} instead of {num_seqs}, because the KV cache has no "
+            f"room for more sequences of {info.context_length} tokens; raise kv.max_memory_mb or "
+            f"lower {CONTEXT}"
         )
     if context is None:
         return
     if info.context_length < context:
-        yield f"{CONTEXT} is {info.context_length} and not {context}: raise kv.max_memory_mb"
+        yield (
+            f"{CONTEXT} is {info.context_length} instead of {context}, because the KV cache has no "
+            f"room for more; raise kv.max_memory_mb"
+        )
     if context > info.trained_context_length > 0:
         yield (
             f"{CONTEXT} is {context}, but the model was trained with "
-            f"{info.trained_context_length} tokens:"
-            " what it says beyond them may be nonsense"
+            f"{info.trained_context_length} tokens; beyond that, its output may be meaningless"
         )
 
 
 def capacity(info: ModelInfo) -> str:
-    """How much it serves at once."""
+    """Return how many sequences the server runs, and of what length."""
     if not info.generates:
         what = "scores" if info.pooling == "rank" else "embeddings"
         return f"{what} of texts of up to {info.max_embedding_tokens} tokens"
     size = info.num_cells * info.kv_bytes_per_token / 1e6
     return (
-        f"{info.max_num_seqs} at a time with up to {info.context_length} tokens each"
+        f"{info.max_num_seqs} sequences at a time, up to {info.context_length} tokens each"
         f" ({info.layout} KV cache, {size:.0f} MB)"
     )
 
 
 def hint(url: str, info: ModelInfo) -> str:
-    """A command to begin with."""
+    """Return a command that tries the server out."""
     route, body = (
         "chat/completions",
         '{"messages": [{"role": "user", "content": "What is 27 plus 45?"}]}',

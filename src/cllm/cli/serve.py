@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cllm.backends.registry import import_loader
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.cli.remarks import capacity, hint, print_notes, remarks
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, SettingFlags, settings_from_flags
 from cllm.engine.settings import engine_params
@@ -31,8 +31,8 @@ def serve(
     settings: SettingFlags | None = None,
     launched: Launched = None,
 ) -> None:
-    """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic, Ollama and cLLM
-    itself.
+    """Serve a model over HTTP until Ctrl-C, with the APIs of OpenAI, Anthropic and Ollama, and
+    cLLM's own.
     """
     loaded = settings_from_flags(config, settings, model)
     tree = loaded.settings
@@ -41,12 +41,12 @@ def serve(
     loader = import_loader(tree.backend.name)
     with hub.stderr_progress() as progress:
         path = loader.resolve(tree.model.path, tree.model.quantization, progress)
-    name = tree.model.name or (catalog.model_name(path) if path else tree.backend.name)
+    name = tree.model.name or (catalog.derive_model_name(path) if path else tree.backend.name)
     params = engine_params(tree, path)
 
     listener = listen(tree.server.host, tree.server.port)
     url = address(listener)
-    bar = loading_bar(f"cllm: loading {name}", announce=True)
+    bar = open_bar(f"cllm: loading {name}", announce=True)
 
     def on_ready(service: Service) -> None:
         bar.close()
@@ -54,7 +54,7 @@ def serve(
         print(f"cLLM serves {service.model_name} at {url}: {capacity(info)}", file=sys.stderr)
         if elsewhere := address_elsewhere(listener):
             print(
-                f"cllm: other machines call {elsewhere}, if they know this machine by that name",
+                f"cllm: other machines can use {elsewhere} if they can resolve that name",
                 file=sys.stderr,
             )
         for line in remarks(loaded, info):

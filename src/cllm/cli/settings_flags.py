@@ -1,13 +1,13 @@
 """The settings as flags of a command: one flag for each option of ``cllm.config``, and short names
 for some.
 
-A command takes them so, and gets only what was typed::
+A command declares them like this, and gets only the flags that were given::
 
     def serve(model: ModelArgument = None, /, *, config: ConfigFlag = None, settings: SettingFlags |
     None = None): ...
 
-Commands that load a model and serve nobody take ModelFlags instead, those that say which model and
-how.
+Commands that load a model without serving it use ModelFlags instead, which name the model and how
+to load it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PANELS = {
 
 
 def flag(option: Option) -> Any:
-    """The option as the type of one flag: its names, help and panel."""
+    """Return the type of an option's flag, with its names, help and panel."""
     names = [option.flag, *([SHORT_NAMES[option.key]] if option.key in SHORT_NAMES else [])]
     help_text = f"{option.help} [default: {show(option.default)}]"
     kind = option.type | None if option.nullable else option.type
@@ -63,14 +63,14 @@ def flag(option: Option) -> Any:
 
 
 def flags(options: Iterable[Option]) -> Any:
-    """The options as the type of an argument."""
-    # A TypedDict may have any string as a key and leaves out what was not given: just what
-    # load_settings takes.
+    """Return the type of an argument that takes the flags of ``options``."""
+    # a TypedDict may have any string as a key and omits flags that were not given, as
+    # load_settings expects
     given: Any = TypedDict("Flags", {option.key: flag(option) for option in options}, total=False)  # type: ignore[misc]
     return Annotated[given, Parameter(name="*")]
 
 
-# The others are about many at once and HTTP, or have a flag of their own there, as --temperature.
+# the other sections concern serving and HTTP, or have other flags there, such as --temperature
 MODEL_SECTIONS = ("model.", "kv.", "backend.")
 SERVED = {"model.name", "model.aliases"}
 
@@ -89,8 +89,7 @@ else:
 def settings_from_flags(
     config: Path | None, flags: Mapping[str, object] | None, model: str | None = None
 ) -> Loaded:
-    """The effective settings of a command, from what it was given and the environment of the
-    process.
+    """Return the effective settings of a command, from its flags and the environment.
 
     model: the positional argument of commands that have one. Raises StartupError.
     """

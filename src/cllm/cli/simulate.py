@@ -20,10 +20,11 @@ from cllm.bench.simulation_report import Limits, SimulationReport, print_report,
 from cllm.bench.synthetic import WORKLOADS, synthesize
 from cllm.cli.files import print_json
 from cllm.cli.options import AboveZero, GoodputLimits, Json, NotNegative, Positive
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.config import Settings
 from cllm.errors import StartupError
 from cllm.observe.trace_file import Entry, read_trace, write_trace
+from cllm.routing.router import Routing
 from cllm.scheduler.step_cost import ROW_OFFSET
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ class ReplayOptions:
     ] = DEFAULTS.scheduler.policy
     replicas: Annotated[int, Parameter(validator=Positive, help="Engines that share the load.")] = 1
     routing: Annotated[
-        Literal["least-loaded", "prefix", "round-robin"],
+        Routing,
         Parameter(
-            help="Which replica gets a request: the one with the fewest requests; the one that "
-            "has seen its longest "
-            "prefix, unless it has more than twice as many requests as the least loaded; or each "
-            "in turn."
+            help="Which replica gets a request. least-loaded: the one with the fewest requests. "
+            "prefix: the one that has seen its longest prefix, unless it has more than twice as "
+            "many requests as the least loaded one. prefix-window: the one that has seen its "
+            "longest prefix, among those that are not full and have at most twice as many "
+            "requests, or 4 more. round-robin: each in turn."
         ),
     ] = "least-loaded"
     max_num_seqs: Annotated[
@@ -99,8 +101,8 @@ class ReplayOptions:
     speculation: Annotated[
         Literal["off", "prompt_lookup"],
         Parameter(
-            help="Speculation; the simulated text repeats itself, so drafts are accepted far too "
-            "often."
+            help="Speculation. The simulated text is repetitive, so far too many draft tokens are "
+            "accepted."
         ),
     ] = "off"
     costs: Annotated[
@@ -143,13 +145,13 @@ def replay(
     """Replay TRACE through the real scheduler in simulated time, and report latencies, throughput
     and fairness.
 
-    "cllm simulate synth" makes traces. The exit code is 1 if a request failed for another reason
-    than its deadline.
+    "cllm simulate synth" makes traces. The exit code is 1 if a request failed for a reason
+    other than its deadline.
     """
     entries = read_trace(trace)
     setup = setup_of(options, entries)
-    if unknown := set(options.key) - {entry.key for entry in entries}:
-        raise StartupError(f'no request of {trace} has the key "{min(unknown)}"')
+    if unknown := set(options.key) - {entry.account for entry in entries}:
+        raise StartupError(f'{trace} contains no request of the account "{min(unknown)}"')
     begun = time.monotonic()
     report = run(trace, entries, setup, options)
     if options.json:
@@ -170,7 +172,7 @@ def run(
 ) -> SimulationReport:
     """Simulate, with progress on stderr."""
     limits = Limits(options.limits.ttft, options.limits.tpot)
-    with closing(loading_bar("simulating")) as bar:
+    with closing(open_bar("simulating")) as bar:
         courses, engines = simulate(
             entries,
             setup,
@@ -241,14 +243,14 @@ def synth(
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a server's scheduler has learned, as it explains it: see scheduler/trace.py."""
+    """The step costs that a server's scheduler has learned: see scheduler/trace.py."""
 
     row_seconds: dict[int, float]
     token_seconds: float | None
 
 
 def read_costs(text: str) -> Costs:
-    """From "step,row,token" in seconds, or from a file. Raises StartupError."""
+    """Read costs from "step,row,token" in seconds, or from a file. Raises StartupError."""
     parts = text.split(",")
     try:
         costs = Costs(*map(float, parts)) if len(parts) == 3 else fit(read_measured(Path(text)))
@@ -257,7 +259,7 @@ def read_costs(text: str) -> Costs:
             f"--costs must be a file or three numbers of seconds (step,row,token), not {text}"
         ) from None
     if not all(0 <= seconds < float("inf") for seconds in msgspec.structs.astuple(costs)):
-        raise StartupError(f"--costs {text}: seconds must be numbers from 0")
+        raise StartupError(f"--costs {text}: seconds must be finite numbers from 0")
     return costs
 
 
@@ -265,7 +267,7 @@ def read_measured(path: Path) -> Measured:
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=Measured)
     except OSError as error:
-        raise StartupError(f"--costs {path} cannot be read: {error.strerror}") from None
+        raise StartupError(f"cannot read --costs {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"--costs {path}: {str(error).replace('$.', '')}") from None
     for name in ("row_seconds", "token_seconds"):
@@ -277,7 +279,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def fit(measured: Measured) -> Costs:
-    """The line step + row * n that is nearest to what was measured, without parts below 0."""
+    """Return the line step + row * n that fits the measurements best, without negative parts."""
     rows = np.array([*measured.row_seconds], np.float64)
     seconds = np.array([*measured.row_seconds.values()], np.float64)
     if len(rows) == 1:  # as the scheduler assumes

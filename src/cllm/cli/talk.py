@@ -1,5 +1,5 @@
-"""Whom ``cllm chat`` and ``cllm generate`` talk to: a running server, or a model in this
-process.
+"""Where ``cllm chat`` and ``cllm generate`` get their answers: from a running server, or from a
+model in this process.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypedDict
 
 import msgspec
 from cyclopts import Parameter
 
-from cllm.cli.progress import loading_bar
+from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remarks
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.config import OPTIONS
 from cllm.config_sources import Loaded
-from cllm.core.params import SamplingParams
+from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.errors import CLLMError, StartupError
 
 Messages = list[dict[str, Any]]
@@ -29,40 +28,29 @@ UrlFlag = Annotated[
     str | None, Parameter(help="A running server, e.g. http://127.0.0.1:8000. [env: CLLM_URL]")
 ]
 
-CONTINUATION = 256  # tokens, because a continued text may never end by itself
+CONTINUATION = 256  # tokens; without a limit, a continued text might never end
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. None means the default of the model or the server."""
+def sampling_flags() -> Any:
+    """Return the type of an argument with sampling parameters: those of the configuration, and the
+    seed.
 
-    max_tokens: Annotated[int | None, Parameter(help="Largest number of tokens in an answer.")] = (
-        None
-    )
-    temperature: Annotated[
-        float | None,
-        Parameter(help="0 always takes the most probable token; higher values vary more."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Parameter(help="Sample from the most probable tokens up to this total probability."),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        Parameter(help="Sample from this many of the most probable tokens; 0 means all."),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        Parameter(help="Drop tokens with less than this share of the best token's probability."),
-    ] = None
-    seed: Annotated[int | None, Parameter(help="The same seed gives the same text.")] = None
-
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
+    It contains only the given ones. The model or the server chooses the others.
+    """
+    limit = Annotated[int, Parameter(help="Largest number of tokens in an answer.")]
+    flags = {
+        name: Annotated[parameter.type, Parameter(help=parameter.help)]
+        for name, parameter in PARAMETERS.items()
+        if parameter.default is not None or name == "seed"
+    }
+    given: Any = TypedDict("SamplingFlags", {"max_tokens": limit, **flags}, total=False)  # type: ignore[misc]
+    return Annotated[given, Parameter(name="*")]
 
 
-DEFAULTS = Sampling()
+if TYPE_CHECKING:
+    SamplingFlags = dict[str, Any]
+else:
+    SamplingFlags = sampling_flags()
 
 
 class Answer(msgspec.Struct):
@@ -77,17 +65,17 @@ class Talker(Protocol):
     last: Answer
 
     def ask(self, messages: Messages) -> Iterator[str]:
-        """The pieces of the next assistant message."""
+        """Yield the pieces of the next assistant message."""
         ...
 
     def complete(self, prompt: str) -> Iterator[str]:
-        """The pieces of a continuation."""
+        """Yield the pieces of a continuation."""
         ...
 
 
 def make_talker(
     url: str | None,
-    sampling: Sampling,
+    sampling: Mapping[str, Any] | None,
     config: Path | None,
     settings: Mapping[str, object] | None,
     model: str | None = None,
@@ -95,16 +83,17 @@ def make_talker(
     """Return a client of the server at ``url`` (or at CLLM_URL if no model is named), or load a
     model here.
 
-    config, settings, model: as in ``settings_from_flags``. Raises StartupError.
+    sampling: the sampling parameters that were given. config, settings, model: as in
+    ``settings_from_flags``. Raises StartupError.
     """
+    sampling = sampling or {}
     of_a_model = [OPTIONS[key].flag for key in settings or {}]
     of_a_model += [
         word for word, given in ((f"the model {model}", model), ("--config", config)) if given
     ]
     if url and of_a_model:
         raise StartupError(
-            f"--url asks a running server, which has loaded its model: drop --url or "
-            f"{of_a_model[0]}"
+            f"--url uses the model of a running server; remove --url or {of_a_model[0]}"
         )
     if not of_a_model:
         url = url or os.environ.get("CLLM_URL")
@@ -118,16 +107,16 @@ def make_talker(
 class Local:
     """A model in this process."""
 
-    def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
+    def __init__(self, loaded: Loaded, sampling: Mapping[str, Any]) -> None:
         """Load the model, with a progress bar on stderr. Raises StartupError."""
         from cllm.llm import LLM
 
         print_notes(loaded)
         settings = loaded.settings
         self._params = SamplingParams(
-            **{**settings.sampling.model_dump(exclude_none=True), **sampling.given()}
+            **{**settings.sampling.model_dump(exclude_none=True), **sampling}
         )
-        with closing(loading_bar("loading the model")) as bar:
+        with closing(open_bar("loading the model")) as bar:
             self._llm = LLM.from_settings(settings, bar.update)
         for line in remarks(loaded, self._llm.info):
             print("cllm:", line, file=sys.stderr)
@@ -151,24 +140,24 @@ class Local:
 
 
 class Remote:
-    """A server that speaks OpenAI's API."""
+    """A server with OpenAI's API."""
 
-    def __init__(self, url: str, sampling: Sampling) -> None:
-        """Raises StartupError if no such server answers there."""
+    def __init__(self, url: str, sampling: Mapping[str, Any]) -> None:
+        """Connect to the server. Raises StartupError if it does not answer or has another API."""
         import httpx2
 
         key = os.environ.get("CLLM_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx2.Client(base_url=server_url(url), headers=headers, timeout=600)
-        self._sampling = sampling.given()
+        self._sampling = sampling
         self.last = Answer()
         try:
             status = self._client.get("/v1/models", timeout=10).status_code
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise StartupError(f"no server answers at {url}: {error}") from None
+            raise StartupError(f"cannot connect to {url}: {error}") from None
         if status != 200:
             raise StartupError(
-                f"the server at {url} does not speak OpenAI's API: it answers {status} to "
+                f"the server at {url} does not support OpenAI's API: it answered {status} to "
                 f"/v1/models"
             )
 
@@ -188,9 +177,9 @@ class Remote:
         try:
             yield from self._chunks(path, content)
         except httpx2.HTTPError as error:
-            raise CLLMError(f"the connection to the server broke: {error}") from None
+            raise CLLMError(f"lost the connection to the server: {error}") from None
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise CLLMError("the server's answer is not one of OpenAI's API") from None
+            raise CLLMError("the server's answer does not follow OpenAI's API") from None
 
     def _chunks(self, path: str, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.last = Answer()

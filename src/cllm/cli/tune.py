@@ -39,24 +39,24 @@ from cllm.bench.tune import (
     starting_choice,
     works,
 )
-from cllm.bench.tuning_report import Report, in_words, print_report, yaml_text
-from cllm.cli.doctor import cpu_name
+from cllm.bench.tuning_report import Report, format_yaml, in_words, print_report
+from cllm.cli.doctor import describe_cpu
 from cllm.cli.files import check_writable, print_json, write_file
-from cllm.cli.progress import Bar, loading_bar
+from cllm.cli.progress import Bar, open_bar
 from cllm.cli.remarks import print_notes
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
 from cllm.config import Settings
 from cllm.config_sources import Loaded
-from cllm.engine.build import build_vocabulary, fitted
+from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
 from cllm.errors import StartupError
 from cllm.models import catalog, hub
-from cllm.models.gguf import GgufHeader, check_kv_type, read_header, size_text
+from cllm.models.gguf import GgufHeader, check_kv_type, format_size, read_header
 
 if TYPE_CHECKING:
     from cllm.bench.measure import Speeds, Work
-MAX_TEXT_TOKENS = 1024  # whose logits lie in a file, some 600 KB each for a large vocabulary
+MAX_TEXT_TOKENS = 1024  # their logits are in a file, some 600 KB each for a large vocabulary
 
 
 @Parameter(name="*")
@@ -65,7 +65,8 @@ class TuneOptions:
     minutes: Annotated[
         float,
         Parameter(
-            validator=Number(gt=0), help="Approximate time to measure; more is more certain."
+            validator=Number(gt=0),
+            help="Approximate duration of the measurements; longer ones are more precise.",
         ),
     ] = 4.0
     out: Annotated[
@@ -77,16 +78,14 @@ class TuneOptions:
         Parameter(
             negative="",
             help="Also try other quantizations of the output head and the body, and compare "
-            "speed and quality. This "
-            "writes about ten temporary copies of the model.",
+            "speed and quality. This writes about ten temporary copies of the model.",
         ),
     ] = False
     text: Annotated[
         Path | None,
         Parameter(
-            help="A UTF-8 text for measuring quality, at best like those of your users; up to "
-            "1024 tokens of it are "
-            "read. [default: a page of English]",
+            help="A UTF-8 text for measuring quality, preferably similar to your users' texts. Up "
+            "to 1024 tokens of it are used. [default: a page of English]",
             show_default=False,
         ),
     ] = None
@@ -122,9 +121,9 @@ def tune(
     """Find the settings that make a model fastest on this machine, and write them as YAML for cllm
     serve --config.
 
-    Threads, the size of a pass, layout and type of the KV cache are measured in turn, each
-    candidate in a child process against the present value; what is not faster by more than the
-    noise stays as it is. The report goes to stderr. Keep the machine quiet meanwhile.
+    Threads, the size of a pass, and layout and type of the KV cache are measured in turn, each
+    candidate in a child process against the current value. A candidate is chosen only if it is
+    faster by more than the noise. The report goes to stderr. Keep the machine idle meanwhile.
     """
     begun = time.monotonic()
     loaded = settings_from_flags(config, settings, model)
@@ -151,29 +150,29 @@ class Subject(NamedTuple):
 
 
 def find_subject(settings: Settings, options: TuneOptions) -> Subject:
-    """Raises StartupError if the model or the text cannot be used."""
+    """Find the model and read the text. Raises StartupError if one of them cannot be used."""
     words = TEXT if options.text is None else read_text(options.text)
     with hub.stderr_progress() as progress:
         path = catalog.resolve(settings.model.path, settings.model.quantization, progress)
-    params, header = fitted(engine_params(settings, path, check_tokens=True)), read_header(path)
+    params, header = fit_memory(engine_params(settings, path, check_tokens=True)), read_header(path)
     tokens = build_vocabulary(params).tokenize(words, add_special=True, parse_special=False)
     if len(tokens) < 2:
-        raise StartupError(f"{options.text} is too short to judge quality by")
+        raise StartupError(f"--text {options.text} is too short to measure quality")
     if options.requantize and header.split_count > 1:
         raise StartupError(
-            f"--requantize needs the model in one file; this one has {header.split_count}"
+            f"--requantize needs the model in one file; this one is split into {header.split_count}"
         )
     return Subject(path, header, params, tokens[:MAX_TEXT_TOKENS])
 
 
 def measure(subject: Subject, form: Form | None, options: TuneOptions) -> Tuning:
-    """Measure the settings and, if that is wanted, other forms of the model: ``form``, or those
+    """Measure the settings and, with --requantize, other forms of the model: ``form``, or those
     worth trying.
     """
     with (
         workplace(bytes_needed(subject, form) if options.requantize else 0) as folder,
         Bench() as bench,
-        closing(loading_bar(f"cllm: measuring {subject.path.name}")) as bar,
+        closing(open_bar(f"cllm: measuring {subject.path.name}")) as bar,
     ):
         tuning = Tuning(bench, bar, subject, folder, options.minutes * 60)
         tuning.tune()
@@ -183,7 +182,7 @@ def measure(subject: Subject, form: Form | None, options: TuneOptions) -> Tuning
 
 
 class Tuning:
-    """What is measured, and how far it is."""
+    """The measurements and their progress."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class Tuning:
         changes = [f"{key} {value}" for key, value in choice.items() if value != self.start[key]]
         self.bar.update(
             min(1.0, (time.monotonic() - self.begun) / self.seconds),
-            ", ".join(changes) or "as it is",
+            ", ".join(changes) or "current settings",
         )
         try:
             check_kv_type(self.subject.header, choice[KV_TYPE])
@@ -214,13 +213,13 @@ class Tuning:
         return self.bench.measure(applied(self.params, choice), work)
 
     def tune(self) -> None:
-        """Raises StartupError if the model cannot be measured as it is."""
+        """Measure the settings. Raises StartupError if the unchanged model cannot be measured."""
         try:
             self.works = works(
                 lambda work: self.measure(self.start, work), self.params.max_num_seqs, self.seconds
             )
         except CandidateError as error:
-            raise StartupError(f"the model cannot be measured: {error}") from None
+            raise StartupError(f"cannot measure the model: {error}") from None
         cores = os.cpu_count() or 1
         tries = knobs(self.start, self.works, cores, self.params.max_num_batched_tokens)
         left = self.seconds - (time.monotonic() - self.begun)
@@ -229,7 +228,9 @@ class Tuning:
         )
 
     def refuse(self, key: str, choice: Choice) -> str:
-        """Cells of another type must not change the answers much."""
+        """Return why ``choice`` must not be taken, or "". Another KV type must not change answers
+        much.
+        """
         if key != KV_TYPE:
             return ""
         logits = self.folder / "logits"
@@ -237,14 +238,14 @@ class Tuning:
             self.bench.write_logits(applied(self.params, self.start), self.tokens, logits)
             quality = self.bench.quality(applied(self.params, choice), self.tokens, logits)
         except CandidateError as error:
-            return f"its quality cannot be measured: {error}"
+            return f"cannot measure its quality: {error}"
         self.kv_quality[str(choice[key])] = quality
         return (
             "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
         )
 
     def requantize(self, form: Form | None) -> None:
-        """Measure ``form``, or those worth trying, with the settings that were chosen."""
+        """Measure ``form``, or those worth trying, with the chosen settings."""
         params = applied(self.params, self.start | self.tuned.recommended)
         figures, forms = final_figures(self.works), None if form is None else [form]
 
@@ -260,8 +261,8 @@ class Tuning:
         header, forms = self.subject.header, self.forms
         best = best_of(forms or [])
         return Report(
-            model=catalog.model_name(self.subject.path),
-            cpu=cpu_name(),
+            model=catalog.derive_model_name(self.subject.path),
+            cpu=describe_cpu(),
             cores=os.cpu_count() or 1,
             seconds=round(seconds, 1),
             settings=self.tuned,
@@ -274,7 +275,7 @@ class Tuning:
 
 
 def bytes_needed(subject: Subject, form: Form | None) -> int:
-    """For a candidate and the original's logits."""
+    """Return the disk space for a candidate and the original's logits, in bytes."""
     header = subject.header
     candidate = SIZE_LIMIT * header.tensor_bytes if form is None else estimated_bytes(form, header)
     return int(candidate) + 4 * len(subject.tokens) * header.array_lengths.get(
@@ -286,7 +287,7 @@ def bytes_needed(subject: Subject, form: Form | None) -> int:
 
 
 def check_options(options: TuneOptions) -> None:
-    """Mistakes that need not wait for minutes."""
+    """Check the options before measuring. Raises StartupError."""
     write = options.write
     if write and not options.requantize:
         raise StartupError("--write needs --requantize")
@@ -294,21 +295,21 @@ def check_options(options: TuneOptions) -> None:
         raise StartupError("--write-as needs --write")
     check_writable(options.out, write)
     if write and write.exists():
-        raise StartupError(f"{write} exists; name another file")
+        raise StartupError(f"{write} already exists; name another file")
 
 
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise StartupError(f"--text {path} cannot be read: {error.strerror}") from None
+        raise StartupError(f"cannot read --text {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise StartupError(f"--text {path} is not UTF-8") from None
 
 
 def show(report: Report, loaded: Loaded, options: TuneOptions) -> None:
     """Print the report, and print or write the YAML."""
-    yaml, out = yaml_text(loaded, report), options.out
+    yaml, out = format_yaml(loaded, report), options.out
     print_report(report)
     if out is not None:
         write_file(out, yaml.encode())
@@ -325,18 +326,21 @@ def chosen_form(forms: list[Requantized] | None, header: GgufHeader) -> Form | N
 
 
 def write_copy(source: Path, target: Path, form: Form | None) -> None:
-    """Write the copy whole or not at all. Exits if there is no form worth writing."""
+    """Write the copy completely or not at all. Exits with 1 if no form is worth writing."""
     if form is None:
-        print("cllm: no form is faster at little cost, so no copy was written", file=sys.stderr)
+        print(
+            "cllm: no quantization is faster with little loss of quality, so no copy was written",
+            file=sys.stderr,
+        )
         sys.exit(1)
     try:
         with (
-            closing(loading_bar(f"cllm: writing {target.name}")) as bar,
+            closing(open_bar(f"cllm: writing {target.name}")) as bar,
             tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder,
         ):
             copy = Path(folder) / "copy.gguf"
             write_form(source, copy, form, bar.update)
             copy.replace(target)
     except OSError as error:
-        raise StartupError(f"{target} cannot be written: {error.strerror}") from None
-    print(f"{target}: {form}, {size_text(target.stat().st_size)}", file=sys.stderr)
+        raise StartupError(f"cannot write {target}: {error.strerror}") from None
+    print(f"{target}: {form}, {format_size(target.stat().st_size)}", file=sys.stderr)

@@ -21,9 +21,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     generates: False for a model that only embeds. embedding_size: dimensions of an embedding, 0
     without embeddings. pooling: how token embeddings become one vector: "mean", "last", "cls" (the
     first), or "rank" (one number, the relevance of a document to a query, both in one text).
-    max_embedding_tokens: maximum length of one text. embedding_bite: maximum tokens in one call of
-    ``embed``. If embeds_whole, texts must not be split, and a longer text is allowed if it is the
-    only one in the call.
+    max_embedding_tokens: maximum length of one text. max_embedding_batch_tokens: maximum tokens in
+    one call of ``embed``. If embeds_whole, texts must not be split, and a longer text is allowed if
+    it is the only one in the call.
     """
 
     name: str
@@ -54,5 +54,5 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embedding_size: int = 0
     pooling: str = "mean"
     max_embedding_tokens: int = 0
-    embedding_bite: int = 64
+    max_embedding_batch_tokens: int = 64
     embeds_whole: bool = False

@@ -55,7 +55,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[Logprobs] | None = None
 
 
-class Embedded(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class EmbeddingOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """The next embeddings of one request, in the order of its texts, as little-endian float32
     bytes.
 
@@ -73,7 +73,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
 
     waiting_seconds: estimated time until all waiting sequences are served. prompt_token_seconds:
     expected time per prompt token, averaged over computed and cached tokens (cached ones take
-    none). step_seconds: time of a step with the present sequences. place_seconds: estimated time
+    none). step_seconds: time of a step with the present sequences. slot_seconds: estimated time
     from one freed seq_id to the next while all are taken, 0 if unknown.
     """
 
@@ -96,9 +96,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_token_seconds: float = 0.0
     step_seconds: float = 0.0
     num_embedding_tokens: int = 0
-    place_seconds: float = 0.0
+    slot_seconds: float = 0.0
 
-    def plus_totals(self, earlier: Stats) -> Stats:
+    def add_totals(self, earlier: Stats) -> Stats:
         """Return these stats with the TOTALS of ``earlier`` added."""
         totals = {field: getattr(self, field) + getattr(earlier, field) for field in TOTALS}
         return msgspec.structs.replace(self, **totals)

@@ -22,16 +22,16 @@ class Priority(enum.IntEnum):
 class Request(msgspec.Struct, frozen=True):
     """One prompt and how to continue it; it becomes ``params.n`` sequences.
 
-    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. key: the
-    account; accounts within one priority class are served fairly. queue_timeout and deadline:
-    seconds from arrival within which the request must start and finish. cache_salt: requests share
-    cached prefixes only if their salts are equal.
+    prompt: token ids that have passed ``check_prompt``. request_id: unique, never reused. account:
+    the name of its account; accounts within one priority class are served fairly. queue_timeout and
+    deadline: seconds from arrival within which the request must start and finish. cache_salt:
+    requests share cached prefixes only if their salts are equal.
     """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
-    key: str = ""
+    account: str = ""
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
     queue_timeout: float | None = None
@@ -42,18 +42,18 @@ class Request(msgspec.Struct, frozen=True):
 
         So it can be computed again with the same text, also by another engine.
         """
-        if self.params.greedy or self.params.seed is not None:
+        if self.params.is_greedy or self.params.seed is not None:
             return self
-        params = msgspec.structs.replace(self.params, seed=secrets.randbits(63))
+        params = self.params.replace_unchecked(seed=secrets.randbits(63))
         return msgspec.structs.replace(self, params=params)
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """Texts to embed, as checked token ids; one embedding for each. key: as in Request."""
+    """Texts to embed, as checked token ids; one embedding for each. account: as in Request."""
 
     request_id: str
     texts: list[list[int]]
-    key: str = ""
+    account: str = ""
     priority: Priority = Priority.NORMAL
 
 

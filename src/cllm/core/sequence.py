@@ -26,7 +26,7 @@ class Matcher(Protocol):
     """The state of a sequence in its grammar; see sampling/grammar.py."""
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """True if only the end may follow."""
         ...
 
@@ -34,7 +34,7 @@ class Matcher(Protocol):
         """Advance by ``token``, the next one of the sequence."""
         ...
 
-    def take_back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         """Undo the last ``count`` calls of ``consume``."""
         ...
 
@@ -42,7 +42,7 @@ class Matcher(Protocol):
         """Return whether ``token`` may come next. This takes microseconds."""
         ...
 
-    def allowed(self) -> npt.NDArray[np.uint8] | None:
+    def compute_mask(self) -> npt.NDArray[np.uint8] | None:
         """Return one bit per token, lowest bit of each byte first, or None if no token may follow.
 
         End tokens are allowed where the text may end.
@@ -65,6 +65,7 @@ class Sequence:
         "__weakref__",
         "_array",
         "arrived",
+        "effective_priority",
         "expires",
         "index",
         "is_plain",
@@ -83,16 +84,15 @@ class Sequence:
         "status",
         "token_counts",
         "tokens",
-        "urgency",
     )
 
     def __init__(self, request: Request, index: int, seed: int, context_length: int) -> None:
         """``seed`` has 64 bits; ``context_length`` limits prompt and output together, in tokens.
 
         The engine sets ``matcher`` if the request has a grammar. The scheduler sets ``arrived`` and
-        ``expires`` (in seconds of its clock), ``order`` (grows with each arrival), ``work`` (tokens
-        that were not cached on arrival) and ``urgency`` (the class in which the sequence is served
-        once it runs).
+        ``expires`` (in seconds of its clock), ``order`` (grows with each arrival),
+        ``num_uncached_tokens`` (on arrival) and ``effective_priority`` (the class in which it is
+        served once it runs).
         """
         self.request = request
         self.index = index
@@ -108,7 +108,7 @@ class Sequence:
         self.expires: float | None = None
         self.order = 0
         self.num_uncached_tokens = 0
-        self.urgency: int = request.priority
+        self.effective_priority: int = request.priority
         self.status = Status.WAITING
         self.is_plain = request.params.is_plain  # looked up with every token
         # prompt tokens whose logprobs have not been reported yet; they must be computed even if
@@ -120,7 +120,9 @@ class Sequence:
         if request.params.max_tokens is not None:
             self.limit = min(context_length, self.num_prompt_tokens + request.params.max_tokens)
         # token -> [times in the prompt, times in the output]; None without penalties
-        self.token_counts: dict[int, list[int]] | None = {} if request.params.penalized else None
+        self.token_counts: dict[int, list[int]] | None = (
+            {} if request.params.has_penalties else None
+        )
         if self.token_counts is not None:
             for token in request.prompt:
                 self.token_counts.setdefault(token, [0, 0])[0] += 1
@@ -180,11 +182,11 @@ class Sequence:
             return FinishReason.STOP, False
         if token in params.stop_token_ids:
             return FinishReason.STOP, False
-        if matcher is not None and matcher.stopped:
+        if matcher is not None and matcher.is_stopped:
             return FinishReason.STOP, True
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else "", True
 
-    def end_output(self, reason: FinishReason) -> TokenOutput:
+    def make_end_output(self, reason: FinishReason) -> TokenOutput:
         """Return an output without a token that says that the sequence ended for ``reason``."""
         return TokenOutput(self.request.request_id, self.index, NO_TOKEN, reason, False)
 

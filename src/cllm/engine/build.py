@@ -16,22 +16,22 @@ from cllm.engine.draft_model import DraftModel
 from cllm.engine.embeddings import Embeddings
 from cllm.engine.engine import Engine
 from cllm.engine.grammars import Grammars
-from cllm.engine.layout import LayoutChange, layout_of
+from cllm.engine.layout import LayoutChange, make_layout
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
 from cllm.kv_cache.layouts import LayoutChooser
 from cllm.kv_cache.ledger import Ledger
 from cllm.kv_cache.tiers import Tiers
-from cllm.models.memory import kv_budget, ram_cache_budget
+from cllm.models.memory import compute_kv_budget, compute_ram_cache_budget
 from cllm.sampling.pipeline import Sampler
 from cllm.scheduler.policy import make_policy
 from cllm.scheduler.scheduler import Scheduler, SchedulerParams
 from cllm.scheduler.speculation import PromptLookup, Speculation
 
-MAX_DRAFTED_SEQS = 4  # a draft model is worth its time only while few sequences run
+MAX_DRAFTED_SEQS = 4  # a draft model saves time only while few sequences run
 
 
-def fitted(params: EngineParams) -> EngineParams:
+def fit_memory(params: EngineParams) -> EngineParams:
     """Return ``params`` with kv_memory and ram_cache_bytes set to a share of the machine's memory
     if they are not set.
 
@@ -41,12 +41,12 @@ def fitted(params: EngineParams) -> EngineParams:
     if not params.weight_bytes:
         return params
     weights, on_gpu = params.weight_bytes, import_loader(params.backend).uses_gpu(params)
-    kv_memory = kv_budget(
+    kv_memory = compute_kv_budget(
         weights, params.kv_bytes_per_token, params.kv_memory, params.context_length, on_gpu=on_gpu
     )
     ram_cache = params.ram_cache_bytes
     if ram_cache is None:
-        ram_cache = ram_cache_budget(weights, kv_memory)
+        ram_cache = compute_ram_cache_budget(weights, kv_memory)
     return msgspec.structs.replace(
         params, weight_bytes=0, kv_memory=kv_memory, ram_cache_bytes=ram_cache
     )
@@ -72,9 +72,11 @@ def build_engine(
         info.state_bytes_per_token,
         info.state_bytes,
     )
-    ledger = Ledger(info.num_cells, info.context_length, info.max_num_seqs, layout_of(info), tiers)
+    kv_cache = Ledger(
+        info.num_cells, info.context_length, info.max_num_seqs, make_layout(info), tiers
+    )
     scheduler = Scheduler(
-        ledger,
+        kv_cache,
         SchedulerParams(
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_samples=info.max_num_samples,
@@ -128,9 +130,7 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     draft tokens.
     """
     if not params.draft_path:
-        raise StartupError(
-            "scheduler.speculation is draft_model, but model.draft_path names no model"
-        )
+        raise StartupError("scheduler.speculation is draft_model, but model.draft_path is not set")
     draft_params = msgspec.structs.replace(
         params,
         path=params.draft_path,
@@ -144,12 +144,12 @@ def build_draft_model(params: EngineParams, info: ModelInfo) -> DraftModel:
     backend = build_backend(draft_params)
     if build_vocabulary(params).pieces != backend.vocabulary.pieces:
         raise StartupError(
-            f"model.draft_path: {params.draft_path} has another vocabulary than the model"
+            f"model.draft_path: {params.draft_path} must have the same vocabulary as the model"
         )
     if not backend.info.can_trim:
         raise StartupError(
-            f"model.draft_path: {params.draft_path} cannot take wrong guesses back (recurrent "
-            f"state)"
+            f"model.draft_path: {params.draft_path} cannot undo rejected draft tokens "
+            f"(recurrent state)"
         )
     return DraftModel(backend)
 

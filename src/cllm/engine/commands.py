@@ -30,7 +30,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
     index: int | None = None
 
-    def means(self, seq: Sequence) -> bool:
+    def applies_to(self, seq: Sequence) -> bool:
         return seq.request.request_id == self.request_id and self.index in (None, seq.index)
 
 

@@ -14,12 +14,12 @@ import os
 import queue
 import struct
 import threading
-import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,8 +37,7 @@ LENGTH = struct.Struct("<I")
 MAX_HEAD = 1 << 26
 PIECE = 1 << 24  # bytes that one thread reads at a time
 READERS = 4
-LEFT_OVER = 3600.0  # seconds after which a temporary file counts as abandoned
-MAX_PENDING = 1 << 30  # bytes that wait to be written; further snapshots are not written
+MAX_PENDING = 1 << 30  # bytes waiting to be written; snapshots beyond this limit are not written
 SUFFIX = ".kv"
 # seconds that a closing engine spends on saving prefixes, and again on writing them
 LAST_SAVES = 1.5
@@ -59,7 +58,10 @@ class Head(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
+    """``succeeded``: whether the file is complete."""
+
     key: int
+    succeeded: bool = True
 
 
 class Read(msgspec.Struct):
@@ -79,7 +81,8 @@ class File(NamedTuple):
 class DiskCache:
     """The files in one folder that belong to one model.
 
-    Fetch the thread's results with ``results``.
+    Fetch the thread's results with ``results``, then name the files to keep with ``keep``: a file
+    is in the folder while its snapshot is kept or being written.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -87,6 +90,7 @@ class DiskCache:
         self._folder = folder
         self._fingerprint = fingerprint
         self._files: dict[int, File] = {}
+        self._writing: set[int] = set()  # keys whose Written was not fetched yet
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
         self._num_accepted_bytes = 0  # accepted for writing; changed only by the caller's thread
@@ -94,9 +98,8 @@ class DiskCache:
         self._num_finished_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left_over in folder.glob("*.tmp"):
-                if time.time() - left_over.stat().st_mtime > LEFT_OVER:
-                    left_over.unlink()
+            for temporary in folder.glob("*.tmp"):
+                delete_abandoned(temporary)
             probe = folder / f"probe.{os.getpid()}.tmp"
             probe.touch()
             probe.unlink()
@@ -107,7 +110,10 @@ class DiskCache:
         threading.Thread(target=self._work, daemon=True).start()
 
     def find(self) -> list[tuple[File, Tokens, str]]:
-        """Return (file, tokens, salt) for each file of this model, least recently used first."""
+        """Return (file, tokens, salt) for each file of this model, least recently used first.
+
+        Deletes files of this model that are damaged.
+        """
         found = []
         with contextlib.suppress(OSError):
             paths = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
@@ -117,13 +123,14 @@ class DiskCache:
                     named = path.stem == self._name(
                         head.tokens, head.salt
                     )  # else the tokens do not belong to the state
-                    if (
-                        head.fingerprint == self._fingerprint
-                        and named
-                        and file.seek(0, os.SEEK_END) >= head.size
-                    ):
+                    if head.fingerprint != self._fingerprint:
+                        continue
+                    size = file.tell() + head.size
+                    if named and file.seek(0, os.SEEK_END) == size:
                         tokens = np.frombuffer(head.tokens, "<i4").astype(np.int32)
                         found.append((File(path, head.size), tokens, head.salt))
+                    else:
+                        path.unlink()
         return found
 
     def _name(self, tokens: bytes, salt: str) -> str:
@@ -151,28 +158,27 @@ class DiskCache:
         raw = tokens.astype("<i4").tobytes()
         path = self._folder / f"{self._name(raw, salt)}{SUFFIX}"
         self._files[key] = File(path, len(data))
-        self._jobs.put(lambda: self._write(key, path, raw, data, salt))
+        self._writing.add(key)
+        self._jobs.put(lambda: Written(key, self._write(path, raw, data, salt)))
 
-    def _write(
-        self, key: int, path: Path, tokens: bytes, data: memoryview, salt: str
-    ) -> Written | None:
+    def _write(self, path: Path, tokens: bytes, data: memoryview, salt: str) -> bool:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             head = msgspec.msgpack.encode(
                 Head(self._fingerprint, tokens, len(data), checksums(data), salt)
             )
             with temporary.open("wb") as file:
+                lock(file)
                 file.write(MAGIC + LENGTH.pack(len(head)) + head)
                 file.write(data)
             temporary.replace(path)
-        except OSError as error:
-            log.warning("a prefix could not be written to %s: %s", self._folder, error.strerror)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            return None
+        except Exception as error:  # noqa: BLE001  # whatever it is, the caller forgets the file
+            log.warning("cannot write a prefix to %s: %s", self._folder, error)
+            delete(temporary)
+            return False
         finally:
             self._num_finished_bytes += len(data)
-        return Written(key)
+        return True
 
     def read(self, key: int, into: memoryview) -> None:
         """Start reading the snapshot ``key``; ``into`` must have its size."""
@@ -200,24 +206,22 @@ class DiskCache:
             os.utime(path)
         except Exception as error:  # noqa: BLE001  # whatever it is, sequences wait for the result
             log.warning("%s is not used: %s", path.name, error)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            delete(path)
             return False
         return True
 
-    def delete(self, key: int) -> None:
-        """Start deleting the file of ``key``, unless the same tokens were saved again under another
-        key.
+    def keep(self, keys: KeysView[int]) -> None:
+        """Start deleting the files of all snapshots that are neither in ``keys`` nor being written.
+
+        A file stays if the same tokens were saved again under another key. Cheap if there is
+        nothing to delete.
         """
-        path = self._files.pop(key).path
-        if any(file.path == path for file in self._files.values()):
+        if len(self._files) == len(keys) + len(self._writing):
             return
-
-        def job() -> None:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-        self._jobs.put(job)
+        for key in self._files.keys() - keys - self._writing:
+            path = self._files.pop(key).path
+            if all(file.path != path for file in self._files.values()):
+                self._jobs.put(partial(delete, path))
 
     def _work(self) -> None:
         while True:
@@ -230,12 +234,14 @@ class DiskCache:
         """Return the thread's results since the last call; wait up to ``wait`` seconds for the
         first one.
         """
-        found = []
+        found: list[Written | Read | None] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._results.get(timeout=wait) if wait else self._results.get_nowait())
             while True:
                 found.append(self._results.get_nowait())
-        return [result for result in found if result is not None]
+        results = [result for result in found if result is not None]
+        self._writing -= {result.key for result in results if isinstance(result, Written)}
+        return results
 
     def flush(self, timeout: float) -> None:
         """Wait until all started jobs are done, at most ``timeout`` seconds."""
@@ -262,10 +268,13 @@ class DiskTier(SideJob):
         self._scheduler = scheduler
         self._clock = clock
         self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
-        self._unread: list[Read] = []  # failed before the thread was asked
+        self._unread: list[Read] = []  # reads that failed before they reached the thread
         self._num_steps = 0  # when ``after`` was last called
+        snapshots = scheduler.kv_cache.snapshots
         for file, tokens, salt in files.find():
-            files.name(scheduler.ledger.found_on_disk(tokens, salt).key, file)
+            files.name(snapshots.add_from_file(tokens, salt).key, file)
+        snapshots.evict_files()
+        files.keep(snapshots.tiers.files.keys())
         scheduler.use_disk(self)
 
     def start_read(self, snapshot: Snapshot) -> None:
@@ -274,11 +283,11 @@ class DiskTier(SideJob):
             self._files.read(snapshot.key, buffer.data)
             self._buffers[snapshot.key] = buffer
         except Exception:
-            log.exception("a prefix cannot be read from disk")
+            log.exception("cannot read a prefix from disk")
             self._unread.append(Read(snapshot.key, succeeded=False))
 
     def after(self, now: float) -> list[TokenOutput]:
-        num_steps, self._num_steps = self._num_steps, self._scheduler.num_steps
+        num_steps, self._num_steps = self._num_steps, self._scheduler.statistics.num_steps
         is_waiting = num_steps == self._num_steps and self._scheduler.has_work()
         unread, self._unread = self._unread, []
         failure: Exception | None = None
@@ -287,16 +296,16 @@ class DiskTier(SideJob):
                 self._finish(result)
             except Exception as error:  # noqa: BLE001  # raised below, after the other results
                 failure = error
+        self._files.keep(self._scheduler.kv_cache.snapshots.tiers.files.keys())
         if failure is not None:
             raise failure
         return []
 
     def _finish(self, result: Written | Read) -> None:
-        if isinstance(result, Written):
-            for old in self._scheduler.ledger.written(result.key):
-                self._files.delete(old)
-        else:
+        if isinstance(result, Read):
             self._finish_read(result)
+        elif result.succeeded:
+            self._scheduler.kv_cache.snapshots.record_written(result.key)
 
     def _finish_read(self, result: Read) -> None:
         """Install a snapshot, after the batch's operations: one may drop its old copy."""
@@ -305,20 +314,20 @@ class DiskTier(SideJob):
             if filled is not None and succeeded:
                 self._backend.install_snapshot(result.key, filled)
         except Exception:
-            log.exception("a prefix that was read from disk cannot be used")
+            log.exception("cannot use a prefix that was read from disk")
             succeeded = False
-        self._scheduler.was_read(result.key, succeeded=succeeded)
+        self._scheduler.finish_read(result.key, succeeded=succeeded)
 
     def write(self, snapshot: Snapshot) -> None:
         try:
             data = self._backend.snapshot(snapshot.key)
             self._files.write(snapshot.key, snapshot.tokens, data, snapshot.salt)
         except Exception:
-            log.exception("a prefix cannot be written to disk")
+            log.exception("cannot write a prefix to disk")
 
     def idle(self) -> bool:
         """Save an idle prefix that is in no file; return whether there was one."""
-        operations = self._scheduler.ledger.save_one_idle()
+        operations = self._scheduler.kv_cache.save_one_idle()
         if operations:
             operations = [*self._scheduler.drain_pending_operations(), *operations]
         return bool(operations) and carry_out(self._backend, self._scheduler, operations)
@@ -333,11 +342,41 @@ class DiskTier(SideJob):
             self._files.flush(LAST_SAVES)
 
 
+def delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def lock(file: IO[bytes]) -> None:
+    """Lock a file until it is closed or its process ends. Raises BlockingIOError if another process
+    has locked it.
+
+    Without locks, a file counts as not locked: deleting a file that is being written costs only
+    this file.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError):
+        pass
+
+
+def delete_abandoned(temporary: Path) -> None:
+    """Delete a temporary file, unless a process is writing it."""
+    with contextlib.suppress(OSError):
+        with temporary.open("rb") as file:
+            lock(file)
+        temporary.unlink()
+
+
 def read_head(file: BinaryIO) -> Head:
     """Read the head of a file. Raises ValueError if the file is not a snapshot of this version."""
     start = file.read(len(MAGIC) + LENGTH.size)
     if not start.startswith(MAGIC) or len(start) < len(MAGIC) + LENGTH.size:
-        raise ValueError("no snapshot of this version")
+        raise ValueError("not a snapshot of this version")
     (length,) = LENGTH.unpack_from(start, len(MAGIC))
     if length > MAX_HEAD:
         raise ValueError("the head is too long")
@@ -350,6 +389,7 @@ def read_head(file: BinaryIO) -> Head:
 def checksums(data: memoryview) -> list[int]:
     """Return the CRC-32 of each PIECE, which is fast to compute.
 
-    It detects damage, not attacks: a process that can write to the folder can write any valid file.
+    They detect damage, not attacks: a process that can write to the folder can write any valid
+    file.
     """
     return [zlib.crc32(data[at : at + PIECE]) for at in range(0, len(data), PIECE)]

@@ -32,32 +32,34 @@ class DraftModel:
         room = {
             seq: min(count, info.context_length - seq.num_tokens) for seq, count in wanted.items()
         }
-        going = {seq: count for seq, count in list(room.items())[-info.max_num_seqs :] if count > 0}
-        trims = [self._rewind(seq) for seq in going]
-        drafts: dict[Sequence, list[int]] = {seq: [] for seq in going}
-        while going:
-            rows = self._rows(list(going))
+        unfinished = {
+            seq: count for seq, count in list(room.items())[-info.max_num_seqs :] if count > 0
+        }
+        trims = [self._rewind(seq) for seq in unfinished]
+        drafts: dict[Sequence, list[int]] = {seq: [] for seq in unfinished}
+        while unfinished:
+            rows = self._make_rows(list(unfinished))
             logits = self._backend.forward(
                 Batch(sorted(rows, key=lambda row: row.seq.seq_id), trims)
             )
             trims = []
             best = dict(
                 zip(
-                    (row.seq.seq_id for row in self._sampling(rows)),
+                    (row.seq.seq_id for row in self._select_sampling(rows)),
                     logits.argmax(axis=1),
                     strict=True,
                 )
             )
             for row in rows:
                 row.seq.num_computed_tokens += row.num_tokens
-            for seq in list(going):
+            for seq in list(unfinished):
                 shadow = self._shadows[seq]
                 if shadow.seq_id in best:
                     token = int(best[shadow.seq_id])
                     drafts[seq].append(token)
                     shadow.tokens.append(token)
-                    if len(drafts[seq]) == going[seq]:
-                        del going[seq]
+                    if len(drafts[seq]) == unfinished[seq]:
+                        del unfinished[seq]
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
     def _rewind(self, seq: Sequence) -> Trim:
@@ -79,7 +81,7 @@ class DraftModel:
         shadow.tokens, shadow.num_computed_tokens = list(seq.tokens), keep
         return Trim(shadow.seq_id, keep)
 
-    def _rows(self, seqs: list[Sequence]) -> list[Row]:
+    def _make_rows(self, seqs: list[Sequence]) -> list[Row]:
         budget = self._backend.info.max_num_batched_tokens
         rows = []
         for seq in seqs:
@@ -91,7 +93,7 @@ class DraftModel:
                 budget -= count
         return rows
 
-    def _sampling(self, rows: list[Row]) -> list[Row]:
+    def _select_sampling(self, rows: list[Row]) -> list[Row]:
         return [row for row in sorted(rows, key=lambda row: row.seq.seq_id) if row.num_samples]
 
     def forget(self, seq: Sequence) -> None:

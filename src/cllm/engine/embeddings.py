@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cllm.backends.base import Backend
 from cllm.core.batch import MAX_CHUNKS, Chunk
-from cllm.core.output import Embedded, TokenOutput
+from cllm.core.output import EmbeddingOutput, TokenOutput
 from cllm.core.request import EmbeddingRequest, Priority
 from cllm.engine.side_jobs import SideJob
 from cllm.errors import EngineError
@@ -24,11 +24,11 @@ SHARE = 0.2  # weight of a new observation in the mean
 
 
 class Job:
-    """A request. ``num_begun``: how many of its texts have been started."""
+    """A request. ``num_started``: the number of its texts that have been started."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
         self.request = request
-        self.num_begun = 0
+        self.num_started = 0
         self.has_failed = False
 
 
@@ -41,10 +41,10 @@ class Text:
     def __init__(self, job: Job, tokens: list[int]) -> None:
         self.job = job
         self.tokens = tokens
-        self.alone = False
-        self.again()
+        self.runs_alone = False
+        self.reset()
 
-    def again(self) -> None:
+    def reset(self) -> None:
         self.start = 0
         self.total: npt.NDArray[np.float32] | float = 0.0
 
@@ -67,35 +67,36 @@ class Embeddings(SideJob):
         self._clock = clock
         # by account
         self._jobs: dict[Priority, dict[str, deque[Job]]] = {priority: {} for priority in Priority}
-        self._going: Text | None = None
-        self._again: deque[Text] = deque()  # texts of a failed batch
+        self._current: Text | None = None
+        self._retries: deque[Text] = deque()  # texts of a failed batch
         self._longest = 0
         self._has_work = False
-        self._done: list[Embedded] = []
+        self._done: list[EmbeddingOutput] = []
         self._seconds_per_token = 0.0
         self.num_tokens = 0  # computed so far
 
     def add(self, request: EmbeddingRequest) -> None:
         if request.texts:
-            self._jobs[request.priority].setdefault(request.key, deque()).append(Job(request))
+            self._jobs[request.priority].setdefault(request.account, deque()).append(Job(request))
             self._has_work = True
 
     def abort(self, request_id: str) -> None:
         """Forget a request. Ignores an unknown one."""
-        for keys in self._jobs.values():
-            for key, jobs in [*keys.items()]:
-                keys[key] = deque(job for job in jobs if job.request.request_id != request_id)
-                if not keys[key]:
-                    del keys[key]
-        if self._going is not None and self._going.job.request.request_id == request_id:
-            self._going = None
-        self._again = deque(
-            text for text in self._again if text.job.request.request_id != request_id
+        for accounts in self._jobs.values():
+            for account, jobs in [*accounts.items()]:
+                left = deque(job for job in jobs if job.request.request_id != request_id)
+                accounts[account] = left
+                if not left:
+                    del accounts[account]
+        if self._current is not None and self._current.job.request.request_id == request_id:
+            self._current = None
+        self._retries = deque(
+            text for text in self._retries if text.job.request.request_id != request_id
         )
         self._has_work = self._has_texts()
 
     def _has_texts(self) -> bool:
-        return self._going is not None or bool(self._again) or any(self._jobs.values())
+        return self._current is not None or bool(self._retries) or any(self._jobs.values())
 
     def has_work(self) -> bool:
         return self._has_work
@@ -113,50 +114,50 @@ class Embeddings(SideJob):
             return []
         target, left = self._scheduler.params.target_itl, None
         if target is not None and self._scheduler.running:
-            left = target - (now - self._scheduler.begun)
+            left = target - (now - self._scheduler.step.at)
         try:
-            num_tokens = self.bite(self.num_tokens_for(left))
+            num_tokens = self.embed_batch(self.count_tokens_for(left))
             self.observe(num_tokens, self._clock() - now)
         except Exception as error:
-            log.exception("embeddings failed")
+            log.exception("cannot compute embeddings")
             self.fail_all(str(error))
         self._has_work = self._has_texts()
         return []
 
-    def take(self) -> list[Embedded]:
+    def take(self) -> list[EmbeddingOutput]:
         """Return the results since the last call."""
         done, self._done = self._done, []
         return done
 
-    def num_tokens_for(self, seconds: float | None) -> int:
+    def count_tokens_for(self, seconds: float | None) -> int:
         """Return how many tokens can be embedded in ``seconds``, in whole tiles, at least one tile.
 
         At most the maximum batch of the backend, which is also the result if ``seconds`` is None.
         """
         info = self._backend.info
         if seconds is None:
-            return info.embedding_bite
+            return info.max_embedding_batch_tokens
         num_tiles = (
             int(seconds / (self._seconds_per_token * info.tile)) if self._seconds_per_token else 1
         )
-        return min(info.embedding_bite, max(1, num_tiles) * info.tile)
+        return min(info.max_embedding_batch_tokens, max(1, num_tiles) * info.tile)
 
-    def bite(self, num_tokens: int) -> int:
+    def embed_batch(self, num_tokens: int) -> int:
         """Embed about ``num_tokens`` tokens in one call of the backend; return the number computed.
 
         It exceeds ``num_tokens`` only if the model cannot split a text.
         """
         parts = [(text, self._chunk(text, room)) for text, room in self._choose(num_tokens)]
-        if not parts:  # all requests were aborted
+        if not parts:  # all requests have been aborted
             return 0
         try:
             rows = self._backend.embed([chunk for _, chunk in parts])
         except Exception as error:
             if not isinstance(error, EngineError):
-                log.exception("a bite failed")
-            self._failed([text for text, _ in parts], error)
+                log.exception("a batch of embeddings failed")
+            self._handle_failure([text for text, _ in parts], error)
             return 0
-        self._going = None
+        self._current = None
         for (text, chunk), row in zip(parts, rows, strict=True):
             self._advance(text, chunk, row)
         count = sum(len(chunk.tokens) for _, chunk in parts)
@@ -178,44 +179,48 @@ class Embeddings(SideJob):
         """Yield the texts of a batch, with the maximum number of tokens for each."""
         whole, count = self._backend.info.embeds_whole, 0
         while room > 0 and count < MAX_CHUNKS:
-            text = self._going if count == 0 and self._going is not None else self._peek()
+            text = self._current if count == 0 and self._current is not None else self._peek()
             if text is None:
                 return
             if count and (
-                text.alone or (whole and text.num_left > room) or len(text.tokens) > self._longest
+                text.runs_alone
+                or (whole and text.num_left > room)
+                or len(text.tokens) > self._longest
             ):
                 return
-            if text is not self._going:
+            if text is not self._current:
                 self._begin(text)
             yield text, text.num_left if whole else room
-            if text.alone:
+            if text.runs_alone:
                 return
             room -= text.num_left
             count += 1
 
     def _peek(self) -> Text | None:
         """Return the text to start next, or None."""
-        if self._again:
-            return self._again[0]
-        job = next((jobs[0] for keys in self._jobs.values() for jobs in keys.values()), None)
-        return Text(job, job.request.texts[job.num_begun]) if job is not None else None
+        if self._retries:
+            return self._retries[0]
+        job = next(
+            (jobs[0] for accounts in self._jobs.values() for jobs in accounts.values()), None
+        )
+        return Text(job, job.request.texts[job.num_started]) if job is not None else None
 
     def _begin(self, text: Text) -> None:
         self._longest = max(self._longest, len(text.tokens))
-        if self._again:
-            self._again.popleft()
+        if self._retries:
+            self._retries.popleft()
             return
         job = text.job
-        keys = self._jobs[job.request.priority]
-        jobs = keys.pop(job.request.key)  # inserted again below, as the last in turn
+        accounts = self._jobs[job.request.priority]
+        jobs = accounts.pop(job.request.account)  # inserted again below, at the end of the turn
         jobs.popleft()
-        if not job.num_begun:
-            self._done.append(Embedded(job.request.request_id, []))
-        job.num_begun += 1
-        if job.num_begun < len(job.request.texts):
+        if not job.num_started:
+            self._done.append(EmbeddingOutput(job.request.request_id, []))
+        job.num_started += 1
+        if job.num_started < len(job.request.texts):
             jobs.append(job)
         if jobs:
-            keys[job.request.key] = jobs
+            accounts[job.request.account] = jobs
 
     def _chunk(self, text: Text, room: int) -> Chunk:
         return Chunk(text.tokens[text.start : text.start + room], text.start, len(text.tokens))
@@ -230,36 +235,40 @@ class Embeddings(SideJob):
             text.total = row.copy()
         text.start += len(chunk.tokens)
         if text.num_left:
-            self._going = text
+            self._current = text
             return
         vector = np.asarray(text.total, np.float32)
         norm = 1.0 if pooling == "rank" else float(np.linalg.norm(vector))
         if not norm or not np.isfinite(vector).all():
-            self._fail(text.job, "the model gave what is no vector")
+            self._end_with_error(
+                text.job, "the model returned a vector of zeros or of non-finite numbers"
+            )
             return
         vector = vector / norm
-        self._done.append(Embedded(text.job.request.request_id, [vector.astype("<f4").tobytes()]))
+        self._done.append(
+            EmbeddingOutput(text.job.request.request_id, [vector.astype("<f4").tobytes()])
+        )
 
-    def _failed(self, texts: list[Text], error: Exception) -> None:
-        log.error("texts could not be embedded: %s", error)
-        self._going = None
+    def _handle_failure(self, texts: list[Text], error: Exception) -> None:
+        log.error("cannot embed %d texts: %s", len(texts), error)
+        self._current = None
         if len(texts) == 1:
-            self._fail(texts[0].job, str(error))
+            self._end_with_error(texts[0].job, str(error))
             return
         for text in texts:
-            text.again()
-            text.alone = True
-        self._again = deque(chain(texts, self._again))
+            text.reset()
+            text.runs_alone = True
+        self._retries = deque(chain(texts, self._retries))
 
     def fail_all(self, why: str) -> None:
         """End all requests with the error ``why``."""
-        jobs = {text.job for text in (self._going, *self._again) if text is not None}
+        jobs = {text.job for text in (self._current, *self._retries) if text is not None}
         for job in jobs.union(
-            *(waiting for keys in self._jobs.values() for waiting in keys.values())
+            *(waiting for accounts in self._jobs.values() for waiting in accounts.values())
         ):
-            self._fail(job, why)
+            self._end_with_error(job, why)
 
-    def _fail(self, job: Job, why: str) -> None:
+    def _end_with_error(self, job: Job, why: str) -> None:
         job.has_failed = True
         self.abort(job.request.request_id)
-        self._done.append(Embedded(job.request.request_id, [], why))
+        self._done.append(EmbeddingOutput(job.request.request_id, [], why))

@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.backends.base import Backend
 from cllm.core.batch import Batch
-from cllm.core.output import NO_TOKEN, Embedded, FinishReason, Stats, TokenOutput
+from cllm.core.output import NO_TOKEN, EmbeddingOutput, FinishReason, Stats, TokenOutput
 from cllm.core.sequence import Sequence
 from cllm.engine.commands import Abort, Add, Close, Command, Embed, Explain
 from cllm.engine.disk import DiskTier
@@ -21,8 +21,9 @@ from cllm.engine.side_jobs import SideJob
 from cllm.errors import EngineError, StartupError
 from cllm.sampling.pipeline import Sampler
 from cllm.sampling.random import derive_seed
+from cllm.scheduler.report import collect_stats, explain
 from cllm.scheduler.scheduler import Scheduler
-from cllm.scheduler.trace import Explanation, explain
+from cllm.scheduler.trace import Explanation
 
 log = logging.getLogger("cllm.engine")
 
@@ -42,11 +43,11 @@ class Outbox(Protocol):
         """Send the outputs of one step, and the state of the engine after it."""
         ...
 
-    def embedded(self, embedded: Embedded) -> None:
+    def send_embedded(self, embedded: EmbeddingOutput) -> None:
         """Send embeddings of a request."""
         ...
 
-    def explain(self, explanation: Explanation) -> None:
+    def send_explanation(self, explanation: Explanation) -> None:
         """Send the answer to Explain."""
         ...
 
@@ -77,7 +78,7 @@ class Engine:
         self.embeddings = embeddings
         self._grammars = grammars
         self._disk = disk
-        # Grammars and embeddings join when a request needs them: until then they cost nothing.
+        # grammars and embeddings join when a request needs them, and cost nothing before
         self.side_jobs: list[SideJob] = [job for job in (disk, layout) if job is not None]
         self._batch: Batch | None = None  # being computed
         self._check = check
@@ -95,12 +96,14 @@ class Engine:
                             self._attempt(self._disk.close)
                         return
                     case Explain():
-                        outbox.explain(explain(self.scheduler, self.clock(), command.num_steps))
+                        outbox.send_explanation(
+                            explain(self.scheduler, self.clock(), command.num_steps)
+                        )
                     case Add() | Abort() | Embed():
                         outputs += self.handle(command)
             outputs += self.step()
             for embedded in self.embeddings.take():
-                outbox.embedded(embedded)
+                outbox.send_embedded(embedded)
             outbox.send(outputs, self.stats())
 
     def has_work(self) -> bool:
@@ -110,11 +113,13 @@ class Engine:
         """Let side jobs work while there is nothing to compute; return whether there may be more
         to do.
         """
-        more = [self._attempt(job.idle) for job in self.side_jobs]  # none may starve another
+        more = [
+            self._attempt(job.idle) for job in self.side_jobs
+        ]  # call all of them, so that none starves another
         return any(more)
 
     def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+        stats = collect_stats(self.scheduler)
         if self.embeddings.num_tokens:
             stats = msgspec.structs.replace(stats, num_embedding_tokens=self.embeddings.num_tokens)
         return stats
@@ -128,9 +133,9 @@ class Engine:
         """
         outputs: list[TokenOutput] = []
         try:
-            self._obey(command, outputs)
+            self._execute(command, outputs)
         except Exception as error:
-            log.exception("a command failed")
+            log.exception("cannot execute a command")
             outputs += self._recover(error)
             if isinstance(command, Add):
                 request = command.request
@@ -144,7 +149,7 @@ class Engine:
                     )
         return outputs
 
-    def _obey(self, command: Add | Abort | Embed, outputs: list[TokenOutput]) -> None:
+    def _execute(self, command: Add | Abort | Embed, outputs: list[TokenOutput]) -> None:
         match command:
             case Embed(request):
                 self._use(self.embeddings)
@@ -208,8 +213,8 @@ class Engine:
             self._batch = None
             raise
         except Exception as error:
-            expected = isinstance(error, EngineError)
-            log.error("a step failed: %s", error, exc_info=not expected)
+            is_expected = isinstance(error, EngineError)
+            log.error("a step failed: %s", error, exc_info=not is_expected)
             return self._recover(error)
         except BaseException:  # Ctrl-C in a process that steps its own engine
             batch, self._batch = self._batch, None
@@ -224,7 +229,7 @@ class Engine:
             if batch is not None:
                 return self.scheduler.fail(batch)
         except Exception:
-            log.exception("a failed step could not be undone")
+            log.exception("cannot undo a failed step")
         if self._check:
             raise error
         return self.scheduler.recover()

@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.engine")
 
-# Every set of functions is a grammar that takes up to half a second to compile, so dozens must fit.
-# A compiled grammar takes about 70 bytes for each character. The lexer of a hostile one grows to 20
-# MB before it reaches MAX_LEXER_STATES. maximum number of grammars to keep, and of their characters
+# Limits of the kept grammars: their number, and the total of their characters. Every set of tools
+# is a grammar that takes up to half a second to compile, so dozens must fit. A compiled grammar
+# takes about 70 bytes for each character. The lexer of a hostile one grows to 20 MB before it
+# reaches MAX_LEXER_STATES.
 MAX_GRAMMARS, MAX_SIZE = 64, 2_000_000
 
 
 class Grammars(SideJob):
     """Compiles each text once, and holds sequences until their grammar is compiled.
 
-    Forgets the least recently used grammars when they are too many or too large.
+    Evicts the least recently used grammars when there are too many or they are too large.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Grammars(SideJob):
     def add(self, seq: Sequence, now: float) -> list[TokenOutput]:
         """Queue a sequence that arrived at ``now`` as soon as its grammar is compiled.
 
-        Returns its last output if it is refused.
+        Returns its last output if it is rejected.
         """
         text = seq.request.params.grammar
         grammar = self.find(text)
@@ -70,21 +71,23 @@ class Grammars(SideJob):
 
     def _queue(self, seq: Sequence, grammar: Grammar, since: float) -> list[TokenOutput]:
         if grammar.error and seq.request.params.is_bound:
-            return [seq.end_output(FinishReason.GRAMMAR)]
+            return [seq.make_end_output(FinishReason.GRAMMAR)]
         try:
             seq.matcher = None if grammar.error else grammar.matcher()
             return self._scheduler.add(seq, since)
-        except Exception:  # the other sequences that wait for a grammar must not be lost
-            log.exception("%s was refused", seq.name)
-            return [seq.end_output(FinishReason.ERROR)]
+        except Exception:  # continue with the other sequences that wait for a grammar
+            log.exception("cannot queue %s", seq.name)
+            return [seq.make_end_output(FinishReason.ERROR)]
 
     def abort(self, abort: Abort) -> list[TokenOutput]:
-        """End the sequences that wait for a grammar and that ``abort`` means."""
+        """End the sequences that wait for a grammar and to which ``abort`` applies."""
         ended = []
         for text, held in self._held.items():
-            kept = [entry for entry in held if not abort.means(entry[1])]
-            ended += [seq.end_output(FinishReason.ABORT) for _, seq in held if abort.means(seq)]
-            self._held[text] = kept
+            remaining = [entry for entry in held if not abort.applies_to(entry[1])]
+            ended += [
+                seq.make_end_output(FinishReason.ABORT) for _, seq in held if abort.applies_to(seq)
+            ]
+            self._held[text] = remaining
         return ended
 
     def has_work(self) -> bool:
@@ -101,9 +104,8 @@ class Grammars(SideJob):
         return outputs
 
     def find(self, text: str) -> Grammar | None:
-        """Return the compiled grammar, or None.
-
-        Then it is being compiled and ``results`` will return it.
+        """Return the compiled grammar, or None. In that case it is being compiled, and ``results``
+        will return it.
         """
         grammar = self._known.get(text)
         if grammar is not None and not grammar.error:
@@ -138,17 +140,17 @@ class Grammars(SideJob):
     def _work(self) -> None:
         while True:
             text = self._jobs.get()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 if self._tokenizer is None:
                     self._tokenizer = self._make_tokenizer()
                 grammar = Grammar(text, self._tokenizer)
-            except Exception:  # sequences wait for the result, whatever it is
-                log.exception("a grammar cannot be compiled")
+            except Exception:  # sequences wait for a result in any case
+                log.exception("cannot compile a grammar")
                 grammar = Grammar.failed("it cannot be compiled")
             log.debug(
-                "a grammar was compiled in %.0f ms %s",
-                (time.perf_counter() - begun) * 1000,
+                "compiled a grammar in %.0f ms %s",
+                (time.perf_counter() - started) * 1000,
                 grammar.error[:200],
             )
             self._results.put((text, grammar))

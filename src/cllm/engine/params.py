@@ -13,7 +13,7 @@ class EngineParams(BackendParams, frozen=True, kw_only=True):
 
     Sizes are in tokens, memory in bytes. backend: one of BACKENDS. weight_bytes: size of the
     model's weights; 0 skips the check of kv_memory against the machine's memory. With the check,
-    kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fitted``). check:
+    kv_memory 0 and ram_cache_bytes None mean a share of that memory (``build.fit_memory``). check:
     verify the conservation laws after every step, and raise the exceptions that an engine otherwise
     survives.
     """

@@ -20,16 +20,15 @@ def engine_params(
 
     check_tokens: as in ``gguf.read_header``, for a caller whose own process loads the model and
     must survive a damaged file. Raises StartupError if the file is not a model or sizes contradict
-    each other. ``build.fitted`` checks the memory later, in the process that loads the model: only
-    the backend's library can detect a GPU, and importing it would delay the start.
+    each other. ``build.fit_memory`` checks the memory later, in the process that loads the model:
+    only the backend's library can detect a GPU, and importing it would delay the start.
     """
     backend, scheduler, kv = settings.backend, settings.scheduler, settings.kv
     loader, draft = import_loader(backend.name), settings.model.draft_path
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise StartupError(
-            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must not be "
-            f"below "
-            f"scheduler.max_num_seqs ({scheduler.max_num_seqs})"
+            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at "
+            f"least scheduler.max_num_seqs ({scheduler.max_num_seqs})"
         )
     params = EngineParams(
         backend=backend.name,

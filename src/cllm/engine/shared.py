@@ -1,4 +1,4 @@
-"""One engine for several threads: one of the threads that wait for outputs computes the next step
+"""One engine for several threads. One of the threads that wait for outputs computes the next step
 for all of them.
 """
 
@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cllm.core.output import Embedded, TokenOutput
+from cllm.core.output import EmbeddingOutput, TokenOutput
 from cllm.engine.commands import Abort, Add, Embed
 from cllm.engine.engine import Engine
 
-Output = TokenOutput | Embedded
+Output = TokenOutput | EmbeddingOutput
 
 
 class Inbox:
@@ -25,7 +25,7 @@ class Inbox:
 
 
 class SharedEngine:
-    """Commands wait for the next step, and ``_is_stepping`` is true while a thread computes one.
+    """Commands wait for the next step. ``_is_stepping`` is true while a thread computes one.
 
     All other attributes change only under ``_turn``, which no thread holds during a step.
     """
@@ -40,7 +40,7 @@ class SharedEngine:
         self._is_closed = False
 
     def submit(self, commands: list[Add] | list[Embed]) -> Inbox:
-        """Hand requests to the engine; ``drop`` must follow.
+        """Hand requests to the engine. The caller must call ``drop`` later.
 
         Raises RuntimeError after ``close``.
         """
@@ -101,8 +101,8 @@ class SharedEngine:
                 self._turn.notify_all()
 
     def close(self, free: Callable[[], None]) -> None:
-        """Take no more requests, wait until no thread uses the model, then ``free`` it; only the
-        first call does.
+        """Reject further requests, wait until no thread uses the model, and call ``free``. Further
+        calls do nothing.
         """
         with self._turn:
             if self._is_closed:

@@ -43,13 +43,13 @@ class SideJob(Protocol):
 def carry_out(backend: Backend, scheduler: Scheduler, operations: list[Operation]) -> bool:
     """Run operations without a step.
 
-    If they fail, forget the cells that they touch and return False.
+    If they fail, forget the cells that they affect and return False.
     """
     batch = Batch([], operations)
     try:
         backend.forward(batch)
     except Exception:
-        log.exception("cells could not be saved or copied")
+        log.exception("cannot save or copy cells")
         scheduler.fail(batch)
         return False
     scheduler.write_saved(operations)

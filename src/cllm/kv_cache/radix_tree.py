@@ -55,10 +55,10 @@ class RadixTree(Generic[Owner]):
     def insert(self, tokens: Tokens, owner: Owner, salt: str = "") -> None:
         """Store a path for ``owner``. Raises ValueError if it already has one."""
         if owner in self._ends:
-            raise ValueError(f"{owner!r} is in the tree")
+            raise ValueError(f"{owner!r} is already in the tree")
         node, at = self._root, 0
         while at < len(tokens):
-            key = key_of(tokens, at, salt)
+            key = make_key(tokens, at, salt)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(tokens[at:].copy(), node, key)
@@ -97,7 +97,7 @@ class RadixTree(Generic[Owner]):
         path = []
         node, at = self._root, 0
         while at < len(tokens):
-            child = node.children.get(key_of(tokens, at, salt))
+            child = node.children.get(make_key(tokens, at, salt))
             if child is None:
                 break
             shared = common_prefix(child.edge, tokens[at:])
@@ -136,20 +136,20 @@ class RadixTree(Generic[Owner]):
             assert node is self._root or node.owners, "a node without owners"
             assert node.owners.keys() <= allowed, "an owner of a node does not own its parent"
             for key, child in node.children.items():
-                assert child.parent is node, "a child of two"
+                assert child.parent is node, "a child with two parents"
                 assert child.key == key, "a child under a wrong key"
                 assert child.edge[:1].tolist() == [key if isinstance(key, int) else key[1]], (
-                    "a wrong token in a key"
+                    "the key differs from the edge's first token"
                 )
                 stack.append((child, set(self._ends) if node is self._root else set(node.owners)))
 
 
-def key_of(tokens: Tokens, at: int, salt: str) -> Key:
+def make_key(tokens: Tokens, at: int, salt: str) -> Key:
     return (salt, int(tokens[0])) if salt and not at else int(tokens[at])
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Number of leading tokens that two arrays share."""
+    """Return the number of leading tokens that two arrays share."""
     length = min(len(a), len(b))
     differing = a[:length] != b[:length]
     first = int(differing.argmax()) if length else 0

@@ -1,4 +1,4 @@
-"""The seq_ids, the numbers by which a backend identifies sequences."""
+"""Leases seq_ids, the numbers by which a backend identifies sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SeqIdPool:
     def check(self) -> None:
         """Raise AssertionError if a seq_id is lost or duplicated."""
         if sorted([*self.free, *self._leased]) != list(range(self.size)):
-            raise AssertionError(f"sequence ids lost or doubled: {self}")
+            raise AssertionError(f"sequence ids lost or duplicated: {self}")
 
     def __str__(self) -> str:
         return f"<SeqIdPool {self.size}: leased {sorted(self._leased)}>"

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from cllm.kv_cache.radix_tree import Tokens
 
 
-class Place(enum.Enum):
+class StorageTier(enum.Enum):
     RAM = "ram"
     DISK = "disk"
     READING = "reading"  # being read from disk to RAM
@@ -24,20 +24,28 @@ class Snapshot:
     file.
     """
 
-    __slots__ = ("in_file", "key", "num_bytes", "place", "salt", "tokens")
+    __slots__ = ("in_file", "key", "num_bytes", "salt", "tier", "tokens")
 
     def __init__(
-        self, key: int, tokens: Tokens, num_bytes: int, place: Place, salt: str = ""
+        self, key: int, tokens: Tokens, num_bytes: int, tier: StorageTier, salt: str = ""
     ) -> None:
         self.key = key
         self.tokens = tokens
         self.num_bytes = num_bytes
-        self.place = place
+        self.tier = tier
         self.salt = salt
-        self.in_file = place is Place.DISK
+        self.in_file = tier is StorageTier.DISK
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_final(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.key} {len(self.tokens)} tokens {self.place.value}>"
+        return f"<Snapshot {self.key} {len(self.tokens)} tokens {self.tier.value}>"
 
 
 class Tiers:
@@ -76,11 +84,11 @@ class Tiers:
     def size_of(self, num_tokens: int) -> int:
         return self._bytes_per_snapshot + num_tokens * self._bytes_per_token
 
-    def add(self, tokens: Tokens, place: Place = Place.RAM, salt: str = "") -> Snapshot:
+    def add(self, tokens: Tokens, tier: StorageTier = StorageTier.RAM, salt: str = "") -> Snapshot:
         """Add and return a new snapshot. Before adding to RAM, call ``make_room``."""
-        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), place, salt)
+        snapshot = Snapshot(self._next_key, tokens, self.size_of(len(tokens)), tier, salt)
         self._next_key += 1
-        if place is Place.DISK:
+        if tier is StorageTier.DISK:
             self.files[snapshot.key] = snapshot
             self.num_disk_bytes += snapshot.num_bytes
         else:
@@ -102,7 +110,7 @@ class Tiers:
         for snapshot in self.ram.values():
             if missing <= 0:
                 break
-            if snapshot.place is Place.RAM and snapshot is not spared:
+            if snapshot.tier is StorageTier.RAM and snapshot is not spared:
                 missing -= snapshot.num_bytes
                 leaving.append(snapshot)
         if missing > 0:
@@ -114,7 +122,7 @@ class Tiers:
     def leave_ram(self, snapshot: Snapshot) -> None:
         del self.ram[snapshot.key]
         self.num_ram_bytes -= snapshot.num_bytes
-        snapshot.place = Place.DISK
+        snapshot.tier = StorageTier.DISK
 
     def touch(self, snapshot: Snapshot) -> None:
         for tier in (self.ram, self.files):
@@ -123,20 +131,25 @@ class Tiers:
 
     def read(self, snapshot: Snapshot) -> None:
         """Mark ``snapshot`` as being read from its file. Call ``make_room`` first."""
-        snapshot.place = Place.READING
+        snapshot.tier = StorageTier.READING
         self._into_ram(snapshot)
 
-    def written(self, snapshot: Snapshot) -> list[Snapshot]:
-        """Record that a file contains ``snapshot``.
+    def record_written(self, snapshot: Snapshot) -> list[Snapshot]:
+        """Record that a file contains ``snapshot``, unless it is larger than the budget.
 
-        Returns the snapshots whose files must be deleted: old ones, or itself if it is larger than
-        the budget.
+        Returns the snapshots that are in no file any more.
         """
         if snapshot.num_bytes > self.disk_bytes:
-            return [snapshot]
+            return []
         snapshot.in_file = True
         self.files[snapshot.key] = snapshot
         self.num_disk_bytes += snapshot.num_bytes
+        return self.evict_files()
+
+    def evict_files(self) -> list[Snapshot]:
+        """Forget the least recently used files until the others are within the budget; return their
+        snapshots.
+        """
         leaving = []
         for oldest in self.files.values():
             if self.num_disk_bytes <= self.disk_bytes:
@@ -165,4 +178,4 @@ class Tiers:
         assert self.num_ram_bytes <= self.ram_bytes, "more in RAM than the budget allows"
         for key, snapshot in [*self.ram.items(), *self.files.items()]:
             assert snapshot.in_file == (key in self.files), repr(snapshot)
-            assert (snapshot.place is Place.DISK) == (key not in self.ram), repr(snapshot)
+            assert (snapshot.tier is StorageTier.DISK) == (key not in self.ram), repr(snapshot)

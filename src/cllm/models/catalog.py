@@ -29,16 +29,16 @@ def resolve(
     here: ``gguf.read_header`` checks it.
     """
     if name is None or name == BUILTIN_NAME:
-        return _builtin()
+        return _find_builtin()
     if match := HUB.fullmatch(name):
-        return _from_hub(name, match["rest"], quantization, progress)
+        return _resolve_hub_name(name, match["rest"], quantization, progress)
     path = Path(name).expanduser()
     if not _looks_like_path(name) and not (name and path.exists()):
-        raise StartupError(f"Unknown model {name!r}{_did_you_mean(name)}; a model is {FORMS}")
-    return _first_part(path)
+        raise StartupError(f"Unknown model {name!r}{_suggest_name(name)}; a model is {FORMS}")
+    return _find_first_part(path)
 
 
-def model_name(path: Path) -> str:
+def derive_model_name(path: Path) -> str:
     """Return the name clients see: ``cllm-builtin``, ``owner/repo`` for a file in the hub's cache,
     or the file stem.
     """
@@ -50,7 +50,7 @@ def model_name(path: Path) -> str:
     return SPLIT.sub("", path.name).removesuffix(".gguf")
 
 
-def _builtin() -> Path:
+def _find_builtin() -> Path:
     if not BUILTIN.is_file():
         raise StartupError(
             "The built-in model is missing from this installation; install cLLM again or name a "
@@ -59,7 +59,9 @@ def _builtin() -> Path:
     return BUILTIN
 
 
-def _from_hub(name: str, rest: str, quantization: str | None, progress: Progress | None) -> Path:
+def _resolve_hub_name(
+    name: str, rest: str, quantization: str | None, progress: Progress | None
+) -> Path:
     match = REPO.fullmatch(rest)
     if match is None:
         raise StartupError(
@@ -68,7 +70,7 @@ def _from_hub(name: str, rest: str, quantization: str | None, progress: Progress
     named = match["quantization"]
     if named and quantization and named.casefold() != quantization.casefold():
         raise StartupError(
-            f"{name!r} names {named}, but the quantization asked for is {quantization}; drop one"
+            f"{name!r} asks for {named}, but the requested quantization is {quantization}; drop one"
         )
     return hub.download(match["repo"], named or quantization, progress)
 
@@ -77,11 +79,11 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or "\\" in name
 
 
-def _did_you_mean(name: str) -> str:
+def _suggest_name(name: str) -> str:
     return f" (did you mean hf:{name}?)" if REPO.fullmatch(name) else ""
 
 
-def _first_part(path: Path) -> Path:
+def _find_first_part(path: Path) -> Path:
     """Return the first file of a split model: llama.cpp opens that one and finds the others next to
     it.
     """

@@ -96,7 +96,7 @@ ASSERTED: dict[str, Collection[object]] = {
 }
 """The values of some keys that do not make llama.cpp abort the process."""
 MAX_ELEMENTS = (1 << 63) - 1
-KEPT_ARRAY = 4096
+MAX_KEPT_ARRAY = 4096
 """Arrays of numbers up to this length keep their values: they have one number per layer."""
 
 
@@ -139,7 +139,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
     def tensor_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    def number(self, key: str) -> Value | None:
+    def get_number(self, key: str) -> Value | None:
         """Return the value of ``{architecture}.{key}``."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -154,32 +154,32 @@ def read_header(
     s for a large vocabulary. Raises StartupError, with a message of one line, for anything that is
     not a complete and valid GGUF file. The tensors' data is not read.
     """
-    size = _regular_file_size(path)
+    size = _measure_regular_file(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data, size, keep_strings, check_tokens).header()
+            return _Reader(path, data, size, keep_strings, check_tokens).read_header()
     except (OSError, ValueError) as error:
         raise StartupError(f"Cannot read {path}: {error}") from None
 
 
-def kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
+def compute_kv_bytes_per_token(header: GgufHeader, kv_type: str = "f16") -> int | None:
     """Return the bytes of one token's keys and values over all layers; an upper bound with sliding
     windows.
 
     None if the metadata is not sufficient: attention with compressed keys, recurrent layers that
     are not listed.
     """
-    layers, heads = header.number("block_count"), header.number("attention.head_count")
-    kv_heads = header.number("attention.head_count_kv") or heads
-    compressed = header.number("attention.kv_lora_rank") is not None
+    layers, heads = header.get_number("block_count"), header.get_number("attention.head_count")
+    kv_heads = header.get_number("attention.head_count_kv") or heads
+    compressed = header.get_number("attention.kv_lora_rank") is not None
     recurrent = any(key.startswith(f"{header.architecture}.ssm.") for key in header.metadata)
-    if not isinstance(layers, int) or not 0 < layers <= KEPT_ARRAY or compressed:
+    if not isinstance(layers, int) or not 0 < layers <= MAX_KEPT_ARRAY or compressed:
         return None
     if recurrent and not isinstance(kv_heads, tuple):
         return None
     per_layer = kv_heads if isinstance(kv_heads, tuple) else (kv_heads,) * layers
     counts = [count for count in per_layer if isinstance(count, int) and 0 <= count <= MAX_HEADS]
-    lengths = [_head_length(header, f"attention.{part}_length", heads) for part in ("key", "value")]
+    lengths = [_get_head_length(header, part, heads) for part in ("key", "value")]
     if len(counts) != layers or any(length is None for length in lengths):
         return None
     elements, num_bytes = KV_BLOCKS[kv_type]
@@ -195,18 +195,15 @@ def check_kv_type(header: GgufHeader, kv_type: str) -> None:
     """Raise StartupError if keys or values do not divide into the blocks of the type."""
     elements, _ = KV_BLOCKS[kv_type]
     for part in ("key", "value"):
-        length = _head_length(
-            header, f"attention.{part}_length", header.number("attention.head_count")
-        )
+        length = _get_head_length(header, part, header.get_number("attention.head_count"))
         if length is not None and length % elements:
             raise StartupError(
-                f"kv.type {kv_type} stores {elements} numbers together, but a {part} of this "
-                f"model has {length}: "
-                "take kv.type f16"
+                f"kv.type {kv_type} stores numbers in blocks of {elements}, but a {part} of this "
+                f"model has {length} numbers: use kv.type f16"
             )
 
 
-def fingerprint(path: Path) -> str:
+def compute_fingerprint(path: Path) -> str:
     """Return a hash of a file's size, its first and last MB, and pages in between: 128 bits in
     hex.
     """
@@ -219,15 +216,15 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def size_text(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
     """Return a size for people to read: ``12.3 MB``, ``4.6 GB``."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _head_length(header: GgufHeader, key: str, heads: Value | None) -> int | None:
-    length = header.number(key)
+def _get_head_length(header: GgufHeader, part: str, heads: Value | None) -> int | None:
+    length = header.get_number(f"attention.{part}_length")
     if length is None:
-        width = header.number("embedding_length")
+        width = header.get_number("embedding_length")
         most = (
             max((h for h in heads if isinstance(h, int)), default=0)
             if isinstance(heads, tuple)
@@ -238,7 +235,7 @@ def _head_length(header: GgufHeader, key: str, heads: Value | None) -> int | Non
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _regular_file_size(path: Path) -> int:
+def _measure_regular_file(path: Path) -> int:
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -250,7 +247,7 @@ def _regular_file_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise StartupError(f"{path} is not a regular file")
     if status.st_size == 0:
-        raise StartupError(f"{path} is empty: the download did not begin, or the disk was full")
+        raise StartupError(f"{path} is empty: the download did not start, or the disk was full")
     return status.st_size
 
 
@@ -272,17 +269,17 @@ class _Reader:
         self.strings_left, self.text_left = MAX_ARRAY_STRINGS, MAX_TEXT
         self.alignment = 32
 
-    def header(self) -> GgufHeader:
-        version = self._version()
+    def read_header(self) -> GgufHeader:
+        version = self._read_version()
         num_tensors, num_keys = self._unpack("<QQ")
         if num_keys > MAX_KEYS or num_tensors > MAX_TENSORS:
-            self._damaged(f"it claims {num_keys} keys and {num_tensors} tensors")
+            self._raise_damaged(f"it claims {num_keys} keys and {num_tensors} tensors")
         for _ in range(num_keys):
             self._read_key()
         self._read_alignment()
-        infos = [self._tensor_info() for _ in range(num_tensors)]
-        data_offset = self._padded(self.at)
-        architecture = self._architecture()
+        infos = [self._read_tensor() for _ in range(num_tensors)]
+        data_offset = self._align(self.at)
+        architecture = self._get_architecture()
         self._check_metadata(architecture)
         return GgufHeader(
             path=self.path,
@@ -290,15 +287,15 @@ class _Reader:
             architecture=architecture,
             metadata=self.metadata,
             array_lengths=self.array_lengths,
-            tensors=self._checked(infos, data_offset),
+            tensors=self._check_tensors(infos, data_offset),
             file_bytes=self.size,
             data_offset=data_offset,
         )
 
-    def _version(self) -> int:
+    def _read_version(self) -> int:
         start = bytes(self.data[:64])
         if start[:4] != b"GGUF":
-            raise StartupError(f"{self.path} is not a GGUF file{_looks_like(start)}")
+            raise StartupError(f"{self.path} is not a GGUF file{_explain_format(start)}")
         self.at = 4
         version: int = self._unpack("<I")[0]
         if version not in (2, 3):
@@ -312,10 +309,10 @@ class _Reader:
             )
         return version
 
-    def _architecture(self) -> str:
+    def _get_architecture(self) -> str:
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
-            self._damaged("general.architecture is missing")
+            self._raise_damaged("general.architecture is missing")
         return architecture
 
     def _check_metadata(self, architecture: str) -> None:
@@ -323,51 +320,51 @@ class _Reader:
         for key, possible in ASSERTED.items():
             value = self.metadata.get(f"{architecture}.{key}")
             if value is not None and value not in possible:
-                self._damaged(f"{architecture}.{key} is {str(value)[:40]}")
+                self._raise_damaged(f"{architecture}.{key} is {str(value)[:40]}")
         count, used = (
             self.metadata.get(f"{architecture}.expert{part}_count", 0) for part in ("", "_used")
         )
         if isinstance(count, int) and isinstance(used, int) and not min(count, 1) <= used <= count:
-            self._damaged(f"it uses {used} of {count} experts")
+            self._raise_damaged(f"it uses {used} of {count} experts")
 
     def _read_key(self) -> None:
-        key = self._string(MAX_KEY)
+        key = self._read_string(MAX_KEY)
         if not key or key in self.metadata or key in self.array_lengths:
-            self._damaged(f"the key {key!r} is {'there twice' if key else 'empty'}")
+            self._raise_damaged(f"the key {key!r} is {'not unique' if key else 'empty'}")
         kind = self._unpack("<I")[0]
         if kind == ARRAY:
             self._read_array(key)
         elif kind == STRING:
-            self.metadata[key] = self._string(MAX_TEXT)
+            self.metadata[key] = self._read_string(MAX_TEXT)
         elif kind in SCALARS:
             if key == "general.alignment" and kind != UINT32:
-                self._damaged("general.alignment is not a uint32")
-            self.metadata[key] = self._scalars(kind, 1)[0]
+                self._raise_damaged("general.alignment is not a uint32")
+            self.metadata[key] = self._read_scalars(kind, 1)[0]
         else:
-            self._damaged(f"the key {key!r} has the unknown type {kind}")
+            self._raise_damaged(f"the key {key!r} has the unknown type {kind}")
 
     def _read_array(self, key: str) -> None:
         kind, length = self._unpack("<IQ")
         if length > MAX_ARRAY or not (kind in SCALARS or kind == STRING):
-            self._damaged(f"the array {key!r} claims {length} values of type {kind}")
+            self._raise_damaged(f"the array {key!r} claims {length} values of type {kind}")
         self.array_lengths[key] = length
         if kind == STRING and key in self.keep_strings:
             self._count_strings(key, length)
-            self.metadata[key] = tuple(self._string(MAX_TEXT) for _ in range(length))
+            self.metadata[key] = tuple(self._read_string(MAX_TEXT) for _ in range(length))
         elif kind == STRING:
             begin = self.at
             self._skip_strings(key, length)
             if self.check_tokens and key == TOKENS:
                 self._check_distinct(begin, length)
-        elif length <= KEPT_ARRAY:
-            self.metadata[key] = self._scalars(kind, length)
+        elif length <= MAX_KEPT_ARRAY:
+            self.metadata[key] = self._read_scalars(kind, length)
         else:
-            self._forward(length * struct.calcsize(SCALARS[kind]))
+            self._skip(length * struct.calcsize(SCALARS[kind]))
 
     def _count_strings(self, key: str, length: int) -> None:
         self.strings_left -= length
         if self.strings_left < 0:
-            self._damaged(f"the array {key!r} claims {length} strings")
+            self._raise_damaged(f"the array {key!r} claims {length} strings")
 
     def _skip_strings(self, key: str, length: int) -> None:
         self._count_strings(key, length)
@@ -376,9 +373,9 @@ class _Reader:
             for _ in range(length):
                 at += 8 + unpack(data, at)[0]
         except (struct.error, OverflowError):
-            self._broken_off(at)
+            self._raise_truncated(at)
         if at > self.size:
-            self._broken_off(at)
+            self._raise_truncated(at)
         self.at = at
 
     def _check_distinct(self, at: int, length: int) -> None:
@@ -389,7 +386,7 @@ class _Reader:
             at = begin + struct.unpack_from("<Q", self.data, at)[0]
             text = self.data[begin:at]
             if text in seen and text:
-                self._damaged(
+                self._raise_damaged(
                     f"its vocabulary has the token {text.decode('utf-8', 'replace')[:40]!r} twice"
                 )
             seen.add(text)
@@ -397,14 +394,14 @@ class _Reader:
     def _read_alignment(self) -> None:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            self._damaged(f"the alignment is {alignment}, not a power of two")
+            self._raise_damaged(f"the alignment is {alignment}, not a power of two")
         self.alignment = alignment
 
-    def _tensor_info(self) -> Tensor:
-        name = self._string(MAX_NAME)
+    def _read_tensor(self) -> Tensor:
+        name = self._read_string(MAX_NAME)
         num_dims = self._unpack("<I")[0]
         if num_dims > MAX_DIMS:
-            self._damaged(f"the tensor {name!r} has {num_dims} dimensions")
+            self._raise_damaged(f"the tensor {name!r} has {num_dims} dimensions")
         shape = self._unpack(f"<{num_dims}Q")
         kind, offset = self._unpack("<IQ")
         if kind not in TENSOR_TYPES:
@@ -418,83 +415,85 @@ class _Reader:
             or elements > MAX_ELEMENTS
             or (shape or (1,))[0] % block_elements
         ):
-            self._damaged(
+            self._raise_damaged(
                 f"the tensor {name!r} has the impossible shape {list(shape)} for {type_name}"
             )
         return Tensor(name, shape, type_name, offset, elements // block_elements * block_bytes)
 
-    def _checked(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
+    def _check_tensors(self, tensors: list[Tensor], data_offset: int) -> list[Tensor]:
         """Check that tensors are in the file's order without gaps, as llama.cpp requires; then none
         can overlap.
         """
         if len({tensor.name for tensor in tensors}) < len(tensors):
-            self._damaged("two tensors have the same name")
+            self._raise_damaged("two tensors have the same name")
         offset, end = 0, 0
         for tensor in tensors:
             if tensor.offset != offset:
-                self._damaged(
-                    f"the tensor {tensor.name!r} lies at {tensor.offset}, expected at {offset}"
+                self._raise_damaged(
+                    f"the tensor {tensor.name!r} is at {tensor.offset}, expected at {offset}"
                 )
             end = offset + tensor.num_bytes
-            offset = self._padded(end)
+            offset = self._align(end)
         if tensors and data_offset + end > self.size:
-            self._incomplete(data_offset + end)
+            self._raise_incomplete(data_offset + end)
         return tensors
 
-    def _padded(self, offset: int) -> int:
+    def _align(self, offset: int) -> int:
         return -(-offset // self.alignment) * self.alignment
 
     def _unpack(self, form: str) -> tuple[int, ...]:
         at = self.at
-        self._forward(struct.calcsize(form))
+        self._skip(struct.calcsize(form))
         return struct.unpack_from(form, self.data, at)
 
-    def _scalars(self, kind: int, count: int) -> tuple[Scalar, ...]:
+    def _read_scalars(self, kind: int, count: int) -> tuple[Scalar, ...]:
         values: tuple[Scalar, ...] = self._unpack(f"<{count}{SCALARS[kind]}")
         return values
 
-    def _string(self, limit: int) -> str:
+    def _read_string(self, limit: int) -> str:
         length = self._unpack("<Q")[0]
         self.text_left -= length
         if length > limit or self.text_left < 0:
-            self._damaged(f"a string at byte {self.at} claims {length} bytes")
+            self._raise_damaged(f"a string at byte {self.at} claims {length} bytes")
         at = self.at
-        self._forward(length)
+        self._skip(length)
         return self.data[at : self.at].decode("utf-8", "replace")
 
-    def _forward(self, num_bytes: int) -> None:
+    def _skip(self, num_bytes: int) -> None:
         if self.at + num_bytes > self.size:
-            self._broken_off(self.at + num_bytes)
+            self._raise_truncated(self.at + num_bytes)
         self.at += num_bytes
 
-    def _broken_off(self, wanted: int) -> NoReturn:
+    def _raise_truncated(self, wanted: int) -> NoReturn:
         if wanted - self.size > MAX_ARRAY * 8:
-            self._damaged(f"a length near byte {self.at} points far behind the end of the file")
+            self._raise_damaged(
+                f"a length near byte {self.at} points far beyond the end of the file"
+            )
         raise StartupError(
-            f"{self.path} breaks off in its header after {size_text(self.size)}: the download is "
+            f"{self.path} ends within its header, after {format_size(self.size)}: the download is "
             f"incomplete"
         )
 
-    def _incomplete(self, expected: int) -> NoReturn:
+    def _raise_incomplete(self, expected: int) -> NoReturn:
         raise StartupError(
-            f"{self.path}: expected {size_text(expected)}, has {size_text(self.size)}, "
+            f"{self.path}: expected {format_size(expected)}, found {format_size(self.size)}; "
             f"{expected - self.size} bytes are missing: the download is incomplete"
         )
 
-    def _damaged(self, reason: str) -> NoReturn:
+    def _raise_damaged(self, reason: str) -> NoReturn:
         raise StartupError(
             f"{self.path} is damaged: {reason if len(reason) <= 300 else f'{reason[:300]}...'}"
         )
 
 
-def _looks_like(start: bytes) -> str:
+def _explain_format(start: bytes) -> str:
     """Return what the file is instead, as the end of a sentence."""
     if start.startswith(b"version https://git-lfs"):
-        return " but a Git LFS pointer: fetch the real file with `git lfs pull`"
+        return ", but a Git LFS pointer: fetch the real file with `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         return (
-            " but a web page: the download went wrong, or the link leads to a page about the file"
+            ", but a web page: the download went wrong, or the link leads to a page about the file"
         )
     if start[:4] in (b"ggml", b"ggjt", b"ggla", b"lmgg", b"tjgg", b"algg"):
-        return " but its predecessor GGML: convert it again"
+        return ", but its predecessor GGML: convert the model again"
     return ""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cllm.errors import StartupError
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes received, and the file's size in bytes (0 if unknown)."""
@@ -51,38 +51,43 @@ def download(repo: str, quantization: str | None = None, progress: Progress | No
     """
     with _one_line_errors(repo):
         try:
-            sizes = _listed(repo)
+            sizes = _list_files(repo)
         except Exception as error:
-            cached = _cached(repo)
+            cached = _find_cached_files(repo)
             if not cached:
                 raise
             logger.warning(
-                "%s: using what is cached, the hub did not answer (%s)", repo, type(error).__name__
+                "%s: using the cached files, because the hub did not answer (%s)",
+                repo,
+                type(error).__name__,
             )
-            return cached[choose(f"The cached part of {repo}", cached, quantization)[0]]
-        files = choose(repo, sizes, quantization)
+            return cached[choose_files(f"The cached part of {repo}", cached, quantization)[0]]
+        files = choose_files(repo, sizes, quantization)
         _check_space(repo, {file: sizes[file] for file in files})
         with contextlib.nullcontext(progress) if progress else stderr_progress() as report:
-            paths = [_fetched(repo, file, report) for file in files]
+            paths = [_fetch_file(repo, file, report) for file in files]
         return paths[0]
 
 
-def choose(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
+def choose_files(where: str, files: Iterable[str], quantization: str | None) -> list[str]:
     """Return the files of one model among ``files``, in order.
 
     Raises StartupError, which names the alternatives.
     """
-    models = _models(files)
+    models = _group_files(files)
     if not models:
         raise StartupError(
-            f"{where} has no complete GGUF model; look for a repository of the same name with -GGUF"
+            f"{where} has no complete GGUF model; look for a repository of the same name that ends "
+            "in -GGUF"
         )
     return models[
-        _default(models) if quantization is None else _matching(where, models, quantization)
+        _choose_default(models)
+        if quantization is None
+        else _choose_matching(where, models, quantization)
     ]
 
 
-def quantization_of(file: str) -> str | None:
+def parse_quantization(file: str) -> str | None:
     """Return the quantization in a file's name (or else its folder's), in capitals; None if there
     is none.
     """
@@ -134,12 +139,12 @@ def _line_progress() -> Progress:
         if time.monotonic() - last < LINE_EVERY and done < total:
             return
         last = time.monotonic()
-        sys.stderr.write(f"Downloading {file}: {size_text(done)} of {size_text(total)}\n")
+        sys.stderr.write(f"Downloading {file}: {format_size(done)} of {format_size(total)}\n")
 
     return report
 
 
-def _listed(repo: str) -> dict[str, int]:
+def _list_files(repo: str) -> dict[str, int]:
     """Return all files of the repository with their sizes in bytes; 0 if the hub does not state a
     size.
     """
@@ -149,7 +154,7 @@ def _listed(repo: str) -> dict[str, int]:
     return {sibling.rfilename: sibling.size or 0 for sibling in siblings}
 
 
-def _cached(repo: str) -> dict[str, Path]:
+def _find_cached_files(repo: str) -> dict[str, Path]:
     """Return the repository's GGUF files in the cached snapshot of main, or else in the newest one
     that has any.
     """
@@ -183,12 +188,12 @@ def _check_space(repo: str, sizes: Mapping[str, int]) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise StartupError(
-            f"{repo} needs {size_text(needed)} but {cache} has {size_text(free)} free; "
-            "make room or set HF_HOME to another disk"
+            f"{repo} needs {format_size(needed)} but {cache} has {format_size(free)} free: "
+            "free some space, or set HF_HOME to a folder on another disk"
         )
 
 
-def _fetched(repo: str, file: str, progress: Progress) -> Path:
+def _fetch_file(repo: str, file: str, progress: Progress) -> Path:
     from huggingface_hub import hf_hub_download
 
     class FileMeter(_Meter):
@@ -229,7 +234,7 @@ class _Meter:
     set_transfer_postfix_str = set_postfix_str
 
 
-def _models(files: Iterable[str]) -> dict[str, list[str]]:
+def _group_files(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the complete models: the name without its part number -> its files in order."""
     parts: dict[str, dict[int, str]] = {}
     wanted: dict[str, int] = {}
@@ -246,7 +251,7 @@ def _models(files: Iterable[str]) -> dict[str, list[str]]:
     return {name: [parts[name][part] for part in sorted(parts[name])] for name in sorted(complete)}
 
 
-def _default(models: Mapping[str, list[str]]) -> str:
+def _choose_default(models: Mapping[str, list[str]]) -> str:
     """Return the model with the most usual quantization.
 
     Of several, take the shortest: additions mark variants.
@@ -254,13 +259,13 @@ def _default(models: Mapping[str, list[str]]) -> str:
     order = {name: rank for rank, name in enumerate(DEFAULT_ORDER.split())}
     return min(
         models,
-        key=lambda name: (order.get(quantization_of(name) or "", len(order)), len(name), name),
+        key=lambda name: (order.get(parse_quantization(name) or "", len(order)), len(name), name),
     )
 
 
-def _matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
+def _choose_matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
     lower = wanted.lower()
-    quantizations = {name: (quantization_of(name) or "").lower() for name in models}
+    quantizations = {name: (parse_quantization(name) or "").lower() for name in models}
     named = [name for name in models if lower in (name.lower(), Path(name).name.lower())]
     exact = [name for name, quantization in quantizations.items() if quantization == lower]
     dynamic = [
@@ -271,7 +276,7 @@ def _matching(where: str, models: Mapping[str, list[str]], wanted: str) -> str:
         raise StartupError(f"{where} has several files for {wanted}; name one: {', '.join(found)}")
     if found:
         return found[0]
-    there = ", ".join(sorted({quantization_of(name) or name for name in models}))
+    there = ", ".join(sorted({parse_quantization(name) or name for name in models}))
     raise StartupError(f"{where} has no {wanted}; it has {there}")
 
 
@@ -282,10 +287,10 @@ def _one_line_errors(repo: str) -> Iterator[None]:
     except StartupError:
         raise
     except Exception as error:
-        raise StartupError(_explained(repo, error)) from error
+        raise StartupError(_explain_error(repo, error)) from error
 
 
-def _explained(repo: str, error: Exception) -> str:
+def _explain_error(repo: str, error: Exception) -> str:
     """Return one line that says what to do; huggingface_hub's own messages are paragraphs."""
     import httpx2
     from huggingface_hub import constants, errors
@@ -297,18 +302,18 @@ def _explained(repo: str, error: Exception) -> str:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"There is no model {repo} at {constants.ENDPOINT}, or it is private: then set "
-            f"HF_TOKEN to your token"
+            f"There is no model {repo} at {constants.ENDPOINT}; if it is private, set HF_TOKEN to "
+            f"your token"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"{repo!r} is not the name of a repository; it is written owner/repo"
+        return f"{repo!r} is not the name of a repository; names have the form owner/repo"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
             f"HF_HUB_OFFLINE is set and {repo} is not in {constants.HF_HUB_CACHE}; unset it "
-            f"once to download"
+            f"to download the model"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return f"{constants.ENDPOINT} refuses {repo}: set HF_TOKEN to a token that may read it"
+        return f"{constants.ENDPOINT} denies access to {repo}: set HF_TOKEN to a token with access"
     if isinstance(error, errors.HfHubHTTPError):
         return (
             f"{constants.ENDPOINT} answered {error.response.status_code} for {repo}; try "
@@ -318,17 +323,15 @@ def _explained(repo: str, error: Exception) -> str:
         error, httpx2.ConnectError
     ):
         return (
-            f"The connection to {constants.ENDPOINT} broke off while {repo} was downloaded; "
-            f"try again"
+            f"The connection to {constants.ENDPOINT} failed during the download of {repo}; "
+            "try again"
         )
     if isinstance(error, httpx2.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
         return (
             f"Cannot reach {constants.ENDPOINT} and {repo} is not in {constants.HF_HUB_CACHE}: "
-            f"check the network "
-            f"and HF_ENDPOINT, or give the path of a .gguf file ({type(error).__name__})"
+            f"check the network and HF_ENDPOINT, or give the path of a .gguf file "
+            f"({type(error).__name__})"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"The disk is full while downloading {repo}; make room or set HF_HOME to another disk"
-        )
+        return f"The disk is full while downloading {repo}; free some space, or set HF_HOME"
     return f"Cannot download {repo}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

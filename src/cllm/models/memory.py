@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from cllm.errors import StartupError
-from cllm.models.gguf import size_text
+from cllm.models.gguf import format_size
 
 USUAL_KV_BYTES = 4 << 30
 USUAL_RAM_CACHE_BYTES = 4 << 30
@@ -14,29 +14,29 @@ COMPUTE_BYTES = 300 << 20  # llama.cpp's work buffers and the two processes, rou
 MIN_CONTEXT = 256
 
 
-def available_bytes() -> int | None:
+def measure_available_bytes() -> int | None:
     """Return the memory available without swapping, within the container's limit; None if the
     system does not say.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return _physical_bytes()
+        return _read_physical_bytes()
     available = next(
         (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
     )
-    limit = _container_limit()
+    limit = _measure_container_room()
     return available if limit is None or available is None else min(available, limit)
 
 
-def _physical_bytes() -> int | None:
+def _read_physical_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
 
 
-def _container_limit() -> int | None:
+def _measure_container_room() -> int | None:
     """Return what is left of the control group's memory (version 2); None if there is no limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -54,7 +54,7 @@ def _container_limit() -> int | None:
     return None if limit == "max" else max(0, int(limit) - max(0, used))
 
 
-def kv_budget(
+def compute_kv_budget(
     weight_bytes: int,
     bytes_per_token: int,
     wanted_bytes: int,
@@ -69,7 +69,7 @@ def kv_budget(
     model, or one sequence of ``context_length`` tokens, does not fit. With ``on_gpu`` nothing is
     checked: only llama.cpp knows that memory.
     """
-    available = available_bytes()
+    available = measure_available_bytes()
     if on_gpu or available is None:
         return wanted_bytes or USUAL_KV_BYTES
     without_kv = weight_bytes + COMPUTE_BYTES
@@ -79,22 +79,22 @@ def kv_budget(
         tokens = "" if wanted_bytes else f" of {context_length or MIN_CONTEXT} tokens"
         cure = "lower kv.max_memory_mb" if wanted_bytes else "lower model.max_context_length"
         if without_kv > available or not (wanted_bytes or context_length):
-            cure = "take a smaller model or quantization"
+            cure = "use a smaller model or quantization"
         raise StartupError(
-            f"not enough memory: {size_text(need)} are needed (weights "
-            f"{size_text(weight_bytes)}, KV cache{tokens} "
-            f"{size_text(need - without_kv)}, work buffers and processes about "
-            f"{size_text(COMPUTE_BYTES)}), "
-            f"but {size_text(available)} are available: {cure}"
+            f"not enough memory: {format_size(need)} are needed (weights "
+            f"{format_size(weight_bytes)}, KV cache{tokens} "
+            f"{format_size(need - without_kv)}, work buffers and processes about "
+            f"{format_size(COMPUTE_BYTES)}), "
+            f"but {format_size(available)} are available: {cure}"
         )
     return wanted_bytes or max(one_sequence, min(USUAL_KV_BYTES, (available - without_kv) // 2))
 
 
-def ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
+def compute_ram_cache_budget(weight_bytes: int, kv_bytes: int) -> int:
     """Return the bytes for prefixes outside of the KV cache: a quarter of the remaining memory, 4
     GiB at most.
     """
-    available = available_bytes()
+    available = measure_available_bytes()
     if available is None:
         return 0
     left = available - weight_bytes - COMPUTE_BYTES - kv_bytes

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def cpu_seconds(pid: int) -> float:
+def read_cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used, in seconds; 0 if there is no /proc or no such
     process.
     """

@@ -211,48 +211,48 @@ class Metrics:
         )
         self._model_name = model_name
 
-    def begun(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
+    def count_request(self, num_prompt_tokens: int, num_shared: int, num_recalled: int) -> None:
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._shared.inc(num_shared)
         self._recalled.inc(num_recalled)
 
-    def embedding_begun(self, num_texts: int, num_tokens: int) -> None:
+    def count_embedding_request(self, num_texts: int, num_tokens: int) -> None:
         self._requests.inc()
         self._embedded.inc(num_texts)
         self._embedded_tokens.inc(num_tokens)
 
-    def unknown_parameters(self, count: int) -> None:
+    def count_unknown_parameters(self, count: int) -> None:
         self._unknown.inc(count)
 
-    def skipped(self, kind: str) -> None:
+    def count_skipped_part(self, kind: str) -> None:
         self._skipped.labels(self._model_name, kind).inc()
 
-    def grammar(self, seconds: float | None) -> None:
+    def observe_grammar_check(self, seconds: float | None) -> None:
         """Count a grammar that was checked in ``seconds``; None: it had been checked before."""
         if seconds is None:
             self._known_grammars.inc()
         else:
             self._grammars.observe(seconds)
 
-    def unenforced(self, keywords: Iterable[str]) -> None:
+    def count_unenforced_keywords(self, keywords: Iterable[str]) -> None:
         for keyword in keywords:
             self._unenforced.labels(self._model_name, keyword).inc()
 
-    def refused(self, reason: str) -> None:
+    def count_rejection(self, reason: str) -> None:
         self._refused.labels(self._model_name, reason).inc()
 
-    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+    def observe_tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """Count tokens that arrived ``seconds`` after the last ones, or after the submission if
         they are the first.
         """
         (self._ttft if first else self._itl).observe(seconds)
         self._num_generated += count
 
-    def finished(self, reason: str) -> None:
+    def count_finish(self, reason: str) -> None:
         self._finish.labels(self._model_name, reason).inc()
 
-    def ended(self, outcome: str, seconds: float) -> None:
+    def count_outcome(self, outcome: str, seconds: float) -> None:
         self._outcome.labels(self._model_name, outcome).inc()
         self._e2e.observe(seconds)
 

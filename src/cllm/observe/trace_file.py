@@ -36,7 +36,9 @@ Length = Annotated[int, Meta(ge=1, le=LARGEST)]
 BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class Entry(
+    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"account": "key"}
+):
     """One request of a trace.
 
     Lengths are in tokens, times in milliseconds; deadline_ms counts from the arrival.
@@ -46,7 +48,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     input_length: Length
     output_length: Length
     hash_ids: list[BlockId]
-    key: str = ""
+    account: str = ""
     priority: Literal["interactive", "normal", "batch"] = "normal"
     block_size: Annotated[int, Meta(ge=ID_BYTES)] = 512
     deadline_ms: Annotated[float, Meta(gt=0)] | None = None
@@ -67,14 +69,16 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     def service_class(self) -> Priority:
         return Priority[self.priority.upper()]
 
-    def prompt(self) -> list[int]:
+    def make_prompt(self) -> list[int]:
         """Return tokens below 256: the same for the same blocks; different blocks differ in their
         first few tokens.
         """
-        return list(b"".join(block(i, self.block_size) for i in self.hash_ids)[: self.input_length])
+        return list(
+            b"".join(make_block(i, self.block_size) for i in self.hash_ids)[: self.input_length]
+        )
 
 
-def block(block_id: int, size: int) -> bytes:
+def make_block(block_id: int, size: int) -> bytes:
     name = block_id.to_bytes(ID_BYTES, "little")
     return name + hashlib.shake_128(name).digest(size - ID_BYTES)
 
@@ -98,7 +102,7 @@ def read_trace(path: Path) -> list[Entry]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StartupError(f"{path}, line {number}: {str(error).replace('$.', '')}") from None
     if not entries:
-        raise StartupError(f"{path} holds no requests")
+        raise StartupError(f"{path} contains no requests")
     return sorted(entries, key=lambda entry: entry.timestamp)
 
 
@@ -168,7 +172,7 @@ class Recorder:
                 input_length=len(request.prompt),
                 output_length=1,
                 hash_ids=self._hash_ids(request.prompt),
-                key=request.key,
+                account=request.account,
                 priority=request.priority.name.lower(),  # type: ignore[arg-type]
                 block_size=RECORDED_BLOCK,
                 deadline_ms=request.deadline and request.deadline * 1000,

@@ -1,7 +1,7 @@
-"""The unanswered requests in the engine: how many are ahead of a new request, and for how long.
+"""Counts the unanswered requests in the engine, and estimates how long a new request would wait.
 
 This process counts what it submits and what the engine returns, so no race with the engine can
-admit one request more than a limit allows. Of the engine's statistics, only the number of slots and
+admit more requests than a limit allows. Of the engine's statistics, only the number of slots and
 the estimated seconds are used.
 """
 
@@ -22,8 +22,8 @@ from cllm.process.reservations import (
     Newcomer,
     QueueLoad,
     Reservations,
-    load_of,
-    newcomer_of,
+    describe_newcomer,
+    measure_load,
 )
 from cllm.scheduler.policy import Policy
 
@@ -35,10 +35,11 @@ OPEN_SHARE = 0.5  # share of the queue that reservations never close to newcomer
 
 
 class QueueFull(CLLMError):
-    """Too much is ahead of the request in the queue.
+    """Too much work is ahead of the request in the queue.
 
-    bound: the exceeded limit: requests, tokens or seconds. retry_after: seconds until there will be
-    room. ticket: claims the place that is reserved for that time; "" if none is.
+    bound: the exceeded limit, which is requests, tokens or seconds. retry_after: seconds until
+    there will be room. ticket: claims the place that is reserved for that time, or is "" if no
+    place is reserved.
     """
 
     def __init__(self, what: str, bound: str, retry_after: float, ticket: str = "") -> None:
@@ -50,7 +51,7 @@ class QueueFull(CLLMError):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of what may wait; None means no limit.
+    """Limits of the queue; None means no limit.
 
     seconds: the estimated time to a request's first token.
     """
@@ -61,7 +62,7 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """A queue position: 0 runs immediately, 1 is the next to run, and so on.
 
     seconds: estimated time to the first token.
@@ -96,7 +97,7 @@ class ServiceRate:
         self._clock = clock
         self._capacity = 1
         self._seconds_full = self._num_served = 0.0  # for about the last WINDOW sequences
-        self._full_since: float | None = None  # the time before has been counted
+        self._full_since: float | None = None  # earlier time has been counted
         self._was_full = False  # during the last step
 
     def set_load(self, num_seqs: int, capacity: int) -> None:
@@ -110,12 +111,12 @@ class ServiceRate:
         elif self._full_since is None:
             self._full_since = self._clock()
 
-    def step_ended(self) -> None:
-        """Note the end of a step. The following calls of ``served`` report this step."""
+    def record_step(self) -> None:
+        """Note the end of a step. The following calls of ``count_served`` report this step."""
         self._count_time()
         self._was_full = self._full_since is not None
 
-    def served(self, num_seqs: float) -> None:
+    def count_served(self, num_seqs: float) -> None:
         if self._was_full:
             self._num_served += num_seqs
 
@@ -179,31 +180,33 @@ class Backlog:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> None:
-        self._pending[request.priority].setdefault(request.key, QueueLoad()).add(load_of(request))
+    def record_submission(self, request: Request) -> None:
+        self._pending[request.priority].setdefault(request.account, QueueLoad()).add(
+            measure_load(request)
+        )
         self._num_seqs[request.priority] += request.params.n
         self._count_seqs()
 
-    def begun(self, request: Request, *, is_first: bool = True) -> None:
+    def record_first_token(self, request: Request, *, is_first: bool = True) -> None:
         """Note the first token of a sequence of ``request``; ``is_first``: no other sequence of it
-        has begun.
+        has started.
         """
-        self._rate.served(1 / 2)
+        self._rate.count_served(1 / 2)
         if is_first:
-            self.left_queue(request)
+            self.record_departure(request)
 
-    def left_queue(self, request: Request) -> None:
+    def record_departure(self, request: Request) -> None:
         """Note that ``request`` has its first token, or has ended without one."""
         pending = self._pending[request.priority]
-        pending[request.key].add(load_of(request), -1)
-        if not pending[request.key].num_requests:
-            del pending[request.key]
+        pending[request.account].add(measure_load(request), -1)
+        if not pending[request.account].num_requests:
+            del pending[request.account]
 
-    def ended(self, request: Request, num_running: int = 1, num_waiting: int = 0) -> None:
-        """Note the end of ``num_running`` sequences of ``request`` that had begun and
+    def record_end(self, request: Request, num_running: int = 1, num_waiting: int = 0) -> None:
+        """Note the end of ``num_running`` sequences of ``request`` that had started and
         ``num_waiting`` that had not.
         """
-        self._rate.served(num_running / 2)
+        self._rate.count_served(num_running / 2)
         self._num_seqs[request.priority] -= num_running + num_waiting
         self._count_seqs()
 
@@ -216,48 +219,48 @@ class Backlog:
         Call it when the engine is ready, and after each step, before its outputs.
         """
         self._stats = stats
-        self._rate.step_ended()
+        self._rate.record_step()
 
     # --- admission -------------------------------------------------------------------------------
 
-    def place(self, request: Request) -> Place:
+    def estimate_position(self, request: Request) -> QueuePosition:
         """Return the queue position that ``request``, not submitted yet, would get."""
-        newcomer = newcomer_of(request)
-        excess = self._num_not_yielding(newcomer) - self._capacity
+        newcomer = describe_newcomer(request)
+        excess = self._count_not_yielding(newcomer) - self._capacity
         if excess < 0:
-            return Place(0, self._seconds_to_compute(newcomer))
-        return self._place_behind(self._ahead(newcomer, excess), newcomer)
+            return QueuePosition(0, self._seconds_to_compute(newcomer))
+        return self._estimate_behind(self._estimate_load_ahead(newcomer, excess), newcomer)
 
-    def admit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> Place:
+    def admit(self, requests: list[Request], claim: Claim = NO_CLAIM) -> QueuePosition:
         """Return the queue position of the first of ``requests``, which come from one client, and
         use up the client's reservation, if it has one.
 
         Raises what ``check`` raises.
         """
-        newcomer = newcomer_of(*requests)
-        place = self.check(newcomer, claim)
+        newcomer = describe_newcomer(*requests)
+        queue_position = self.check(newcomer, claim)
         if reservation := self.reservations.find(newcomer, claim):
             self.reservations.redeem(reservation)
-        return place
+        return queue_position
 
-    def check(self, newcomer: Newcomer, claim: Claim = NO_CLAIM) -> Place:
+    def check(self, newcomer: Newcomer, claim: Claim = NO_CLAIM) -> QueuePosition:
         """Return the queue position that the first request of ``newcomer`` would get now.
 
-        Raises QueueFull if a limit would be exceeded, and reserves a place. Requests that can begin
+        Raises QueueFull if a limit would be exceeded, and reserves a place. Requests that can start
         immediately are never rejected, whatever their size.
         """
-        excess = self._num_not_yielding(newcomer) - self._capacity
+        excess = self._count_not_yielding(newcomer) - self._capacity
         if excess < 0:
-            return Place(0, self._seconds_to_compute(newcomer))
-        ahead = self._ahead(newcomer, excess)
+            return QueuePosition(0, self._seconds_to_compute(newcomer))
+        ahead = self._estimate_load_ahead(newcomer, excess)
         reservation = self.reservations.find(newcomer, claim)
         is_expected = reservation is not None and self.reservations.is_due(reservation)
         find_excess = self._excess_of_expected if is_expected else self._excess_of_newcomer
         exceeded = find_excess(newcomer, ahead)
         if exceeded is None:
-            return self._place_behind(ahead, newcomer)
+            return self._estimate_behind(ahead, newcomer)
         if reservation is None:
-            last = self._excess(newcomer, self._with_returning(newcomer, ahead))
+            last = self._find_excess(newcomer, self._add_returning(newcomer, ahead))
             ticket, seconds = self.reservations.add(newcomer, claim, (last or exceeded).seconds)
         else:
             ticket, seconds = self.reservations.postpone(
@@ -268,13 +271,13 @@ class Backlog:
     def _excess_of_expected(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
         """Return the limit that a client that returns on time exceeds, if any.
 
-        Such clients may use the whole queue. They may exceed it by what is served in one second (at
-        least one sequence), because Retry-After has whole seconds, so several clients return
-        together.
+        Such clients may use the whole queue. They may exceed it by the number of sequences that are
+        served in one second (at least one), because Retry-After has whole seconds, so several
+        clients return together.
         """
         num_served = 1 / min(1.0, self._seconds_each or FIRST_GUESS)
-        return self._excess(
-            newcomer, ahead.times(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
+        return self._find_excess(
+            newcomer, ahead.scale(max(0.0, 1 - num_served / max(1.0, ahead.num_seqs)))
         )
 
     def _excess_of_newcomer(self, newcomer: Newcomer, ahead: QueueLoad) -> Excess | None:
@@ -284,30 +287,32 @@ class Backlog:
         may use the rest, but at least OPEN_SHARE, so that no capacity is lost if those clients do
         not return.
         """
-        exceeded = self._excess(newcomer, ahead)
-        if exceeded is None and self._excess(newcomer, ahead, OPEN_SHARE):
+        exceeded = self._find_excess(newcomer, ahead)
+        if exceeded is None and self._find_excess(newcomer, ahead, OPEN_SHARE):
             seconds = (ahead.num_seqs + 1) * self._seconds_each
-            exceeded = self._excess(newcomer, self._with_returning(newcomer, ahead, seconds))
+            exceeded = self._find_excess(newcomer, self._add_returning(newcomer, ahead, seconds))
         return exceeded
 
-    def _with_returning(
+    def _add_returning(
         self, newcomer: Newcomer, ahead: QueueLoad, seconds: float = math.inf
     ) -> QueueLoad:
         """Return ``ahead`` plus the load of clients due within ``seconds`` that will be served
         before ``newcomer``.
         """
-        total = ahead.times(1.0)
-        for priority in self._classes(newcomer):
+        total = ahead.scale(1.0)
+        for priority in self._list_classes(newcomer):
             share = 1.0
             if self._takes_turns and priority == newcomer.priority:
                 own = self._pending[priority].get(newcomer.account, NOTHING).num_requests
                 own += self.reservations.count(priority, newcomer.account) + 1
                 num_turns = own / self._weights.get(newcomer.account, 1.0)
-                share = self.reservations.share_in_turns(priority, num_turns, self._weights)
-            total.add(self.reservations.load_within(priority, seconds), share)
+                share = self.reservations.compute_share_of_turns(priority, num_turns, self._weights)
+            total.add(self.reservations.sum_load_within(priority, seconds), share)
         return total
 
-    def _excess(self, newcomer: Newcomer, ahead: QueueLoad, share: float = 1.0) -> Excess | None:
+    def _find_excess(
+        self, newcomer: Newcomer, ahead: QueueLoad, share: float = 1.0
+    ) -> Excess | None:
         """Return the first limit that ``newcomer`` behind ``ahead`` exceeds if it may use ``share``
         of the queue.
 
@@ -321,21 +326,23 @@ class Backlog:
         if limits.requests is not None and num_requests > share * limits.requests:
             wait = seconds * min(1.0, (num_requests - limits.requests) / (ahead.num_requests + 1))
             return Excess(
-                f"{num_requests:.0f} requests would wait, {limits.requests} may", "requests", wait
+                f"{num_requests:.0f} requests would wait (limit {limits.requests})",
+                "requests",
+                wait,
             )
         num_tokens = ahead.num_tokens + newcomer.load.num_tokens
         if limits.tokens is not None and num_tokens > share * limits.tokens:
             wait = seconds * min(1.0, (num_tokens - limits.tokens) / max(1.0, ahead.num_tokens))
             return Excess(
-                f"{num_tokens:.0f} prompt tokens would wait, {limits.tokens} may", "tokens", wait
+                f"{num_tokens:.0f} prompt tokens would wait (limit {limits.tokens})", "tokens", wait
             )
-        first = self._place_behind(ahead, newcomer).seconds
+        first = self._estimate_behind(ahead, newcomer).seconds
         if limits.seconds is not None and first > share * limits.seconds:
-            what = f"the first token would take {first:.1f} seconds, {limits.seconds:g} it may"
+            what = f"the first token would take {first:.1f} seconds (limit {limits.seconds:g})"
             return Excess(what, "seconds", first - limits.seconds)
         return None
 
-    def _classes(self, newcomer: Newcomer) -> list[Priority]:
+    def _list_classes(self, newcomer: Newcomer) -> list[Priority]:
         """Return the classes that do not yield to ``newcomer``."""
         return [
             priority
@@ -343,17 +350,17 @@ class Backlog:
             if priority <= newcomer.priority or not self._has_classes
         ]
 
-    def _num_not_yielding(self, newcomer: Newcomer) -> int:
-        return sum(self._num_seqs[priority] for priority in self._classes(newcomer))
+    def _count_not_yielding(self, newcomer: Newcomer) -> int:
+        return sum(self._num_seqs[priority] for priority in self._list_classes(newcomer))
 
-    def _ahead(self, newcomer: Newcomer, excess: int) -> QueueLoad:
+    def _estimate_load_ahead(self, newcomer: Newcomer, excess: int) -> QueueLoad:
         """Return the waiting load that will probably be served before ``newcomer``.
 
         ``excess``: the number of sequences for which there is no slot now.
         """
-        classes = [(priority, self._pending[priority]) for priority in self._classes(newcomer)]
+        classes = [(priority, self._pending[priority]) for priority in self._list_classes(newcomer)]
         num_seqs = sum(load.num_seqs for _, loads in classes for load in loads.values())
-        # the others have a slot, and their prompts are being computed
+        # the others have a slot: their prompts are being computed
         num_waiting = min(num_seqs, excess)
         own = (
             self._pending[newcomer.priority].get(newcomer.account, NOTHING).num_requests
@@ -362,22 +369,22 @@ class Backlog:
         )
         turn = (own + 1) / self._weights.get(newcomer.account, 1.0)
         num_requests = num_tokens = 0.0
-        ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have begun
+        ahead_seqs = excess - num_waiting  # parked, or siblings of sequences that have started
         for priority, loads in classes:
             takes_turns = self._takes_turns and priority == newcomer.priority
-            for key, load in loads.items():
+            for account, load in loads.items():
                 count = load.num_requests * num_waiting / num_seqs
-                if takes_turns and key != newcomer.account:
-                    count = min(count, turn * self._weights.get(key, 1.0))
+                if takes_turns and account != newcomer.account:
+                    count = min(count, turn * self._weights.get(account, 1.0))
                 num_requests += count
                 ahead_seqs += load.num_seqs * count / load.num_requests
                 num_tokens += load.num_tokens * count / load.num_requests
         # sums of shares have rounding errors, but limits must be met exactly
         return QueueLoad(round(num_requests, 6), round(ahead_seqs, 6), round(num_tokens, 6))
 
-    def _place_behind(self, ahead: QueueLoad, newcomer: Newcomer) -> Place:
+    def _estimate_behind(self, ahead: QueueLoad, newcomer: Newcomer) -> QueuePosition:
         seconds = (ahead.num_seqs + 1) * self._seconds_each + self._seconds_to_compute(newcomer)
-        return Place(math.ceil(ahead.num_requests) + 1, seconds)
+        return QueuePosition(math.ceil(ahead.num_requests) + 1, seconds)
 
     @property
     def _capacity(self) -> int:
@@ -389,7 +396,7 @@ class Backlog:
         """Seconds from one free slot to the next while all are taken: measured, else the engine's
         estimate, else 0.
         """
-        return self._rate.seconds_each or self._stats.place_seconds
+        return self._rate.seconds_each or self._stats.slot_seconds
 
     def _seconds_to_compute(self, newcomer: Newcomer) -> float:
         """Return the seconds from starting the first request of ``newcomer`` to its first token: a
@@ -399,5 +406,5 @@ class Backlog:
         return stats.step_seconds + newcomer.num_prompt_tokens * stats.prompt_token_seconds
 
 
-def mean(before: float, value: float) -> float:
+def update_mean(before: float, value: float) -> float:
     return before + SHARE * (value - before) if before else value

@@ -18,8 +18,8 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from cllm.core.output import Embedded, Stats, TokenOutput
-from cllm.engine.build import build_backend, build_engine, fitted
+from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
+from cllm.engine.build import build_backend, build_engine, fit_memory
 from cllm.engine.commands import Command
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -54,7 +54,7 @@ class PipeInbox:
                 self._queue.put(self._decoder.decode(body))
         except msgspec.DecodeError:
             logging.getLogger("cllm.engine").exception(
-                "a command of the API process could not be decoded"
+                "cannot decode a command from the API process"
             )
             os._exit(1)
         os._exit(0)  # the parent is gone
@@ -77,10 +77,10 @@ class PipeOutbox:
     def send(self, outputs: list[TokenOutput], stats: Stats) -> None:
         send_all(self._descriptor, Stepped(outputs, stats))
 
-    def embedded(self, embedded: Embedded) -> None:
+    def send_embedded(self, embedded: EmbeddingOutput) -> None:
         send_all(self._descriptor, embedded)
 
-    def explain(self, explanation: Explanation) -> None:
+    def send_explanation(self, explanation: Explanation) -> None:
         send_all(self._descriptor, Explained(explanation))
 
 
@@ -92,7 +92,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(LENGTH.unpack(head)[0])
 
 
-def own_stdout() -> int:
+def claim_stdout() -> int:
     """Return a private descriptor for frames, and redirect what libraries print to stdout to
     stderr.
     """
@@ -112,34 +112,34 @@ def send_all(descriptor: int, message: FromChild) -> None:
 
 
 def main() -> None:
-    output = own_stdout()
+    output = claim_stdout()
     body = read_frame(sys.stdin.buffer)
     if body is None:
         return
     params = msgspec.msgpack.decode(body, type=EngineParams)
     log.configure(params.log_level)
     inbox = PipeInbox(sys.stdin.buffer)
-    reported = -1.0
+    reported_share = -1.0
 
-    def give_up(reason: str) -> NoReturn:
+    def report_failure(reason: str) -> NoReturn:
         send_all(output, Failed(reason))
         os._exit(2)
 
-    def progress(share: float) -> None:
-        nonlocal reported
-        if share - reported >= 0.01:
-            reported = share
+    def report_progress(share: float) -> None:
+        nonlocal reported_share
+        if share - reported_share >= 0.01:
+            reported_share = share
             send_all(output, Loading(share))
 
     try:
-        params = fitted(params)
-        backend = build_backend(params, progress, give_up)
+        params = fit_memory(params)
+        backend = build_backend(params, report_progress, report_failure)
         engine = build_engine(backend, params)
     except StartupError as error:
-        give_up(str(error))
+        report_failure(str(error))
     gc.collect()
     gc.freeze()
-    gc.disable()  # automatic collections would slow steps down: they scan all waiting requests
+    gc.disable()  # automatic collections scan all waiting requests, which would slow steps down
 
     send_all(output, Ready(backend.info))
     with contextlib.suppress(BrokenPipeError):  # the parent is gone

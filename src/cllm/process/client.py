@@ -1,4 +1,4 @@
-"""The API process's end: starts the engine process, sends it requests, distributes tokens, and
+"""The API process's side: starts the engine process, sends it requests, distributes tokens, and
 restarts it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cllm.core.model_info import ModelInfo
-from cllm.core.output import Embedded, Stats
+from cllm.core.output import EmbeddingOutput, Stats
 from cllm.core.request import EmbeddingRequest, Priority, Request
 from cllm.engine.commands import Abort, Add, Close, Embed, Explain
 from cllm.engine.params import EngineParams
@@ -77,7 +77,8 @@ class EngineClient:
             clock,
         )
         self._in_flight = InFlightRequests(backlog, ResultCache() if results is None else results)
-        self._asked: deque[asyncio.Future[Explanation]] = deque()  # answered in this order
+        # the engine answers in this order
+        self._pending_explanations: deque[asyncio.Future[Explanation]] = deque()
         self._process: EngineProcess | None = None
         self._loaded: asyncio.Future[ModelInfo]
         self._watch: asyncio.Task[None] | None = None
@@ -115,9 +116,9 @@ class EngineClient:
             await asyncio.wait((self._loaded, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._loaded.done():
                 raise StartupError(
-                    f"the engine died ({process.describe_end()}) while it loaded "
+                    f"the engine died ({process.describe_end()}) while loading "
                     f"{self.params.path or 'the model'}: "
-                    "the file may be damaged; cllm doctor checks this machine"
+                    "the file may be damaged; run `cllm doctor` to check this machine"
                 )
             self.info = self._loaded.result()
         except BaseException:
@@ -141,10 +142,10 @@ class EngineClient:
                 self.stats = message.stats
                 self._in_flight.backlog.observe(message.stats)
                 self._in_flight.put(message.outputs)
-            case Embedded():
+            case EmbeddingOutput():
                 self._embeddings.put(message)
             case Explained():
-                answer(self._asked.popleft(), message.explanation)
+                resolve(self._pending_explanations.popleft(), message.explanation)
             case Loading():
                 if self._on_loading:
                     self._on_loading(message.share)
@@ -156,7 +157,7 @@ class EngineClient:
     @property
     def stats_since_start(self) -> Stats:
         """``stats``, with totals over all engine processes of this client."""
-        return self.stats.plus_totals(self._earlier_stats)
+        return self.stats.add_totals(self._earlier_stats)
 
     @property
     def reservations(self) -> Mapping[str, int]:
@@ -180,13 +181,13 @@ class EngineClient:
             if self._clock() - self._ready_since >= HEALTHY_AFTER:
                 self._backoff = FIRST_BACKOFF
             cause = process.describe_end()
-            message = "the engine died (%s) with %d requests; starting it again in %.1f s"
+            message = "the engine died (%s) with %d requests in flight; restarting it in %.1f s"
             log.error(message, cause, len(self._in_flight), self._backoff)
-            reason = f"The engine died ({cause}) and is being started again; please retry."
+            reason = f"The engine died ({cause}) and is restarting; please retry."
             died = EngineError(reason, self._backoff + self._load_seconds)
             self.end_all(died)
-            while self._asked:
-                answer(self._asked.popleft(), died)
+            while self._pending_explanations:
+                resolve(self._pending_explanations.popleft(), died)
             while not self.ready:
                 self._started = self._clock() + self._backoff
                 await asyncio.sleep(self._backoff)
@@ -195,7 +196,9 @@ class EngineClient:
                     await self._spawn()
                 except (StartupError, OSError) as error:
                     log.error(
-                        "the engine does not start: %s; next try in %.1f s", error, self._backoff
+                        "the engine failed to start: %s; next attempt in %.1f s",
+                        error,
+                        self._backoff,
                     )
             self.num_restarts += 1
             log.warning("the engine is ready again")
@@ -244,18 +247,18 @@ class EngineClient:
         """End one of a request's sequences in the engine's next step, because its reader needs no
         more tokens.
         """
-        name = self._in_flight.stop(stream, request_id, index)
-        if name is not None and self.ready:
-            self._write(frame(Abort(name, index)))
+        engine_id = self._in_flight.stop(stream, request_id, index)
+        if engine_id is not None and self.ready:
+            self._write(frame(Abort(engine_id, index)))
 
     def close_stream(self, stream: Stream) -> None:
         """Forget the stream's requests.
 
         Unfinished requests that no other stream reads are aborted.
         """
-        for name in self._in_flight.leave(stream):
+        for request_id in self._in_flight.leave(stream):
             if self.ready:
-                self._write(frame(Abort(name)))
+                self._write(frame(Abort(request_id)))
 
     def embed(self, request: EmbeddingRequest) -> Waiter:
         """Send texts to the engine. The caller must call ``forget`` later.
@@ -279,7 +282,7 @@ class EngineClient:
         """
         self.check_ready()
         future: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
+        self._pending_explanations.append(future)
         self._write(frame(Explain(num_steps)))
         return await future
 
@@ -307,11 +310,11 @@ class EngineClient:
                 await self._watch
 
 
-def answer(asked: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
-    """Resolve the future ``asked``, unless its caller has been cancelled."""
-    if asked.done():
+def resolve(future: asyncio.Future[Explanation], explanation: Explanation | EngineError) -> None:
+    """Set the result or the exception of ``future``, unless its caller has been cancelled."""
+    if future.done():
         return
     if isinstance(explanation, EngineError):
-        asked.set_exception(explanation)
+        future.set_exception(explanation)
     else:
-        asked.set_result(explanation)
+        future.set_result(explanation)

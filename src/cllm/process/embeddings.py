@@ -6,31 +6,32 @@ import asyncio
 import math
 import time
 
-from cllm.core.output import Embedded
+from cllm.core.output import EmbeddingOutput
 from cllm.core.request import EmbeddingRequest
 from cllm.errors import CLLMError, EngineError
-from cllm.process.backlog import QueueFull, QueueLimits, mean
+from cllm.process.backlog import QueueFull, QueueLimits, update_mean
 
-MAX_TOKENS = 4_000_000  # in the engine at most, whatever the limits of the queue are
+MAX_TOKENS = 4_000_000  # maximum in the engine, whatever the limits of the queue are
 
 
 class Waiter:
     """The vectors of one request.
 
-    ``begun`` is set when the engine has begun; await ``done`` for all vectors.
+    ``started`` resolves when the engine has started the request, ``done`` when all vectors have
+    arrived.
     """
 
     def __init__(self, request: EmbeddingRequest) -> None:
         loop = asyncio.get_running_loop()
         self.request = request
-        self.begun: asyncio.Future[None] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[list[bytes]] = loop.create_future()
         self.vectors: list[bytes] = []
         self.num_tokens_left = sum(map(len, request.texts))
 
-    def put(self, embedded: Embedded) -> None:
-        if not self.begun.done():
-            self.begun.set_result(None)
+    def put(self, embedded: EmbeddingOutput) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
         for vector in embedded.vectors:
             self.num_tokens_left -= len(self.request.texts[len(self.vectors)])
             self.vectors.append(vector)
@@ -49,7 +50,7 @@ class Waiter:
 
 
 class Embeddings:
-    """All requests for embeddings in the engine. Rejects those that would exceed a limit."""
+    """All requests for embeddings in the engine. Rejects a request that would exceed a limit."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
@@ -73,7 +74,7 @@ class Embeddings:
         self._waiters[request.request_id] = waiter
         return waiter
 
-    def _ahead(self, key: str) -> tuple[float, float]:
+    def _count_ahead(self, account: str) -> tuple[float, float]:
         """Return the requests and tokens ahead of a new request.
 
         All requests of its own account count. Accounts take turns, so each other account counts at
@@ -81,9 +82,9 @@ class Embeddings:
         """
         loads: dict[str, tuple[int, int]] = {}
         for waiter in self._waiters.values():
-            count, tokens = loads.get(waiter.request.key, (0, 0))
-            loads[waiter.request.key] = count + 1, tokens + waiter.num_tokens_left
-        turns = loads.get(key, (0, 0))[0] + 1
+            count, tokens = loads.get(waiter.request.account, (0, 0))
+            loads[waiter.request.account] = count + 1, tokens + waiter.num_tokens_left
+        turns = loads.get(account, (0, 0))[0] + 1
         shares = {other: min(1.0, turns / count) for other, (count, _) in loads.items()}
         num_requests = sum(shares[other] * count for other, (count, _) in loads.items())
         return round(num_requests, 6), sum(
@@ -92,7 +93,7 @@ class Embeddings:
 
     def _check(self, waiter: Waiter) -> None:
         limits = self._limits
-        num_requests, num_tokens = self._ahead(waiter.request.key)
+        num_requests, num_tokens = self._count_ahead(waiter.request.account)
         seconds = num_tokens * self._seconds_per_token
         num_tokens += waiter.num_tokens_left
         max_tokens = math.inf if limits.tokens is None else limits.tokens
@@ -100,18 +101,20 @@ class Embeddings:
         if all_tokens > MAX_TOKENS:
             num_tokens, max_tokens = all_tokens, MAX_TOKENS
         if limits.requests is not None and num_requests > limits.requests:
-            what = f"{num_requests:.0f} requests for embeddings would wait, {limits.requests} may"
+            what = (
+                f"{num_requests:.0f} requests for embeddings would wait (limit {limits.requests})"
+            )
             raise QueueFull(what, "requests", seconds / num_requests)
         if num_tokens > max_tokens:
-            what = f"{num_tokens:.0f} tokens would wait to be embedded, {max_tokens} may"
+            what = f"{num_tokens:.0f} tokens would wait to be embedded (limit {max_tokens})"
             raise QueueFull(
                 what, "tokens", min(seconds, (num_tokens - max_tokens) * self._seconds_per_token)
             )
         if limits.seconds is not None and seconds > limits.seconds:
-            what = f"the first vector would take {seconds:.1f} seconds, {limits.seconds:g} it may"
+            what = f"the first vector would take {seconds:.1f} seconds (limit {limits.seconds:g})"
             raise QueueFull(what, "seconds", seconds - limits.seconds)
 
-    def put(self, embedded: Embedded) -> None:
+    def put(self, embedded: EmbeddingOutput) -> None:
         waiter = self._waiters.get(embedded.request_id)
         if waiter is None:
             return
@@ -119,7 +122,9 @@ class Embeddings:
         waiter.put(embedded)
         if count := before - waiter.num_tokens_left:
             now = time.monotonic()
-            self._seconds_per_token = mean(self._seconds_per_token, (now - self._last) / count)
+            self._seconds_per_token = update_mean(
+                self._seconds_per_token, (now - self._last) / count
+            )
             self._last = now
 
     def forget(self, waiter: Waiter) -> bool:
@@ -128,13 +133,13 @@ class Embeddings:
         Returns whether the engine must abort it, because it has not finished.
         """
         known = self._waiters.pop(waiter.request.request_id, None)
-        waiter.begun.cancel()
+        waiter.started.cancel()
         if not waiter.done.cancel() and not waiter.done.cancelled():
             waiter.done.exception()  # so that asyncio does not report it as never retrieved
         return known is not None and len(waiter.vectors) < len(waiter.request.texts)
 
     def fail(self, error: CLLMError) -> None:
-        """End all requests with ``error``, because the engine will not answer them."""
+        """End all requests with ``error``, because the engine cannot answer them."""
         waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             waiter.fail(error)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.request import Request
 from cllm.errors import CLLMError
-from cllm.process.backlog import NO_CLAIM, Backlog, Place
+from cllm.process.backlog import NO_CLAIM, Backlog, QueuePosition
 from cllm.process.reservations import Claim
-from cllm.process.results import ResultCache, digest, renamed
+from cllm.process.results import ResultCache, digest, rename_output
 
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 
@@ -19,14 +19,14 @@ FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.GRAMMAR)
 class Stream:
     """Delivers the tokens of some requests to one reader.
 
-    place: the queue position of the first request at its submission. num_shared requests share the
+    queue_position: of the first request, at its submission. num_shared requests share the
     computation of an equal request, and num_recalled were found in the result cache.
     num_reused_tokens: prompt tokens of both.
     """
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.place = Place()
+        self.queue_position = QueuePosition()
         self.num_shared = 0
         self.num_recalled = 0
         self.num_reused_tokens = 0
@@ -36,7 +36,7 @@ class Stream:
         self._listener: Callable[[], None] | None = None
 
     def put(self, output: TokenOutput) -> None:
-        """Add ``output``. The caller must call ``wake`` afterwards."""
+        """Add ``output``. The caller must then call ``wake``."""
         self._outputs.append(output)
 
     def fail(self, error: CLLMError) -> None:
@@ -45,7 +45,7 @@ class Stream:
         self.wake()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Call ``wake``, which must not raise, whenever something has arrived; None: stop
+        """Call ``wake``, which must not raise, whenever something has arrived. With None, stop
         calling.
         """
         self._listener = wake
@@ -86,16 +86,16 @@ class InFlightRequest:
     The outputs so far are kept for streams that join later, and for the result cache.
     """
 
-    def __init__(self, request: Request, place: Place, key: bytes | None) -> None:
+    def __init__(self, request: Request, queue_position: QueuePosition, key: bytes | None) -> None:
         """``key``: the digest; None if no other stream may join and the outputs need not be
         kept.
         """
         self.request = request
-        self.place = place
+        self.queue_position = queue_position
         self.key = key
-        self.submitted = time.monotonic()
-        self.begun: set[int] = set()  # indices of sequences that have their first token
-        self.going = set(range(request.params.n))
+        self.submitted_at = time.monotonic()
+        self.started: set[int] = set()  # indices of sequences that have their first token
+        self.unfinished = set(range(request.params.n))
         self.stopped: set[int] = set()  # sequences that the engine was asked to stop
         self.failed = False
         self.outputs: list[TokenOutput] = []
@@ -104,12 +104,12 @@ class InFlightRequest:
     @property
     def is_wanted(self) -> bool:
         """Whether a stream reads it, or all of its unfinished sequences have been asked to stop."""
-        return bool(self.readers) or self.going <= self.stopped
+        return bool(self.readers) or self.unfinished <= self.stopped
 
     def join(self, stream: Stream, request_id: str) -> None:
         """Give ``stream`` the outputs so far and all later ones, under the id ``request_id``."""
         for output in self.outputs:
-            stream.put(renamed(output, request_id))
+            stream.put(rename_output(output, request_id))
         self.readers.setdefault(stream, []).append(request_id)
         stream.in_flight[request_id] = self
 
@@ -121,16 +121,17 @@ class InFlightRequest:
             self.outputs.append(output)
         for stream, names in self.readers.items():
             for name in names:
-                stream.put(output if name == output.request_id else renamed(output, name))
+                stream.put(output if name == output.request_id else rename_output(output, name))
 
-    def place_now(self) -> Place:
-        """Return the queue position at submission, less the seconds since then; position 0 if it
-        has begun.
+    def estimate_position(self) -> QueuePosition:
+        """Return the queue position at submission, minus the seconds since then; position 0 if it
+        has started.
         """
-        if self.begun:
-            return Place()
-        return Place(
-            self.place.position, max(0.0, self.place.seconds - (time.monotonic() - self.submitted))
+        if self.started:
+            return QueuePosition()
+        return QueuePosition(
+            self.queue_position.position,
+            max(0.0, self.queue_position.seconds - (time.monotonic() - self.submitted_at)),
         )
 
 
@@ -167,58 +168,65 @@ class InFlightRequests:
         ]
         new: dict[bytes | str, Request] = {}
         for request, key in zip(requests, keys, strict=True):
-            if key not in self._results and self._like(request, key) is None:
+            if key not in self._results and self._find_equal(request, key) is None:
                 new.setdefault(
                     key if key is not None and may_share(request) else request.request_id, request
                 )
-        place = self.backlog.admit(list(new.values()), claim) if new else None
+        first = self.backlog.admit(list(new.values()), claim) if new else None
         stream = Stream(requests)
-        places = []
+        positions = []
         for request, key in zip(requests, keys, strict=True):
             if key is not None and key in self._results:
-                places.append(self._recall(stream, request, key))
-            elif (entry := self._like(request, key)) is not None:
-                places.append(self._share(stream, request, entry))
+                positions.append(self._recall(stream, request, key))
+            elif (entry := self._find_equal(request, key)) is not None:
+                positions.append(self._share(stream, request, entry))
             else:
-                places.append(place or self.backlog.place(request))
-                self._start(stream, request, key, places[-1])
-                place = None
-        stream.place = places[0]
+                positions.append(first or self.backlog.estimate_position(request))
+                self._start(stream, request, key, positions[-1])
+                first = None
+        stream.queue_position = positions[0]
         return stream, list(new.values())
 
-    def _recall(self, stream: Stream, request: Request, key: bytes) -> Place:
+    def _recall(self, stream: Stream, request: Request, key: bytes) -> QueuePosition:
         stream.num_recalled += 1
         stream.num_reused_tokens += len(request.prompt)
         for output in self._results.recall(key, request.request_id):
             stream.put(output)
-        return Place()
+        return QueuePosition()
 
-    def _share(self, stream: Stream, request: Request, entry: InFlightRequest) -> Place:
+    def _share(self, stream: Stream, request: Request, entry: InFlightRequest) -> QueuePosition:
         stream.num_shared += 1
         stream.num_reused_tokens += len(request.prompt)
         entry.join(stream, request.request_id)
-        return entry.place_now()
+        return entry.estimate_position()
 
-    def _start(self, stream: Stream, request: Request, key: bytes | None, place: Place) -> None:
+    def _start(
+        self, stream: Stream, request: Request, key: bytes | None, queue_position: QueuePosition
+    ) -> None:
         shares = key is not None and may_share(request)
-        entry = InFlightRequest(request, place, key if shares or self._results.is_on else None)
+        entry = InFlightRequest(
+            request, queue_position, key if shares or self._results.is_on else None
+        )
         entry.join(stream, request.request_id)
         self._by_id[request.request_id] = entry
         if key is not None and shares:
             self._open[key] = entry
-        self.backlog.submitted(request)
+        self.backlog.record_submission(request)
 
-    def _like(self, request: Request, key: bytes | None) -> InFlightRequest | None:
-        """Return an equal request in the engine, unless ``request`` itself would probably be served
-        sooner.
+    def _find_equal(self, request: Request, key: bytes | None) -> InFlightRequest | None:
+        """Return an equal request in the engine, or None if there is none or ``request`` itself
+        would probably be served sooner.
         """
         entry = self._open.get(key) if key is not None and may_share(request) else None
         if entry is None or entry.request.priority > request.priority:
             return None
-        if entry.begun or entry.request.key == request.key:
+        if entry.started or entry.request.account == request.account:
             return entry
-        own = self.backlog.place(request)
-        sooner = entry.place.position <= own.position or entry.place_now().seconds < own.seconds
+        own = self.backlog.estimate_position(request)
+        sooner = (
+            entry.queue_position.position <= own.position
+            or entry.estimate_position().seconds < own.seconds
+        )
         return entry if sooner else None
 
     def put(self, outputs: list[TokenOutput]) -> None:
@@ -235,37 +243,37 @@ class InFlightRequests:
 
     def _put(self, entry: InFlightRequest, output: TokenOutput) -> None:
         entry.put(output)
-        if output.token >= 0 and output.index not in entry.begun:
-            self.backlog.begun(entry.request, is_first=not entry.begun)
-            entry.begun.add(output.index)
+        if output.token >= 0 and output.index not in entry.started:
+            self.backlog.record_first_token(entry.request, is_first=not entry.started)
+            entry.started.add(output.index)
         if output.finish:
-            entry.going.discard(output.index)
+            entry.unfinished.discard(output.index)
             entry.failed = entry.failed or output.finish in FAILURES
-            has_run = output.index in entry.begun
-            self.backlog.ended(entry.request, num_running=has_run, num_waiting=not has_run)
-            if not entry.going:
+            has_run = output.index in entry.started
+            self.backlog.record_end(entry.request, num_running=has_run, num_waiting=not has_run)
+            if not entry.unfinished:
                 self._remove(entry)
                 if entry.key is not None and not entry.failed:
-                    self._results.keep(entry.key, entry.outputs)
+                    self._results.store(entry.key, entry.outputs)
 
     def _remove(self, entry: InFlightRequest) -> None:
         del self._by_id[entry.request.request_id]
         if entry.key is not None and self._open.get(entry.key) is entry:
             del self._open[entry.key]
-        if not entry.begun:
-            self.backlog.left_queue(entry.request)
-        num_running = len(entry.going & entry.begun)
-        self.backlog.ended(entry.request, num_running, len(entry.going) - num_running)
+        if not entry.started:
+            self.backlog.record_departure(entry.request)
+        num_running = len(entry.unfinished & entry.started)
+        self.backlog.record_end(entry.request, num_running, len(entry.unfinished) - num_running)
 
     def stop(self, stream: Stream, request_id: str, index: int) -> str | None:
-        """Stop a sequence whose reader needs no more tokens; readers of an equal request need none
-        either.
+        """Stop a sequence whose reader needs no more tokens. Then no reader of an equal request
+        needs more either.
 
         Returns the request id under which the engine must stop it; None if the engine has ended it
-        or was asked before.
+        or has been asked already.
         """
         entry = stream.in_flight.get(request_id)
-        if entry is None or index not in entry.going or index in entry.stopped:
+        if entry is None or index not in entry.unfinished or index in entry.stopped:
             return None
         entry.stopped.add(index)
         return entry.request.request_id
@@ -285,7 +293,7 @@ class InFlightRequests:
         return unwanted
 
     def fail(self, error: CLLMError) -> None:
-        """End all streams with ``error``, because the engine will not answer them."""
+        """End all streams with ``error``, because the engine cannot answer them."""
         entries, self._by_id, self._open = self._by_id, {}, {}
         self.backlog.clear()
         for stream in {stream: None for entry in entries.values() for stream in entry.readers}:

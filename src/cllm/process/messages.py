@@ -2,7 +2,7 @@
 stdout.
 
 To the child: EngineParams once, then commands (engine/commands.py). From the child: the structs
-below and Embedded (core/output.py).
+below and EmbeddingOutput (core/output.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cllm.core.model_info import ModelInfo
-from cllm.core.output import Embedded, Stats, TokenOutput
+from cllm.core.output import EmbeddingOutput, Stats, TokenOutput
 from cllm.scheduler.trace import Explanation
 
 LENGTH = struct.Struct("<I")
@@ -30,7 +30,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine cannot start; ``reason`` is one line for a person."""
+    """The engine cannot start; ``reason`` is one line of text for the user."""
 
     reason: str
 
@@ -48,12 +48,12 @@ class Explained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     explanation: Explanation
 
 
-FromChild = Loading | Ready | Failed | Stepped | Embedded | Explained
+FromChild = Loading | Ready | Failed | Stepped | EmbeddingOutput | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """Return the bytes of one message, length first."""
+    """Return a message as bytes: its length, then its body."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

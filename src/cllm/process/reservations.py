@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from cllm.core.request import Priority, Request
 
-# clients wait for Retry-After or up to a tenth longer, so that they do not return together
+# clients wait for Retry-After plus up to a tenth, so that they do not return together
 MEAN_DELAY = 1.05
-# a client returns within this multiple of Retry-After, and this many seconds
+# a client returns within Retry-After times LONGEST_DELAY, plus LATENESS seconds
 LONGEST_DELAY, LATENESS = 1.1, 2.0
 # seconds; clients that would have to wait longer get this Retry-After and no reservation
 LONGEST_WAIT = 600.0
@@ -25,7 +26,7 @@ MAX_PER_ACCOUNT = 1_000  # in each class
 
 
 class Claim(NamedTuple):
-    """What identifies a client that retries: the ticket from its rejection, or else a hash of the
+    """Identifies a client that retries: by the ticket from its rejection, or else by a hash of the
     request's body.
     """
 
@@ -35,7 +36,7 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class QueueLoad:
-    """The size of some requests, or of a share of them."""
+    """The size of several requests, or of a share of them."""
 
     num_requests: float = 0
     num_seqs: float = 0
@@ -46,11 +47,14 @@ class QueueLoad:
         self.num_seqs += times * other.num_seqs
         self.num_tokens += times * other.num_tokens
 
-    def times(self, times: float) -> QueueLoad:
-        return QueueLoad(times * self.num_requests, times * self.num_seqs, times * self.num_tokens)
+    def scale(self, factor: float) -> QueueLoad:
+        """Return this load times ``factor``."""
+        return QueueLoad(
+            factor * self.num_requests, factor * self.num_seqs, factor * self.num_tokens
+        )
 
 
-def load_of(*requests: Request) -> QueueLoad:
+def measure_load(*requests: Request) -> QueueLoad:
     num_seqs = sum(request.params.n for request in requests)
     return QueueLoad(len(requests), num_seqs, sum(len(request.prompt) for request in requests))
 
@@ -67,9 +71,9 @@ class Newcomer(NamedTuple):
     num_prompt_tokens: int
 
 
-def newcomer_of(*requests: Request) -> Newcomer:
+def describe_newcomer(*requests: Request) -> Newcomer:
     first = requests[0]
-    return Newcomer(first.key, first.priority, load_of(*requests), len(first.prompt))
+    return Newcomer(first.account, first.priority, measure_load(*requests), len(first.prompt))
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +135,7 @@ class Reservations:
         account, priority = newcomer.account, newcomer.priority
         found = self._by_ticket.get(claim.ticket)
         if found is not None and (found.priority, found.account) == (priority, account):
-            self._groups_with_tickets.update(groups_of(found))
+            self._groups_with_tickets.update(list_groups(found))
             return found
         same, own = (
             {} if group in self._groups_with_tickets else self._groups.get(group, {})
@@ -140,7 +144,7 @@ class Reservations:
         due = next(filter(self.is_due, chain(same, own if account and len(own) == 1 else {})), None)
         early = (one for one in same if one.rejected_at <= self._clock() - EARLIEST_RETRY)
         # the least recently rejected one
-        return due or min(early, key=rejected_at_of, default=None)
+        return due or min(early, key=attrgetter("rejected_at"), default=None)
 
     def is_due(self, reservation: Reservation) -> bool:
         return reservation.due <= self._clock()
@@ -148,13 +152,13 @@ class Reservations:
     def count(self, priority: Priority, account: str) -> int:
         return len(self._groups.get((priority, account, None), ()))
 
-    def load_within(self, priority: Priority, seconds: float) -> QueueLoad:
+    def sum_load_within(self, priority: Priority, seconds: float) -> QueueLoad:
         """Return the load of the clients of a class that are due within ``seconds`` or overdue."""
         reservations = self._by_due[priority]
-        num_due = bisect_right(reservations, self._clock() + seconds, key=due_of)
-        return self._loads[priority].times(num_due / max(1, len(reservations)))
+        num_due = bisect_right(reservations, self._clock() + seconds, key=attrgetter("due"))
+        return self._loads[priority].scale(num_due / max(1, len(reservations)))
 
-    def share_in_turns(
+    def compute_share_of_turns(
         self, priority: Priority, num_turns: float, weights: Mapping[str, float]
     ) -> float:
         """Return the share of a class's reservations that is served if each account gets
@@ -188,7 +192,7 @@ class Reservations:
         reservation = Reservation(priority, account, claim.body, load)
         self._loads[reservation.priority].add(reservation.load)
         self._by_ticket[reservation.ticket] = reservation
-        for group in groups_of(reservation):
+        for group in list_groups(reservation):
             self._groups.setdefault(group, {})[reservation] = None
         self._num_accounts[reservation.priority][
             self.count(reservation.priority, reservation.account)
@@ -220,7 +224,7 @@ class Reservations:
         reservation.expires = max(
             reservation.expires, self._clock() + LONGEST_DELAY * retry_after + LATENESS
         )
-        insort(self._by_due[reservation.priority], reservation, key=due_of)
+        insort(self._by_due[reservation.priority], reservation, key=attrgetter("due"))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -237,24 +241,16 @@ class Reservations:
         ] -= 1
         del self._by_ticket[reservation.ticket]
         self._by_due[reservation.priority].remove(reservation)
-        for group in groups_of(reservation):
+        for group in list_groups(reservation):
             del self._groups[group][reservation]
             if not self._groups[group]:
                 del self._groups[group]
                 self._groups_with_tickets.discard(group)
 
 
-def due_of(reservation: Reservation) -> float:
-    return reservation.due
-
-
-def rejected_at_of(reservation: Reservation) -> float:
-    return reservation.rejected_at
-
-
 Group = tuple[Priority, str, int | None]
 """The reservations of an account for one body, or all of them (None)."""
 
 
-def groups_of(reservation: Reservation) -> list[Group]:
+def list_groups(reservation: Reservation) -> list[Group]:
     return [(reservation.priority, reservation.account, body) for body in (None, reservation.body)]

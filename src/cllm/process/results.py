@@ -12,25 +12,23 @@ import msgspec
 from cllm.core.output import TokenOutput
 from cllm.core.request import Request
 
-OVERHEAD = 300  # bytes that an entry takes in addition to its tokens
+OVERHEAD = 300  # bytes of an entry in addition to its tokens
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[TokenOutput])
 
 
 def digest(request: Request) -> bytes | None:
-    """Return a key that is the same for requests with necessarily the same answer; None if the
-    answer is random.
+    """Return a key that is equal for requests that must have the same answer, or None if the answer
+    is random.
     """
     params = request.params
-    if not params.greedy and params.seed is None:
+    if not params.is_greedy and params.seed is None:
         return None
-    if params.greedy:  # these do not affect a greedy choice
-        params = msgspec.structs.replace(
-            params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None
-        )
+    if params.is_greedy:  # these parameters do not affect a greedy choice
+        params = params.replace_unchecked(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
     if params.logit_bias:
-        params = msgspec.structs.replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
+        params = params.replace_unchecked(logit_bias=dict(sorted(params.logit_bias.items())))
     return hashlib.sha256(_encoder.encode((request.prompt, params, request.cache_salt))).digest()
 
 
@@ -55,12 +53,12 @@ class ResultCache:
     def is_on(self) -> bool:
         return self._max_results > 0
 
-    def keep(self, key: bytes, outputs: list[TokenOutput]) -> None:
+    def store(self, key: bytes, outputs: list[TokenOutput]) -> None:
         """Store all outputs of a request under its digest."""
         if not self.is_on:
             return
         self._forget(key)
-        self._results[key] = _encoder.encode([renamed(one, "") for one in outputs])
+        self._results[key] = _encoder.encode([rename_output(one, "") for one in outputs])
         self.num_bytes += len(self._results[key]) + OVERHEAD
         while len(self._results) > self._max_results or self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._results)))
@@ -76,11 +74,11 @@ class ResultCache:
         Raises KeyError if there are none under ``key``.
         """
         self._results.move_to_end(key)
-        return [renamed(output, request_id) for output in _decoder.decode(self._results[key])]
+        return [rename_output(output, request_id) for output in _decoder.decode(self._results[key])]
 
 
-def renamed(output: TokenOutput, request_id: str) -> TokenOutput:
-    """Return ``output`` for another reader.
+def rename_output(output: TokenOutput, request_id: str) -> TokenOutput:
+    """Return ``output`` under the request id of another reader.
 
     Stream.num_reused_tokens counts its prompt, so num_cached_tokens is 0.
     """

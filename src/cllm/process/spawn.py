@@ -42,7 +42,7 @@ class EngineProcess(asyncio.Protocol):
         self._process = process
         self._take = take
         self._rest = b""
-        self._is_understood = True
+        self._is_readable = True
         self._stdin: asyncio.WriteTransport | None = None
         self._reaping: asyncio.Task[None] | None = None
 
@@ -61,7 +61,7 @@ class EngineProcess(asyncio.Protocol):
             self._stdin.write(data)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_understood:
+        if not self._is_readable:
             return
         data = self._rest + data if self._rest else data
         at = 0
@@ -74,8 +74,8 @@ class EngineProcess(asyncio.Protocol):
                 at = end
                 self._take(_decode(data[body:end]))
         except Exception:  # whatever the error is, requests must not wait forever
-            log.exception("what the engine said was not understood")
-            self._is_understood = False
+            log.exception("cannot decode a message from the engine process; killing it")
+            self._is_readable = False
             self._kill()
         self._rest = data[at:]
 
@@ -83,7 +83,7 @@ class EngineProcess(asyncio.Protocol):
         self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        # asyncio's own threads may all be busy for seconds
+        # a thread of its own, because asyncio's may all be busy for seconds
         thread = ThreadPoolExecutor(1, "cllm-reaper")
         await asyncio.get_running_loop().run_in_executor(thread, self._process.wait)
         thread.shutdown(wait=False)

@@ -51,7 +51,7 @@ def candidates(row: Row, params: SamplingParams) -> tuple[Ids, Values]:
     Raises EngineError if the largest logit is not finite.
     """
     if not np.isfinite(row.max()):
-        raise EngineError("the model computes what is not a number")
+        raise EngineError("the model produced non-finite logits")
     if 0 < params.top_k < row.shape[0]:
         ids, logits = top_k(row, params.top_k)
         if params.top_n_sigma > 0:
@@ -142,7 +142,7 @@ class Mirostat:
         }
         largest = float(row.max())
         if not math.isfinite(largest):
-            raise EngineError("the model computes what is not a number")
+            raise EngineError("the model produced non-finite logits")
         scaled = (row - np.float64(largest)) / temperature
         norm = math.log(float(np.exp(scaled).sum()))
         ids = np.flatnonzero(norm - scaled <= mu * math.log(2))

@@ -69,10 +69,10 @@ class Matcher:
         self._at().consume_token(token)
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return self._own is not None and self._own.is_stopped() and not self._own.is_error()
 
-    def take_back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         if count:
             self._at().rollback(count)
 
@@ -81,7 +81,7 @@ class Matcher:
         # a failed matcher constrains nothing
         return bool(matcher.is_error() or matcher.validate_tokens([token]))
 
-    def allowed(self) -> npt.NDArray[np.uint8] | None:
+    def compute_mask(self) -> npt.NDArray[np.uint8] | None:
         begun = time.perf_counter()
         matcher = self._at()
         mask = matcher.compute_bitmask()

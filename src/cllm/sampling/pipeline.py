@@ -111,7 +111,7 @@ class Sampler:
             if tokens[-1] != guess:
                 break
             matcher.consume(guess)
-        matcher.take_back(len(tokens) - 1)
+        matcher.rollback(len(tokens) - 1)
         return tokens + [NO_TOKEN] * (len(row.draft) + 1 - len(tokens))
 
     def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
@@ -146,7 +146,7 @@ class Sampler:
                 return token
             if is_closed(seq, params.thinking, position, draft):
                 row[params.thinking.close] = -np.inf
-        if params.penalized:
+        if params.has_penalties:
             penalize(row, seq)
         if params.uses_dry:
             if seq not in self._pasts:
@@ -173,7 +173,7 @@ class Sampler:
         """Return a token that the grammar allows, or NO_TOKEN if ``min_tokens`` or the grammar
         itself forbids all.
         """
-        mask = matcher.allowed()
+        mask = matcher.compute_mask()
         if mask is None:
             return NO_TOKEN
         ids = allowed_ids(mask)
@@ -189,9 +189,9 @@ class Sampler:
     def _select(self, row: Row, seq: Sequence, position: int, seed: int) -> int:
         """Return the index in ``row`` of the token of ``seq`` at ``position``."""
         params = seq.request.params
-        if params.greedy:
+        if params.is_greedy:
             return int(row.argmax())
-        if not params.extended:
+        if not params.uses_extensions:
             return draw(row, params, uniform(seed, position))
         if not params.mirostat:
             return draw_extended(row, params, seed, position)
@@ -207,7 +207,7 @@ def choose(row: Row, seq: Sequence, position: int) -> int:
     alone.
     """
     params = seq.request.params
-    return int(row.argmax()) if params.greedy else draw(row, params, uniform(seq.seed, position))
+    return int(row.argmax()) if params.is_greedy else draw(row, params, uniform(seq.seed, position))
 
 
 def draw(row: Row, params: SamplingParams, number: float) -> int:
@@ -219,7 +219,7 @@ def draw(row: Row, params: SamplingParams, number: float) -> int:
         return pick(*top_k(row, params.top_k), params, number)
     largest = row.max()
     if not np.isfinite(largest):
-        raise EngineError("the model computes what is not a number")
+        raise EngineError("the model produced non-finite logits")
     if params.top_p == 1 and params.min_p == 0:
         cumulated = np.exp((row - largest) / np.float64(params.temperature)).cumsum()
         return int(cumulated.searchsorted(number * cumulated[-1], side="right"))

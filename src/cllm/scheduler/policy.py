@@ -1,10 +1,11 @@
-"""Policies: which request is served next. A policy only sorts; it keeps no sequences.
+"""Policies: which request is served next. A policy only sorts and keeps no sequences.
 
 Your own policy is a class like these, named as ``package.module:Class`` in scheduler.policy.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 OUTPUT_WEIGHT = 2  # a sampled token counts as two prompt tokens, as in the paper cited in Fair
 MAX_COUNTERS = 4096
+
+log = logging.getLogger("cllm.scheduler")
 
 
 class Policy(Protocol):
@@ -48,7 +51,7 @@ class Policy(Protocol):
         """Note that ``group``, which had no waiting sequence, has one now."""
         ...
 
-    def urgency(self, seq: Sequence) -> int:
+    def effective_priority(self, seq: Sequence) -> int:
         """Return the class of ``seq`` while it runs.
 
         It may be parked for sequences with a lower number.
@@ -80,7 +83,7 @@ class FirstComeFirstServed:
     def arrived(self, group: Any) -> None:
         pass
 
-    def urgency(self, seq: Sequence) -> int:
+    def effective_priority(self, seq: Sequence) -> int:
         return Priority.NORMAL
 
     def served(self, seq: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -95,7 +98,7 @@ class Priorities(FirstComeFirstServed):
     def group(self, seq: Sequence) -> Any:
         return seq.request.priority
 
-    def urgency(self, seq: Sequence) -> int:
+    def effective_priority(self, seq: Sequence) -> int:
         return seq.request.priority
 
 
@@ -120,7 +123,7 @@ class Fair(Priorities):
         self.floors = dict.fromkeys(Priority, 0.0)
 
     def group(self, seq: Sequence) -> Any:
-        return seq.request.priority, seq.request.key
+        return seq.request.priority, seq.request.account
 
     def rank(self, group: Any) -> Any:
         return group[0], self._counter(group)
@@ -139,7 +142,7 @@ class Fair(Priorities):
         if num_prompt_tokens:
             self.floors[group[0]] = max(self.floors[group[0]], counter)
         cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
-        self.counters[group] = counter + cost / self._weights.get(seq.request.key, 1.0)
+        self.counters[group] = counter + cost / self._weights.get(seq.request.account, 1.0)
 
     def _forget_half(self) -> None:
         """Forget the lower half of the counters.
@@ -154,17 +157,17 @@ class Fair(Priorities):
 
 
 def split_prefill_budget(
-    lacking: list[Sequence], budget: int, enough: float
+    lacking: list[Sequence], budget: int, efficient_tokens: float
 ) -> Iterator[tuple[Sequence, int]]:
     """Yield each sequence with its share of ``budget``; 0 once the budget is used up.
 
-    Sequences are served by class and arrival. But up to half of the budget first goes to those of
-    the head's class that lack less than half as many tokens as the head. So short prompts do not
-    wait for a long one, and cannot delay it forever. Once ``enough`` tokens are given out, no
-    further prompt starts: prompts computed together all get their first tokens when the last one
-    does, but computed one after the other, all except the last get theirs sooner.
+    ``lacking``: in the order of ``Running``, in which they are served. But up to half of the budget
+    first goes to sequences of the head's class that lack less than half as many tokens as the head.
+    So short prompts do not wait for a long one, and cannot delay it forever. Once
+    ``efficient_tokens`` have been assigned, no further prompt starts. Prompts that are computed
+    together all get their first tokens when the last one does. If they are computed one after the
+    other, all except the last get theirs sooner.
     """
-    lacking = sorted(lacking, key=lambda seq: (seq.urgency, seq.order))
     if not lacking:
         return
     first = lacking[0]
@@ -172,16 +175,17 @@ def split_prefill_budget(
     short = set()
     for seq in lacking[1:]:
         lacks = seq.num_lacking_tokens
-        if seq.urgency == first.urgency and 2 * lacks < first.num_lacking_tokens and lacks <= left:
+        is_short = 2 * lacks < first.num_lacking_tokens and lacks <= left
+        if is_short and seq.effective_priority == first.effective_priority:
             left -= lacks
             budget -= lacks
             short.add(seq)
             yield seq, lacks
     for seq in lacking:
         if seq not in short:
-            share = min(seq.num_lacking_tokens, budget) if enough > 0 else 0
+            share = min(seq.num_lacking_tokens, budget) if efficient_tokens > 0 else 0
             budget -= share
-            enough -= share
+            efficient_tokens -= share
             yield seq, share
 
 
@@ -199,7 +203,7 @@ def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
     # for the user's own module; a console script does not look there
     sys.path.append(str(Path.cwd()))
     try:
-        return cast("Policy", getattr(import_module(module), class_name)(weights))
+        policy = cast("Policy", getattr(import_module(module), class_name)(weights))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise StartupError(
             f"scheduler.policy must be {', '.join(POLICIES)} or package.module:Class, not {name} "
@@ -207,3 +211,24 @@ def make_policy(name: str, weights: Mapping[str, float]) -> Policy:
         ) from None
     finally:
         sys.path.pop()
+    accept_urgency(policy)
+    return policy
+
+
+def accept_urgency(policy: Any) -> None:
+    """Use the method ``urgency`` of a policy as its ``effective_priority``, whose old name it is,
+    and log a warning.
+
+    Does nothing if its class, or the nearest base class that defines one of the two, defines
+    ``effective_priority``.
+    """
+    for owner in type(policy).__mro__:
+        if "effective_priority" in vars(owner):
+            return
+        if "urgency" in vars(owner):
+            log.warning(
+                "scheduler.policy: %s.urgency is deprecated; rename it to effective_priority",
+                owner.__name__,
+            )
+            policy.effective_priority = policy.urgency
+            return

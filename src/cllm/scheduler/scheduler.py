@@ -1,28 +1,35 @@
 """Decides what each step computes, and for which sequences.
 
-All sequences have one order: the running ones by class and arrival, then the waiting ones as the
-policy sorts them. They are served from the head of this order. When cells run short, sequences are
-parked from its tail. A sequence finishes in the step that samples its last token.
+All sequences have one order: the running ones by class and arrival (``Running``), then the waiting
+ones as the policy sorts them (``Waiting``). They are served from the head of this order. When cells
+run short, sequences are parked from the tail of the running ones. A sequence finishes in the step
+that samples its last token.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import msgspec
 
 from cllm.core.batch import Batch, Operation, Row, Trim
-from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, Stats, TokenOutput
+from cllm.core.output import FAILED, NO_TOKEN, FinishReason, Logprobs, TokenOutput
 from cllm.core.sequence import Sequence, Status
-from cllm.kv_cache.ledger import Ledger, Match
-from cllm.kv_cache.tiers import Place, Snapshot
-from cllm.scheduler.expectations import Expectations
+from cllm.kv_cache.base import KVCache, Match
+from cllm.kv_cache.tiers import Snapshot, StorageTier
+from cllm.scheduler.length_estimates import LengthEstimates
 from cllm.scheduler.policy import Policy, split_prefill_budget
-from cllm.scheduler.sequences import Sequences, rank
+from cllm.scheduler.reasons import (
+    AllSeqIdsInUse,
+    FailedTogether,
+    PrefillBudgetUsed,
+    TooFewCells,
+    TooManyDeferred,
+)
+from cllm.scheduler.sequences import Sequences
 from cllm.scheduler.speculation import Speculation
 from cllm.scheduler.step_cost import StepCost
-from cllm.scheduler.trace import MAX_STEPS, Step, stats_of, step_of
+from cllm.scheduler.trace import Step
 
 NOTHING: Mapping[int, Logprobs] = {}
 
@@ -30,7 +37,7 @@ NOTHING: Mapping[int, Logprobs] = {}
 class SchedulerParams(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step. max_num_batched_tokens: tokens. max_num_samples: rows of logits, at least
     one for each running sequence. tile: see ModelInfo. target_itl: seconds between two tokens of a
-    sequence that other requests' prompts may cause; None gives prompts all the space there is.
+    sequence that other requests' prompts may cause; None gives prompts the whole rest of the step.
     """
 
     max_num_batched_tokens: int = 512
@@ -46,39 +53,32 @@ class Scheduler(Sequences):
 
     def __init__(
         self,
-        ledger: Ledger,
+        kv_cache: KVCache,
         params: SchedulerParams,
         end_tokens: list[int],
         policy: Policy,
         speculation: Speculation | None = None,
     ) -> None:
         """``end_tokens``: ids of the tokens with which the model ends its output."""
-        if params.max_num_batched_tokens < ledger.seq_ids.size:
+        if params.max_num_batched_tokens < kv_cache.seq_ids.size:
             raise ValueError(
-                f"{params.max_num_batched_tokens} tokens a step do not hold "
-                f"{ledger.seq_ids.size} rows"
+                f"max_num_batched_tokens ({params.max_num_batched_tokens}) must be at least the "
+                f"number of sequence ids ({kv_cache.seq_ids.size})"
             )
-        super().__init__(ledger, policy, speculation)
+        super().__init__(kv_cache, policy, speculation)
         self.params = params
         self.end_tokens = frozenset(end_tokens)
         self.cost = StepCost(params.tile)
-        self.trace: deque[Step] = deque(maxlen=MAX_STEPS)
-        self.expected = Expectations()
-        self.begun = 0.0  # when the present step began
-        self.budget = 0  # the tokens that it may prefill
+        self.length_estimates = LengthEstimates()
+        self.step = Step(0.0)  # the current or last one
         self._reserved = 0.0  # seconds of the next step that prompts must leave for side jobs
-        self.blocked = ""  # why the head of the queue was not admitted in the last step
-        self.num_steps = 0
-        self.num_prefill_tokens = 0
-        self.num_guesses = 0
-        self.num_accepted = 0
 
     # --- one step --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch | None:
         """Return the next batch, or None if there is nothing to compute.
 
-        ``update`` or ``fail`` must follow.
+        The caller must then call ``update`` or ``fail``.
         """
         # 1. Expire: requests that have timed out end.
         # 2. Yield: one running sequence is parked if a waiting one of a higher class needs its
@@ -90,18 +90,21 @@ class Scheduler(Sequences):
         # 5. Prefill: prompts get rows within the budget, served from the head of ``unserved``. If
         #    cells run short, the tail of ``unserved`` is parked. A sequence leaves ``unserved``
         #    either with a row or without its cells.
-        self.begun, self.blocked, self._suspects = now, "", ()
+        self.step, self._suspects = Step(now), ()
         reserved, self._reserved = self._reserved, 0.0
         self._expire(now)
         self._suspects = self.running
-        self._yield_to_a_higher_class(now)
+        self._yield_to_higher_class(now)
         operations = self._operations = self.drain_pending_operations()
         rows = self._decode(operations)
         num_tokens = sum(row.size for row in rows)
-        space, shares = self.params.max_num_batched_tokens - num_tokens, self.ledger.layout.shares
+        space = self.params.max_num_batched_tokens - num_tokens
         target_itl = None if self.params.target_itl is None else self.params.target_itl - reserved
-        self.budget = self.cost.prefill_budget(
-            space, len(rows), num_tokens, target_itl, shares=shares
+        self.step.prefill_budget = self.cost.compute_prefill_budget(
+            space,
+            len(rows),
+            target_itl,
+            self.kv_cache.layout.tile_offset(num_tokens, self.cost.tile),
         )
         self._admit_waiting(now, operations)
         self._suspects = self.running
@@ -116,9 +119,9 @@ class Scheduler(Sequences):
         """Leave ``seconds`` of the next step's target time for a side job."""
         self._reserved += seconds
 
-    def _row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
+    def _make_row(self, seq: Sequence, count: int, draft: tuple[int, ...] = ()) -> Row:
         self._suspects = (seq,)
-        self.ledger.hold(seq.seq_id, count + len(draft))
+        self.kv_cache.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
         num_scores = (
             seq.count_prompt_logprobs(seq.num_computed_tokens, count)
@@ -145,15 +148,15 @@ class Scheduler(Sequences):
                 decoding, self.cost, self.params.max_num_batched_tokens
             )
         while (
-            room := self.ledger.make_room(len(decoding) + sum(map(len, drafts.values())))
+            room := self.kv_cache.make_room(len(decoding) + sum(map(len, drafts.values())))
         ) is None:
             if drafts:
                 drafts = {}
                 continue
-            self._park(max(self.running, key=rank))
+            self._park(self.running.tail)
             decoding = [seq for seq in self.running if seq.num_lacking_tokens == 1]
         operations += room
-        return [self._row(seq, 1, drafts.get(seq, ())) for seq in decoding]
+        return [self._make_row(seq, 1, drafts.get(seq, ())) for seq in decoding]
 
     def _prefill(self, decoding: list[Row], operations: list[Operation]) -> list[Row]:
         """Return rows for the running sequences that lack more than one token, within the prefill
@@ -162,28 +165,27 @@ class Scheduler(Sequences):
         served = {row.seq for row in decoding}
         lacking = [seq for seq in self.running if seq not in served]
         unserved = dict(
-            split_prefill_budget(lacking, self.budget, self.cost.efficient_prefill_tokens)
+            split_prefill_budget(
+                lacking, self.step.prefill_budget, self.cost.efficient_prefill_tokens
+            )
         )
         rows: list[Row] = []
         while unserved:
             seq, share = next(iter(unserved.items()))
             if share == 0:
-                self.blocked = (
-                    self.blocked
-                    or f"the step has enough tokens of prompts, of {self.budget} at most"
-                )
+                self.step.blocked = self.step.blocked or PrefillBudgetUsed(self.step.prefill_budget)
                 break
             self._suspects = (seq,)
             count = min(
                 share,
-                self._until_checkpoint(seq),
-                self._until_logits_run_out(seq, [*decoding, *rows]),
+                self._count_until_checkpoint(seq),
+                self._count_until_logits_run_out(seq, [*decoding, *rows]),
             )
             room = self._make_room(seq, count, unserved)
             if room is not None:
                 del unserved[seq]
                 operations += room
-                rows.append(self._row(seq, count))
+                rows.append(self._make_row(seq, count))
         return rows
 
     def _make_room(
@@ -192,29 +194,32 @@ class Scheduler(Sequences):
         """Return operations that free ``count`` cells for ``seq``, after parking from the tail of
         ``unserved``.
 
-        None if ``seq`` itself became the tail: then it is parked too.
+        None if ``seq`` itself became the tail and was parked.
         """
-        while (room := self.ledger.make_room(count)) is None:
-            tail = max(unserved, key=rank)
+        while (room := self.kv_cache.make_room(count)) is None:
+            tail = self.running.find_last(unserved)
             if tail is seq:
-                self.blocked = (
-                    f"no cells: {seq.name} needs {count}, {self.ledger.num_available} are to be had"
-                )
+                self.step.blocked = TooFewCells(seq.name, count, 0, self.kv_cache.num_available)
             del unserved[tail]
             self._park(tail)
             if tail is seq:
                 return None
         return room
 
-    def _until_checkpoint(self, seq: Sequence) -> int:
+    def _count_until_checkpoint(self, seq: Sequence) -> int:
         """Return the number of tokens up to the next position where the state of ``seq`` must be
         saved.
         """
         return min(
-            (at - seq.num_computed_tokens for at in self._checkpoints(seq)), default=seq.num_tokens
+            (
+                at - seq.num_computed_tokens
+                for at in self._list_checkpoints(seq)
+                if at > seq.num_computed_tokens
+            ),
+            default=seq.num_tokens,
         )
 
-    def _until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
+    def _count_until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
         """Return how many tokens of ``seq`` fit into the step's rows of logits, if its prompt
         logprobs are needed.
 
@@ -238,35 +243,33 @@ class Scheduler(Sequences):
             + space
         )
 
-    def _checkpoints(self, seq: Sequence) -> list[int]:
-        """Return the positions ahead where state is saved: where followers wait, and before the
-        last prompt token.
+    def _list_checkpoints(self, seq: Sequence) -> list[int]:
+        """Return the positions, here or ahead, where the state is saved: where followers wait, and
+        before the last prompt token.
         """
-        if self.ledger.layout.trims:
-            return []
-        awaited = self.deferred.awaited(seq)
-        return [at for at in (*awaited, seq.num_prompt_tokens - 1) if at > seq.num_computed_tokens]
+        awaited = self.kv_cache.layout.state.checkpoints(
+            (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
+        )
+        return [at for at in awaited if at >= seq.num_computed_tokens]
 
     # --- admission -------------------------------------------------------------------------------
 
     def _admit_waiting(self, now: float, operations: list[Operation]) -> None:
         """Admit waiting sequences, in the order of the policy, until one cannot be admitted."""
-        growth = self._expected_growth(*self.running) if self.waiting else 0
+        growth = self._estimate_growth(*self.running) if self.waiting else 0
         self._suspects = self.waiting
         while (seq := self.waiting.head(now)) is not None:
             self._suspects = (seq,)
-            if not self.ledger.seq_ids.num_free:
-                self.blocked = f"all {self.ledger.seq_ids.size} sequence ids are in use"
+            if not self.kv_cache.seq_ids.num_free:
+                self.step.blocked = AllSeqIdsInUse(self.kv_cache.seq_ids.size)
                 return
-            match = self.ledger.find(seq)
+            match = self.kv_cache.find(seq)
             if seq.num_failures and any(other.num_failures for other in self.running):
-                self.blocked = (
-                    f"{seq.name} and another one were in a step that failed: not both again"
-                )
+                self.step.blocked = FailedTogether(seq.name)
                 return
-            if match.is_on_its_way:
-                if len(self.deferred) >= 2 * self.ledger.seq_ids.size:
-                    self.blocked = f"{len(self.deferred)} already wait for prefixes"
+            if match.is_inflight:
+                if len(self.deferred) >= 2 * self.kv_cache.seq_ids.size:
+                    self.step.blocked = TooManyDeferred(len(self.deferred))
                     return
                 leaving = self._defer(seq, match)
                 if leaving is not None:
@@ -275,48 +278,46 @@ class Scheduler(Sequences):
                 match = Match()
             if not self._fits(seq, match, growth):
                 return
-            leased = self.ledger.lease(seq, match) or self.ledger.lease(seq, Match())
-            assert leased is not None, "nothing always fits"
+            leased = self.kv_cache.lease(seq, match) or self.kv_cache.lease(seq, Match())
+            assert leased is not None, "an empty match always fits"
             operations += self._admit(seq, *leased)
-            growth += self._expected_growth(seq)
+            growth += self._estimate_growth(seq)
             self._suspects = self.waiting
 
     def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
         """Return whether ``seq`` will probably find enough cells, if running sequences need
         ``growth`` more.
         """
-        if not self.running or not self.ledger.layout.shares:
+        if not self.running:
             return True
-        need = self.expected.size(seq) - self.ledger.num_shared(match)
-        if need + growth <= self.ledger.num_available:
+        need = self.length_estimates.estimate_length(seq) - self.kv_cache.num_shared(match)
+        if need + growth <= self.kv_cache.num_available:
             return True
-        self.blocked = (
-            f"no cells: {seq.name} needs {need}, those who run {growth} more, "
-            f"{self.ledger.num_available} are to be had"
-        )
+        self.step.blocked = TooFewCells(seq.name, need, growth, self.kv_cache.num_available)
         return False
 
-    def _expected_growth(self, *seqs: Sequence) -> int:
+    def _estimate_growth(self, *seqs: Sequence) -> int:
         """Return the number of further cells that running sequences will probably need."""
-        return sum(self.expected.size(seq) - self.ledger.num_cells_of(seq.seq_id) for seq in seqs)
+        estimate, num_cells = self.length_estimates.estimate_length, self.kv_cache.count_cells
+        return sum(estimate(seq) - num_cells(seq.seq_id) for seq in seqs)
 
     def _admit(
         self, seq: Sequence, seq_id: int, num_cached: int, operations: list[Operation]
     ) -> list[Operation]:
         self.waiting.take(seq)
         seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
-        if seq.num_cached_tokens is None:  # a parked one's own cells are not counted as cached
+        if seq.num_cached_tokens is None:  # cells of a parked sequence do not count as cached
             seq.num_cached_tokens = num_cached
             siblings = self._requests[seq.request.request_id].values()
             if seq.request.queue_timeout is not None and not any(
                 s.status is Status.RUNNING for s in siblings
             ):
-                for sibling in siblings:  # the request has started: only its deadline counts now
-                    self._expire_in(sibling, seq.request.deadline)
-            self.expected.begun(seq)
+                for sibling in siblings:  # the request has started, so only its deadline counts
+                    self._expiries.set(sibling, seq.request.deadline)
+            self.length_estimates.record_admission(seq)
             self.waiting.policy.served(seq, seq.num_lacking_tokens, 0)
         seq.status = Status.RUNNING
-        self.running.append(seq)
+        self.running.add(seq)
         return operations
 
     def _defer(self, seq: Sequence, match: Match) -> list[Operation] | None:
@@ -326,34 +327,34 @@ class Scheduler(Sequences):
         """
         operations: list[Operation] = []
         if match.leader is not None:
-            match.leader.urgency = min(match.leader.urgency, seq.urgency)
+            self.running.promote(match.leader, seq.effective_priority)
             self.deferred.follow(match.leader, match.num_inflight_tokens, seq)
         else:
             snapshot = match.source
             assert isinstance(snapshot, Snapshot)
-            if snapshot.place is Place.DISK:
-                leaving = self.ledger.read(snapshot)
+            if snapshot.tier is StorageTier.DISK:
+                leaving = self.kv_cache.snapshots.read(snapshot)
                 if leaving is None:
-                    if snapshot.num_bytes > self.ledger.tiers.ram_bytes:
-                        self.ledger.drop(snapshot.key)
+                    if snapshot.num_bytes > self.kv_cache.snapshots.tiers.ram_bytes:
+                        self.kv_cache.snapshots.drop(snapshot.key)
                     return None
                 operations += leaving
-                assert self._disk is not None, "there are no files without a disk tier"
+                assert self._disk is not None, "only a disk tier creates files"
                 self._disk.start_read(snapshot)
-            self.deferred.read(snapshot, seq)
+            self.deferred.await_read(snapshot, seq)
         self.waiting.remove(seq)
         return operations
 
-    def _yield_to_a_higher_class(self, now: float) -> None:
+    def _yield_to_higher_class(self, now: float) -> None:
         """Park one running sequence if a waiting one of a higher class needs its seq_id or its
         cells.
         """
         if not self.running or (head := self.waiting.head(now)) is None:
             return
-        tail = max(self.running, key=rank)
-        if tail.urgency > head.urgency and (
-            not self.ledger.seq_ids.num_free
-            or not self._fits(head, self.ledger.find(head), self._expected_growth(*self.running))
+        tail = self.running.tail
+        if tail.effective_priority > head.effective_priority and (
+            not self.kv_cache.seq_ids.num_free
+            or not self._fits(head, self.kv_cache.find(head), self._estimate_growth(*self.running))
         ):
             self._park(tail)
 
@@ -380,7 +381,7 @@ class Scheduler(Sequences):
         if not batch.rows:
             return self.take_outputs()
         outputs = self._outputs
-        num_prefill = num_guesses = num_accepted = num_rows = 0
+        step = self.step
         begin = end = 0
         for row in batch.rows:
             seq = row.seq
@@ -392,7 +393,9 @@ class Scheduler(Sequences):
                 continue
             if row.num_scores:
                 outputs.append(
-                    self._scored(seq, [logprobs[i] for i in range(begin - row.num_scores, begin)])
+                    self._report_prompt_logprobs(
+                        seq, [logprobs[i] for i in range(begin - row.num_scores, begin)]
+                    )
                 )
             right = 0
             while right < len(row.draft) and found[right] == row.draft[right]:
@@ -400,64 +403,58 @@ class Scheduler(Sequences):
             seq.num_computed_tokens = row.start + row.num_tokens + right
             seq.num_failures = 0
             if row.num_samples and row.num_tokens == 1:
-                num_rows += 1
+                step.num_rows += 1
             else:
-                num_prefill += row.num_tokens
-            num_guesses += len(row.draft)
-            num_accepted += right
+                step.num_prefill_tokens += row.num_tokens
+            step.num_guesses += len(row.draft)
+            step.num_accepted += right
             if row.draft and self._speculation is not None:
-                self._speculation.verified(seq, len(row.draft), right)
+                self._speculation.record_verification(seq, len(row.draft), right)
             seq_id = seq.seq_id
             for i, token in enumerate(found[: right + 1], begin):
                 outputs.append(self._append(seq, token, logprobs.get(i)))
                 if seq.status is Status.FINISHED:
                     break
             if right < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
-                self._take_back_guesses(seq, seq_id, row.start + row.num_tokens + right)
-            self._progressed(seq)
-        if any(output.finish for output in outputs):
-            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        self.cost.observe(num_rows + num_guesses, num_prefill, now - self.begun)
-        self.num_steps += 1
-        self.num_prefill_tokens += num_prefill
-        self.num_guesses += num_guesses
-        self.num_accepted += num_accepted
+                self._undo_draft(seq, seq_id, row.start + row.num_tokens + right)
+            self._record_progress(seq)
+        step.seconds, step.num_operations = now - step.at, len(batch.operations)
+        step.num_running = len(self.running)
+        step.num_waiting = len(self.waiting) + len(self.deferred)
+        self.cost.observe(step.num_rows + step.num_guesses, step.num_prefill_tokens, step.seconds)
+        self.statistics.add(step)
         self._suspects = ()
-        self.trace.append(
-            step_of(self, batch, now, num_rows, num_prefill, num_guesses, num_accepted)
-        )
         return self.take_outputs()
 
     def _drop_failed(self, seq: Sequence) -> None:
         """End a sequence that cannot be sampled. None of its cells are reused."""
         seq_id, seq.num_computed_tokens = seq.seq_id, 0
         self._end(seq, FinishReason.ERROR)
-        self._pending_operations += self.ledger.invalidate_seq_ids({seq_id})
+        self._pending_operations += self.kv_cache.invalidate_seq_ids({seq_id})
 
-    def _take_back_guesses(self, seq: Sequence, seq_id: int, keep: int) -> None:
+    def _undo_draft(self, seq: Sequence, seq_id: int, keep: int) -> None:
         if seq.status is Status.RUNNING:
-            self._pending_operations += self.ledger.rewind(seq_id, keep)
-        else:  # the ledger has released it already, but the draft tokens are still in the cells
+            self._pending_operations += self.kv_cache.rewind(seq_id, keep)
+        else:  # the sequence is released, but its draft tokens are still in the cells
             self._pending_operations.append(Trim(seq_id, min(keep, seq.num_tokens)))
 
-    def _progressed(self, seq: Sequence) -> None:
+    def _record_progress(self, seq: Sequence) -> None:
         """Save the state of ``seq`` at checkpoints; requeue followers whose prefix it has
         computed.
         """
         if seq.status is not Status.RUNNING:
             return
-        if not self.ledger.layout.trims and (
-            seq.num_computed_tokens in (seq.num_prompt_tokens - 1, *self.deferred.awaited(seq))
-        ):
-            self._pending_operations += self.ledger.checkpoint(seq)
-        self._call_back(self.deferred.progressed(seq))
+        if seq.num_computed_tokens in self._list_checkpoints(seq):
+            self._pending_operations += self.kv_cache.checkpoint(seq)
+        self._requeue(self.deferred.take_ready_followers(seq))
 
-    def _scored(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
+    def _report_prompt_logprobs(self, seq: Sequence, logprobs: list[Logprobs]) -> TokenOutput:
         seq.num_pending_prompt_logprobs -= len(logprobs)
         return TokenOutput(seq.request.request_id, seq.index, NO_TOKEN, prompt_logprobs=logprobs)
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenOutput:
         if seq.num_tokens >= seq.limit:  # max_tokens is 0: only the prompt is computed
+            self.running.remove(seq)
             self.release(seq)
             num_cached = 0 if seq.index else seq.num_cached_tokens or 0
             return TokenOutput(
@@ -468,15 +465,11 @@ class Scheduler(Sequences):
             self.waiting.policy.served(seq, 0, 1)
         finish, is_text = seq.finish_after(token, self.end_tokens)
         if finish:
-            self.expected.finished(seq)
+            self.length_estimates.record_finish(seq)
+            self.running.remove(seq)
             self.release(seq)
         first = seq.index == 0 and seq.num_output_tokens == 1
         num_cached = (seq.num_cached_tokens or 0) if first else 0
         return TokenOutput(
             seq.request.request_id, seq.index, token, finish, is_text, num_cached, logprobs
         )
-
-    # --- statistics ------------------------------------------------------------------------------
-
-    def stats(self) -> Stats:
-        return stats_of(self)

@@ -4,12 +4,11 @@ Every sequence ends in one function, ``release``, which frees its seq_id and cel
 
 Invariants: an unfinished sequence is in exactly one of ``running``, ``waiting`` and ``deferred``;
 RUNNING means a leased seq_id; between steps a seq_id has as many cells as its sequence has computed
-tokens; a deferred sequence has a leader that runs or a snapshot that is being read.
+tokens; a deferred sequence has a running leader or a snapshot that is being read.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Iterable
 from typing import Protocol
@@ -17,12 +16,15 @@ from typing import Protocol
 from cllm.core.batch import Batch, Drop, Operation, Save
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.sequence import Sequence, Status
+from cllm.kv_cache.base import KVCache
 from cllm.kv_cache.layouts import Layout
-from cllm.kv_cache.ledger import Ledger
-from cllm.kv_cache.tiers import Place, Snapshot
+from cllm.kv_cache.tiers import Snapshot, StorageTier
 from cllm.scheduler.deferred import Deferred
+from cllm.scheduler.expiries import Expiries
 from cllm.scheduler.policy import Policy
+from cllm.scheduler.running import Running
 from cllm.scheduler.speculation import Speculation
+from cllm.scheduler.trace import Statistics
 from cllm.scheduler.waiting import Waiting
 
 log = logging.getLogger("cllm.engine")
@@ -38,16 +40,8 @@ class Disk(Protocol):
         ...
 
     def start_read(self, snapshot: Snapshot) -> None:
-        """Start reading a snapshot; ``was_read`` must follow, after this call."""
+        """Start reading a snapshot. The scheduler's ``finish_read`` must be called later."""
         ...
-
-
-def rank(seq: Sequence) -> tuple[int, int]:
-    """Return the sort key of a running sequence: class, then arrival.
-
-    The last sequence is parked first.
-    """
-    return seq.urgency, seq.order
 
 
 class Sequences:
@@ -55,21 +49,21 @@ class Sequences:
     inconsistent.
     """
 
-    def __init__(self, ledger: Ledger, policy: Policy, speculation: Speculation | None) -> None:
-        self.ledger = ledger
+    def __init__(self, kv_cache: KVCache, policy: Policy, speculation: Speculation | None) -> None:
+        self.kv_cache = kv_cache
         self.waiting = Waiting(policy)
-        self.running: list[Sequence] = []
+        self.running = Running()
         self.deferred = Deferred()
-        self.num_parked = 0
+        self.statistics = Statistics()
         self._speculation = speculation
         self._requests: dict[str, dict[int, Sequence]] = {}
-        self._expiries: list[tuple[float, int, Sequence]] = []
+        self._expiries = Expiries()
         self._next_order = 0
-        self._outputs: list[TokenOutput] = []  # not returned by any call yet
+        self._outputs: list[TokenOutput] = []  # to be returned by the next call
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
         self._disk: Disk | None = None
-        # the sequences that would have caused an exception raised now
+        # the sequences that caused an exception, if one is raised now
         self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
 
@@ -83,31 +77,26 @@ class Sequences:
         try:
             self._add(seq, now)
         except Exception:
-            log.exception("%s was refused", seq.name)  # the sender should have checked it
-            return self.recover() if self.knows(seq) else [seq.end_output(FinishReason.ERROR)]
+            log.exception("cannot queue %s", seq.name)  # the sender should have checked it
+            return self.recover() if self.knows(seq) else [seq.make_end_output(FinishReason.ERROR)]
         return []
 
     def _add(self, seq: Sequence, now: float) -> None:
         self._suspects = (seq,)
-        if seq.num_prompt_tokens >= self.ledger.cells_per_seq:
-            raise ValueError(f"{seq!r} can never fit into {self.ledger.cells_per_seq} cells")
+        if seq.num_prompt_tokens >= self.kv_cache.cells_per_seq:
+            raise ValueError(f"{seq!r} can never fit into {self.kv_cache.cells_per_seq} cells")
         seq.arrived = now
-        seq.urgency = self.waiting.policy.urgency(seq)
+        seq.effective_priority = self.waiting.policy.effective_priority(seq)
         seq.order, self._next_order = self._next_order, self._next_order + 1
-        match = self.ledger.find(seq)
+        match = self.kv_cache.find(seq)
         seq.num_uncached_tokens = seq.num_tokens - max(match.num_tokens, match.num_inflight_tokens)
         request = seq.request
-        self._expire_in(
+        self._expiries.set(
             seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None)
         )
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
         self.waiting.push(seq)
         self._suspects = ()
-
-    def _expire_in(self, seq: Sequence, seconds: float | None) -> None:
-        seq.expires = None if seconds is None else seq.arrived + seconds
-        if seq.expires is not None:
-            heapq.heappush(self._expiries, (seq.expires, seq.order, seq))
 
     def knows(self, seq: Sequence) -> bool:
         """Return whether ``seq`` was added and has not finished."""
@@ -119,34 +108,34 @@ class Sequences:
     # --- parking and resuming --------------------------------------------------------------------
 
     def _park(self, seq: Sequence) -> None:
-        """Release a running sequence's cells; it resumes later from what is left of them in the
-        cells or in RAM.
+        """Release a running sequence's cells. It resumes later from those that are still in the
+        pool or in RAM.
         """
-        self._give_back(seq, soon=True)
+        self._free_cells(seq, soon=True)
         self.running.remove(seq)
         seq.status = Status.PARKED
         self.waiting.push(seq)
-        self.num_parked += 1
+        self.statistics.num_parked += 1
 
     def empty_cells(self) -> list[Operation]:
         """Park all running sequences; return operations that empty all cells."""
         while self.running:
-            self._park(max(self.running, key=rank))
+            self._park(self.running.tail)
         return [
             *self.drain_pending_operations(),
-            *(self.ledger.make_room(self.ledger.cells.size) or ()),
+            *(self.kv_cache.make_room(self.kv_cache.cells.size) or ()),
         ]
 
     def change_layout(self, num_cells: int, layout: Layout) -> None:
         """Use new cells. The old ones must be empty; see ``empty_cells``."""
-        self.ledger = self.ledger.with_layout(num_cells, layout)
+        self.kv_cache = self.kv_cache.with_layout(num_cells, layout)
 
     def drain_pending_operations(self) -> list[Operation]:
         """Return and clear the operations that must run before all others."""
-        owed, self._pending_operations = self._pending_operations, []
-        return owed
+        pending, self._pending_operations = self._pending_operations, []
+        return pending
 
-    def _call_back(self, seqs: list[Sequence]) -> None:
+    def _requeue(self, seqs: list[Sequence]) -> None:
         """Put deferred sequences back into the queue, at their old positions."""
         for seq in seqs:
             self.waiting.push(seq)
@@ -156,25 +145,25 @@ class Sequences:
     def use_disk(self, disk: Disk) -> None:
         self._disk = disk
 
-    def was_read(self, key: int, *, succeeded: bool) -> None:
-        """Note that a snapshot is in RAM now or could not be read; requeue the sequences behind
-        it.
+    def finish_read(self, key: int, *, succeeded: bool) -> None:
+        """Record that a snapshot is in RAM or could not be read, and requeue the sequences that
+        wait for it.
         """
-        snapshot = self.ledger.tiers.find(key)
+        snapshot = self.kv_cache.snapshots.tiers.find(key)
         if snapshot is not None and succeeded:
-            snapshot.place = Place.RAM
+            snapshot.tier = StorageTier.RAM
         elif snapshot is not None:
-            self.ledger.drop(key)
-        self._call_back(self.deferred.was_read(key))
+            self.kv_cache.snapshots.drop(key)
+        self._requeue(self.deferred.take_readers(key))
 
     def write_saved(self, operations: Iterable[Operation]) -> None:
-        """Start writing to files what operations that have run have saved to RAM."""
+        """Start writing to files the snapshots that completed ``operations`` have saved to RAM."""
         if self._disk is None:
             return
         dropped = {operation.snapshot for operation in operations if isinstance(operation, Drop)}
         for operation in operations:
             if isinstance(operation, Save) and operation.snapshot not in dropped:
-                snapshot = self.ledger.tiers.ram.get(operation.snapshot)
+                snapshot = self.kv_cache.snapshots.tiers.ram.get(operation.snapshot)
                 if snapshot is not None:
                     self._disk.write(snapshot)
 
@@ -188,10 +177,8 @@ class Sequences:
         return self.take_outputs()
 
     def _expire(self, now: float) -> None:
-        while self._expiries and self._expiries[0][0] <= now:
-            expires, _, seq = heapq.heappop(self._expiries)
-            if seq.expires == expires and seq.status is not Status.FINISHED:
-                self._end(seq, FinishReason.TIMEOUT)
+        for seq in self._expiries.take(now):
+            self._end(seq, FinishReason.TIMEOUT)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence without a token."""
@@ -200,7 +187,7 @@ class Sequences:
             self.waiting.remove(seq)
         elif not self.deferred.discard(seq):
             self.running.remove(seq)
-        output = seq.end_output(reason)
+        output = seq.make_end_output(reason)
         self.release(seq)
         self._outputs.append(output)
         self._suspects = ()
@@ -212,7 +199,7 @@ class Sequences:
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence and free its seq_id and cells. Every sequence ends here."""
-        self._give_back(seq)
+        self._free_cells(seq)
         if self._speculation is not None:
             self._speculation.forget(seq)
         seq.status = Status.FINISHED
@@ -221,57 +208,57 @@ class Sequences:
         if not siblings:
             del self._requests[seq.request.request_id]
 
-    def _give_back(self, seq: Sequence, *, soon: bool = False) -> None:
+    def _free_cells(self, seq: Sequence, *, soon: bool = False) -> None:
         if seq.seq_id >= 0:
             seq_id, seq.seq_id = seq.seq_id, -1
-            self.ledger.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
+            self.kv_cache.release(seq_id, seq.tokens[: seq.num_computed_tokens], soon=soon)
             seq.num_computed_tokens = 0
-            self._call_back(self.deferred.stopped(seq))
+            self._requeue(self.deferred.take_followers(seq))
 
     # --- failures --------------------------------------------------------------------------------
 
     def fail(self, batch: Batch) -> list[TokenOutput]:
         """Undo a batch that could not be computed.
 
-        The contents of all seq_ids that it touched are unknown.
-
-        Its sequences are computed again from their tokens. Sequences with MAX_FAILURES failed
-        batches end.
+        The contents of all seq_ids that it affected are unknown, so its sequences are computed
+        again from their tokens. Sequences with MAX_FAILURES failed batches end.
         """
-        touched, owed = self.ledger.invalidate_operations(batch.operations)
-        touched |= {row.seq.seq_id for row in batch.rows}
-        self._pending_operations += owed
+        affected, pending = self.kv_cache.invalidate_operations(batch.operations)
+        affected |= {row.seq.seq_id for row in batch.rows}
+        self._pending_operations += pending
         failed = {row.seq for row in batch.rows}
-        for seq in [seq for seq in self.running if seq.seq_id in touched]:
+        for seq in [seq for seq in self.running if seq.seq_id in affected]:
             seq.num_computed_tokens = 0
             seq.num_failures += seq in failed
             if seq.num_failures < MAX_FAILURES:
                 self._park(seq)
             else:
                 self._end(seq, FinishReason.ERROR)
-        self._pending_operations += self.ledger.invalidate_seq_ids(touched)
+        self._pending_operations += self.kv_cache.invalidate_seq_ids(affected)
         return self.take_outputs()
 
     def recover(self) -> list[TokenOutput]:
-        """Continue after an exception in any other method, which may have left the bookkeeping
+        """Recover from an exception in any other method, which may have left the bookkeeping
         inconsistent.
 
-        Rebuilds it from the sequences and their tokens; all cells count as empty. If one sequence
-        was being worked on, it ends. If there were several, each counts one more failed batch, as
-        in ``fail``. After MAX_FAILURES recoveries without a completed step, all sequences end.
+        Rebuilds it from the sequences and their tokens; all cells count as empty. If the exception
+        was raised for one sequence, it ends. If it was raised for several, each counts one more
+        failed batch, as in ``fail``. After MAX_FAILURES recoveries without a completed step, all
+        sequences end.
         """
         suspects = {seq for seq in self._suspects if self.knows(seq)}
         self._num_recoveries += 1
-        self.ledger = self.ledger.without_cells()
-        _, dropped = self.ledger.invalidate_operations(
+        self.kv_cache = self.kv_cache.without_cells()
+        _, dropped = self.kv_cache.invalidate_operations(
             [*self._operations, *self._pending_operations]
         )
-        seq_ids = range(self.ledger.seq_ids.size + self.ledger.layout.num_spare_ids)
+        seq_ids = range(self.kv_cache.seq_ids.size + self.kv_cache.layout.num_spare_ids)
         self._operations, self._pending_operations = (
             [],
-            [*dropped, *self.ledger.invalidate_seq_ids(set(seq_ids))],
+            [*dropped, *self.kv_cache.invalidate_seq_ids(set(seq_ids))],
         )
-        self.waiting, self.deferred, self.running = Waiting(self.waiting.policy), Deferred(), []
+        self.waiting, self.deferred = Waiting(self.waiting.policy), Deferred()
+        self.running = Running()
         for seq in [seq for seqs in self._requests.values() for seq in seqs.values()]:
             seq.status = Status.WAITING if seq.num_cached_tokens is None else Status.PARKED
             seq.seq_id, seq.num_computed_tokens = -1, 0
@@ -279,16 +266,16 @@ class Sequences:
             is_culprit = (
                 suspects == {seq} or max(seq.num_failures, self._num_recoveries) >= MAX_FAILURES
             )
-            if is_culprit or not self._could_push(seq):
+            if is_culprit or not self._try_push(seq):
                 self.release(seq)
-                self._outputs.append(seq.end_output(FinishReason.ERROR))
+                self._outputs.append(seq.make_end_output(FinishReason.ERROR))
         return self.take_outputs()
 
-    def _could_push(self, seq: Sequence) -> bool:
+    def _try_push(self, seq: Sequence) -> bool:
         try:
             self.waiting.push(seq)
         except Exception:
-            log.exception("%s cannot be queued", seq.name)
+            log.exception("cannot queue %s", seq.name)
             return False
         return True
 
@@ -296,22 +283,25 @@ class Sequences:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. Call it between steps."""
-        self.ledger.check()
+        self.kv_cache.check()
         for seq in self.running:
             assert seq.status is Status.RUNNING, repr(seq)
-            assert self.ledger.seq_ids.is_leased(seq.seq_id), repr(seq)
+            assert self.kv_cache.seq_ids.is_leased(seq.seq_id), repr(seq)
             assert 0 <= seq.num_computed_tokens < seq.num_tokens, repr(seq)
-            assert self.ledger.num_cells_of(seq.seq_id) == seq.num_computed_tokens, repr(seq)
-        assert self.ledger.seq_ids.num_leased == len(self.running), str(self)
+            assert self.kv_cache.count_cells(seq.seq_id) == seq.num_computed_tokens, repr(seq)
+        assert self.kv_cache.seq_ids.num_leased == len(self.running), str(self)
         for seq in [*self.waiting, *self.deferred]:
             assert seq.status in (Status.WAITING, Status.PARKED), repr(seq)
             assert seq.seq_id == -1, repr(seq)
+        self.running.check()
         self.deferred.check(self.running)
-        places = [*self.running, *self.waiting, *self.deferred]
-        assert len(set(places)) == len(places), f"a sequence in two places: {self}"
+        seqs = [*self.running, *self.waiting, *self.deferred]
+        assert len(set(seqs)) == len(seqs), f"a sequence in two seqs: {self}"
         known = {seq for seqs in self._requests.values() for seq in seqs.values()}
-        assert known == set(places), f"a sequence is lost: {self}"
+        assert known == set(seqs), f"a sequence is lost: {self}"
 
     def __str__(self) -> str:
         waiting = f"{len(self.waiting)}+{len(self.deferred)}"
-        return f"<{type(self).__name__} running {self.running} waiting {waiting} {self.ledger}>"
+        return (
+            f"<{type(self).__name__} running {[*self.running]} waiting {waiting} {self.kv_cache}>"
+        )

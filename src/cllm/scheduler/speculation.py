@@ -1,4 +1,4 @@
-"""Draft tokens that are verified in one step, and how many of them pay.
+"""Draft tokens that are verified in one step, and how many of them are worth their cost.
 
 Each position is sampled with its own random number, as it would be without speculation. A draft
 token is accepted if it equals the sampled one. So the text is the same with and without
@@ -71,7 +71,7 @@ class PromptLookup:
 
 
 class Speculation:
-    """Asks a drafter for as many draft tokens as pay.
+    """Asks a drafter for as many draft tokens as are worth their cost.
 
     By the learned step costs, a draft token costs as much as one more row, and an accepted one
     saves the cost of a decoded token. So drafting stops by itself when rows are worth more to other
@@ -83,8 +83,8 @@ class Speculation:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._max_samples = max_samples
-        self._trust: dict[Sequence, float] = {}
-        self._failed = False
+        self._acceptance_rates: dict[Sequence, float] = {}
+        self._has_failed = False
 
     def propose(
         self, seqs: list[Sequence], cost: StepCost, max_tokens: int
@@ -95,47 +95,49 @@ class Speculation:
         space = min(self._max_samples, max_tokens) - len(seqs)
         wanted: dict[Sequence, int] = {}
         for seq in seqs:
-            trust = self._trust.get(seq, START)
-            self._trust[seq] = trust + RECOVERY * (START - trust)
-            most = min(self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1)
+            rate = self._acceptance_rates.get(seq, START)
+            self._acceptance_rates[seq] = rate + RECOVERY * (START - rate)
+            max_count = min(
+                self._max_draft_tokens, space // len(seqs), seq.limit - seq.num_tokens - 1
+            )
             params = seq.request.params
             if not (params.looks_back or params.is_bound) and (
-                count := self._best_count(len(seqs), trust, cost, most)
+                count := self._choose_count(len(seqs), rate, cost, max_count)
             ):
                 wanted[seq] = count
-        if not wanted or self._failed:
+        if not wanted or self._has_failed:
             return {}
         try:
             return self._drafter.draft(wanted)
         except EngineError as error:
-            log.error("no more guesses, because the drafter failed: %s", error)
-            self._failed = True
+            log.error("disabling speculation because the drafter failed: %s", error)
+            self._has_failed = True
             return {}
 
-    def _best_count(self, num_rows: int, trust: float, cost: StepCost, most: int) -> int:
+    def _choose_count(self, num_rows: int, rate: float, cost: StepCost, max_count: int) -> int:
         """Return the number of draft tokens per sequence that maximizes the expected tokens per
         second.
         """
-        now = cost.decode(num_rows)
+        now = cost.estimate_decode(num_rows)
         best, best_speed = 0, num_rows / now if now else 0.0
         if not now:
-            return min(most, 1)
+            return min(max_count, 1)
         expected = 1.0
-        for count in range(1, most + 1):
-            expected += trust**count
-            speed = num_rows * expected / cost.decode(num_rows * (1 + count))
+        for count in range(1, max_count + 1):
+            expected += rate**count
+            speed = num_rows * expected / cost.estimate_decode(num_rows * (1 + count))
             if speed > best_speed:
                 best, best_speed = count, speed
         return best
 
-    def verified(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
+    def record_verification(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
         """Learn that the first ``num_right`` of the draft tokens were accepted."""
-        trust = self._trust.get(seq, START)
-        judged = min(num_guesses, num_right + 1)  # tokens after a rejected one say nothing
-        for i in range(judged):
-            trust += MEMORY * ((i < num_right) - trust)
-        self._trust[seq] = trust
+        rate = self._acceptance_rates.get(seq, START)
+        num_judged = min(num_guesses, num_right + 1)  # tokens after a rejected one teach nothing
+        for i in range(num_judged):
+            rate += MEMORY * ((i < num_right) - rate)
+        self._acceptance_rates[seq] = rate
 
     def forget(self, seq: Sequence) -> None:
-        self._trust.pop(seq, None)
+        self._acceptance_rates.pop(seq, None)
         self._drafter.forget(seq)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 SHARE = 0.2  # weight of a new observation in the mean
-ENOUGH = 20  # in steps of one row: reading the weights is then only a twentieth of the step
+# Once a step takes as long as this many steps of one row, reading the weights is only a twentieth.
+EFFICIENT_STEPS = 20
 # the cost of a number of rows not seen yet is taken as proportional to rows + ROW_OFFSET
 ROW_OFFSET = 3
 
@@ -33,16 +34,20 @@ class StepCost:
         """Learn that a step of ``num_rows`` decoding rows and ``num_tokens`` prefill tokens took
         ``seconds``.
         """
-        expected = self.decode(num_rows)
+        expected = self.estimate_decode(num_rows)
         if num_tokens == 0:
-            self.per_rows[num_rows] = mean(self.per_rows.get(num_rows, expected or None), seconds)
+            self.per_rows[num_rows] = update_mean(
+                self.per_rows.get(num_rows, expected or None), seconds
+            )
         else:
             num_tiles = -(-num_tokens // self.tile)
             # as if each tile had been observed on its own
             share = 1 - (1 - SHARE) ** (num_tokens / self.tile)
-            self.per_tile = mean(self.per_tile, max(0.0, seconds - expected) / num_tiles, share)
+            self.per_tile = update_mean(
+                self.per_tile, max(0.0, seconds - expected) / num_tiles, share
+            )
 
-    def decode(self, num_rows: int) -> float:
+    def estimate_decode(self, num_rows: int) -> float:
         """Return the expected seconds of a step with only decoding rows; 0 if none has been
         observed.
         """
@@ -52,7 +57,7 @@ class StepCost:
         nearest = min(self.per_rows, key=lambda n: abs(n - num_rows))
         return self.per_rows[nearest] * (num_rows + ROW_OFFSET) / (nearest + ROW_OFFSET)
 
-    def prefill(self, num_tokens: int) -> float:
+    def estimate_prefill(self, num_tokens: int) -> float:
         """Return the expected seconds for ``num_tokens`` prefill tokens; 0 if none has been
         observed.
         """
@@ -60,14 +65,14 @@ class StepCost:
 
     @property
     def efficient_prefill_tokens(self) -> float:
-        """Prefill tokens of a step beyond which it hardly gets more efficient; inf while
+        """The number of prefill tokens beyond which a step hardly gets more efficient; inf while
         unknown.
         """
         if not self.per_token or not self.per_rows:
             return math.inf
-        return ENOUGH * self.decode(1) / self.per_token
+        return EFFICIENT_STEPS * self.estimate_decode(1) / self.per_token
 
-    def num_tiles(self, num_rows: int, seconds: float) -> int | None:
+    def count_tiles(self, num_rows: int, seconds: float) -> int | None:
         """Return how many tiles of prefill tokens fit into ``seconds`` together with the decoding
         rows, at least one.
 
@@ -75,29 +80,25 @@ class StepCost:
         """
         if not self.per_tile:
             return None
-        return max(1, int((seconds - self.decode(num_rows)) / self.per_tile))
+        return max(1, int((seconds - self.estimate_decode(num_rows)) / self.per_tile))
 
-    def prefill_budget(
-        self, space: int, num_rows: int, num_tokens: int, target_itl: float | None, *, shares: bool
+    def compute_prefill_budget(
+        self, space: int, num_rows: int, target_itl: float | None, tile_offset: int
     ) -> int:
         """Return how many prefill tokens to compute with the decoding rows: at most ``space``,
         within ``target_itl``.
 
-        ``num_tokens``: tokens of the decoding rows. ``shares``: whether all sequences use one pool
-        of cells.
+        ``tile_offset``: see ``Layout``.
         """
         if not num_rows or target_itl is None:
             return space
-        num_tiles = self.num_tiles(num_rows, target_itl)
+        num_tiles = self.count_tiles(num_rows, target_itl)
         if num_tiles is None:
             return space
-        # Fill whole tiles. With one pool, decoding rows are computed in the same tiles as prompts.
-        # Otherwise a prompt's first token is computed with the rows, and its other tokens
-        # separately.
-        budget = num_tiles * self.tile - (num_tokens % self.tile if shares else -1)
+        budget = num_tiles * self.tile - tile_offset  # whole tiles
         return min(space, budget if budget >= self.tile // 2 else budget + self.tile)
 
 
-def mean(before: float | None, value: float, share: float = SHARE) -> float:
+def update_mean(before: float | None, value: float, share: float = SHARE) -> float:
     """Return the new exponential mean. A value above twice the mean counts as twice the mean."""
     return before + share * (min(value, 2 * before) - before) if before else value

@@ -27,7 +27,7 @@ class Waiting:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        # to be computed for waiting sequences, by what was cached on their arrival
+        # tokens to compute for waiting sequences, by what was cached on their arrival
         self.num_tokens = 0
         self._stamps: dict[Sequence, int] = {}
         self._next_stamp = 0
@@ -61,12 +61,12 @@ class Waiting:
     def head(self, now: float) -> Sequence | None:
         """Return the sequence to serve next.
 
-        One that has waited too long belongs to the class AGED from then on.
+        A sequence that has waited too long belongs to the class AGED from then on.
         """
         if self._num_taken % AGED_SHARE == AGED_SHARE - 1:
             oldest = self._oldest()
             if oldest is not None and now - oldest.arrived > PATIENCE:
-                oldest.urgency = AGED
+                oldest.effective_priority = AGED
                 return oldest
         while self._ranks:
             rank, stamp, group = self._ranks[0]
@@ -92,7 +92,7 @@ class Waiting:
         return None
 
     def take(self, seq: Sequence) -> None:
-        """Remove ``seq``, because it is served."""
+        """Remove ``seq``, because it is admitted."""
         self._num_taken += 1
         self.remove(seq)
 

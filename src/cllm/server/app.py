@@ -11,7 +11,6 @@ from cllm.registry import Registry
 from cllm.server import errors, openapi, paths
 from cllm.server.anthropic import errors as anthropic_errors
 from cllm.server.anthropic import routes as anthropic
-from cllm.server.defaults import SamplingDefaults
 from cllm.server.native import benchmark, rerank
 from cllm.server.native import routes as native
 from cllm.server.ollama import errors as ollama_errors
@@ -26,7 +25,7 @@ from cllm.server.openai import (
     tokens,
 )
 from cllm.server.openai import routes as openai
-from cllm.server.openai.response_store import ResponseStore
+from cllm.store.responses import ResponseStore
 
 DIALECTS = (anthropic_errors.DIALECT, ollama_errors.DIALECT)  # all other paths use OpenAI's form
 ROUTERS = (
@@ -51,7 +50,7 @@ def create_app(registry: Registry, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="cLLM",
         version=__version__,
-        summary="GGUF language models for many at once",
+        summary="Serves GGUF language models to many clients at once",
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -60,7 +59,7 @@ def create_app(registry: Registry, settings: Settings) -> FastAPI:
     )
     app.state.registry = registry
     app.state.settings = settings
-    app.state.sampling = SamplingDefaults(**settings.sampling.model_dump())
+    app.state.sampling = settings.sampling
     app.state.responses = ResponseStore(
         settings.storage.max_responses, settings.storage.max_responses_mb * 1_000_000
     )

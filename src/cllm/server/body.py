@@ -20,8 +20,8 @@ from starlette.requests import Request
 
 from cllm.errors import BadRequest
 from cllm.server.body_limits import check_parts, check_structure
+from cllm.server.call import Call, call_of
 from cllm.server.off_loop import admit, off_loop
-from cllm.server.resolve import service_for
 
 Model = TypeVar("Model", bound="Body")
 
@@ -35,7 +35,6 @@ CODES = {
 }
 PACE_WINDOW = 30.0  # seconds
 PACE_BYTES = 30_000  # of a body that must arrive in any PACE_WINDOW
-BODY_HASH = "cllm.body_hash"  # in the scope of a request whose body has been read
 UTF8 = {"utf_8", *(alias for alias, codec in aliases.items() if codec == "utf_8")}
 UNION_MEMBERS = {"str", "int", "float", "bool", "none"}
 
@@ -148,9 +147,7 @@ def example(**values: Any) -> pydantic.ConfigDict:
     return pydantic.ConfigDict(json_schema_extra={"examples": [values]})
 
 
-def check_parameters(
-    value: dict[str, Any], model: type[Body], request: Request, path: str = ""
-) -> None:
+def check_parameters(value: dict[str, Any], model: type[Body], call: Call, path: str = "") -> None:
     """Raise BadRequest for refused parameters, and in strict mode for unknown ones.
 
     Otherwise count the unknown ones.
@@ -166,14 +163,14 @@ def check_parameters(
                 code="unsupported_parameter",
             )
     unknown = [name for name in value if name not in known_names(model)]
-    if unknown and request.app.state.settings.server.strict:
+    if unknown and call.state.settings.server.strict:
         param = path + unknown[0][:100]
         raise BadRequest(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    service_for(request).metrics.unknown_parameters(len(unknown))
+    call.state.registry.get().metrics.count_unknown_parameters(len(unknown))
     for name, kinds in inner_models(model).items():
         if isinstance(inner := value.get(name), dict):
             meant = max(kinds, key=lambda kind: len(inner.keys() & known_names(kind)))
-            check_parameters(inner, meant, request, f"{path}{name}.")
+            check_parameters(inner, meant, call, f"{path}{name}.")
 
 
 @functools.cache
@@ -208,16 +205,21 @@ async def read_body(request: Request, model: type[Model], *, any_type: bool = Fa
     if not any_type or "origin" in headers or "sec-fetch-site" in headers:
         check_type(headers.get("content-type", ""))
     data = await read_bytes(request)
-    admit(request, len(data))
-    return await off_loop(request, lambda: read(data, model, request))
+    call = call_of(request)
+    call.body_hash = hash(data)
+    admit(call, len(data))
+
+    def read() -> Model:
+        check_structure(data)
+        return read_value(parse_json(data), model, call)
+
+    return await off_loop(call, read)
 
 
-def read(data: bytes, model: type[Model], request: Request) -> Model:
-    """Return ``data`` as ``model``. Raises BadRequest."""
-    check_structure(data)
-    value = parse_json(data)
+def read_value(value: dict[str, Any], model: type[Model], call: Call) -> Model:
+    """Return ``value``, a body that has been parsed, as ``model``. Raises BadRequest."""
     check_parts(value)
-    check_parameters(value, model, request)
+    check_parameters(value, model, call)
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
@@ -258,9 +260,7 @@ async def read_bytes(request: Request) -> bytes:
     too_large = BadRequest(
         f"The body is larger than {limit} bytes.", code="request_too_large", status=413
     )
-    data = b"".join([part async for part in parts_of(request, limit, too_large)])
-    request.scope[BODY_HASH] = hash(data)
-    return data
+    return b"".join([part async for part in parts_of(request, limit, too_large)])
 
 
 async def parts_of(
@@ -281,7 +281,7 @@ async def parts_of(
                 part = await anext(stream, None)
         except TimeoutError:
             message = (
-                f"The body comes too slowly: less than {PACE_BYTES} bytes in "
+                f"The body arrives too slowly: less than {PACE_BYTES} bytes in "
                 f"{PACE_WINDOW:g} seconds."
             )
             raise BadRequest(message, code="body_timeout", status=408) from None

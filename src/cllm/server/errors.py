@@ -92,7 +92,7 @@ def describe(error: Exception) -> Fault:
         )
     return Fault(
         500,
-        "Internal error; the log of the server says more.",
+        "Internal error; see the server's log.",
         "server_error",
         code="internal_error",
     )

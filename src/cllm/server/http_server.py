@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.backends.base import Vocabulary
+from cllm.batches import Batches
 from cllm.config import Settings
 from cllm.errors import EngineError
 from cllm.observe.metrics import Metrics
@@ -24,7 +25,6 @@ from cllm.registry import Registry
 from cllm.server.app import create_app
 from cllm.server.connections import Connections, max_connections, raise_descriptor_limit
 from cllm.server.http_protocol import Protocol
-from cllm.server.openai.batch_runner import Batches
 from cllm.server.request_id import with_answer_headers
 from cllm.server.sse import streaming
 from cllm.service import Service
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
             # while the engine loads
             self._starting = self._loop.create_task(self.service.renderer.start())
         if self._batches is not None:
-            self._batches.start()
+            await self._batches.start()
 
     async def _accept(self, listener: socket.socket) -> None:
         def protocol() -> Protocol:

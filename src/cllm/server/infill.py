@@ -20,7 +20,7 @@ class Snippet(NamedTuple):
 
 
 async def infill(
-    service: Service, prefix: list[int], suffix: str, terms: SchedulingOptions
+    service: Service, prefix: list[int], suffix: str, scheduling: SchedulingOptions
 ) -> list[int]:
     """Return a prompt for the text between ``prefix`` and ``suffix``.
 
@@ -28,7 +28,7 @@ async def infill(
     """
     marks = find_marks(service, "suffix")
     begin = service.vocabulary.tokenize("", add_special=True, parse_special=False)
-    behind = await service.encode(suffix, "suffix", terms, plain=True)
+    behind = await service.encode(suffix, "suffix", scheduling, plain=True)
     return [*begin, marks[0], *prefix, marks[1], *behind, marks[2]]
 
 
@@ -39,7 +39,7 @@ def find_marks(service: Service, param: str) -> tuple[int, int, int]:
     """
     if (marks := service.vocabulary.infill_tokens) is None:
         message = (
-            "This model cannot fill in: its vocabulary has no tokens to mark a prefix, a "
+            "This model does not support infill: its vocabulary has no tokens to mark a prefix, a "
             "suffix and a middle."
         )
         raise BadRequest(message, param=param, code="unsupported_parameter")

@@ -13,50 +13,50 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from starlette.requests import Request
-
 from cllm.errors import EngineError
-from cllm.server.resolve import service_for
+from cllm.server.call import Call
 from cllm.server.sse import until_disconnect
 
 T = TypeVar("T")
 
 LARGE = 10_000  # bytes; a smaller body has less than 1,000 messages and parts
 MAX_WAITING_BYTES = 64_000_000  # of large requests; reading that many takes a few seconds
-NUM_BYTES = "cllm.num_bytes"  # in the scope of a request
 
 thread = ThreadPoolExecutor(1, "cllm-large")
-waiting: dict[Request, int] = {}  # the requests that wait for the thread, and their sizes in bytes
+waiting: dict[Call, int] = {}  # the calls that wait for the thread, and their sizes in bytes
 
 
-def admit(request: Request, num_bytes: int) -> None:
-    """Record that ``num_bytes`` belong to ``request``.
+def admit(call: Call, num_bytes: int) -> None:
+    """Record that ``num_bytes`` belong to ``call``.
 
-    Raises EngineError if that makes ``request`` large and too many bytes of large requests wait
+    Raises EngineError if that makes ``call`` large and too many bytes of large requests wait
     already.
     """
-    size = request.scope[NUM_BYTES] = request.scope.get(NUM_BYTES, 0) + num_bytes
-    if size > LARGE and waiting and sum(waiting.values()) + size > MAX_WAITING_BYTES:
-        service_for(request).metrics.refused("large")
-        raise EngineError("Too many large requests wait to be read; please retry.")
+    call.num_bytes += num_bytes
+    is_large = call.num_bytes > LARGE
+    if is_large and waiting and sum(waiting.values()) + call.num_bytes > MAX_WAITING_BYTES:
+        call.state.registry.get().metrics.count_rejection("large")
+        raise EngineError("Too many large requests are waiting to be read; please retry.")
 
 
-async def off_loop(request: Request, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on the data of ``request``.
+async def off_loop(call: Call, work: Callable[[], T]) -> T:
+    """Return the result of ``work`` on the data of ``call``.
 
     If that is large, ``work`` runs in the thread.
 
     Raises ClientGone if the client disconnects meanwhile. If ``work`` has not started by then, it
     never does.
     """
-    size = request.scope.get(NUM_BYTES, 0)
-    if size <= LARGE:
+    if call.num_bytes <= LARGE:
         return work()
-    waiting[request] = size
+    waiting[call] = call.num_bytes
     try:
-        return await until_disconnect(request, in_thread(work))
+        running = in_thread(work)
+        if call.request is None:
+            return await running
+        return await until_disconnect(call.request, running)
     finally:
-        del waiting[request]
+        del waiting[call]
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -4,24 +4,20 @@ the queue.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from typing import Annotated
 
 from pydantic import Field
-from starlette.requests import Request
 
 from cllm.answer import Answer, SchedulingOptions
 from cllm.config import PriorityName
 from cllm.core.request import Priority
-from cllm.process.backlog import Place
+from cllm.process.backlog import QueuePosition
 from cllm.process.reservations import Claim
-from cllm.server.body import BODY_HASH, Body
+from cllm.server.body import Body
+from cllm.server.call import Call
 
 # a header of a rejection, which the client sends back when it retries
 TICKET = "x-cllm-retry-ticket"
-# in the scope of a batch's request: the account that created the batch
-BATCH_OWNER = "cllm.batch_owner"
 
 Milliseconds = Annotated[int, Field(ge=1, le=604_800_000)]
 
@@ -53,46 +49,22 @@ class TermsBody(Body):
         "salt.",
     )
 
-    def terms(self, request: Request, user: str | None = None) -> SchedulingOptions:
+    def scheduling_options(self, call: Call, user: str | None = None) -> SchedulingOptions:
         """Return how the request is scheduled.
 
         ``user``: a user that another field of the body names.
         """
-        key = account(request, self.user or user)
-        asked: PriorityName | None = "batch" if BATCH_OWNER in request.scope else self.priority
+        account = call.account(self.user or user)
+        asked: PriorityName | None = "batch" if call.request is None else self.priority
+        ticket = "" if call.request is None else call.request.headers.get(TICKET, "")
         return SchedulingOptions(
-            key=key,
-            priority=priority_of(asked, request.app.state.settings.scheduler.priorities.get(key)),
+            account=account,
+            priority=account.choose_priority(None if asked is None else Priority[asked.upper()]),
             deadline=None if self.deadline_ms is None else self.deadline_ms / 1000,
             queue_timeout=None if self.queue_timeout_ms is None else self.queue_timeout_ms / 1000,
             cache_salt=self.cache_salt or "",
-            claim=Claim(request.headers.get(TICKET, ""), request.scope.get(BODY_HASH, 0)),
+            claim=Claim(ticket, call.body_hash),
         )
-
-
-def priority_of(asked: PriorityName | None, of_key: PriorityName | None) -> Priority:
-    """Return the priority that a request asks for, but not a higher one than that of its
-    account.
-    """
-    asked = asked or of_key or "normal"
-    return max(Priority[asked.upper()], Priority[(of_key or asked).upper()])
-
-
-def account(request: Request, user: str | None) -> str:
-    """Return the account of a request: a name made from its API key, else from ``user``, else "".
-
-    The API key is taken from Authorization, or else from x-api-key. A request of a batch has the
-    batch's account.
-    """
-    token = re.sub(
-        r"^bearer(\s+|$)", "", request.headers.get("authorization", "").strip(), flags=re.IGNORECASE
-    )
-    token = token or request.headers.get("x-api-key", "").strip()
-    if owner := request.scope.get(BATCH_OWNER):
-        return str(owner)
-    if token:
-        return f"key-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
-    return f"user-{user}" if user else ""
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
@@ -100,16 +72,16 @@ def answer_headers(answer: Answer) -> dict[str, str]:
     keywords that were not enforced.
     """
     unenforced = answer.generation.unenforced
-    return place_headers(answer.place) | (
+    return queue_position_headers(answer.queue_position) | (
         {"x-cllm-unenforced-keywords": ", ".join(unenforced)} if unenforced else {}
     )
 
 
-def place_headers(place: Place) -> dict[str, str]:
+def queue_position_headers(queue_position: QueuePosition) -> dict[str, str]:
     """Return headers with the request's queue position on arrival (0: it runs immediately), and the
     estimated time to its first token.
     """
     return {
-        "x-cllm-queue-position": str(place.position),
-        "x-cllm-estimated-ttft-ms": str(round(place.seconds * 1000)),
+        "x-cllm-queue-position": str(queue_position.position),
+        "x-cllm-estimated-ttft-ms": str(round(queue_position.seconds * 1000)),
     }

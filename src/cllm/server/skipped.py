@@ -6,8 +6,7 @@ import logging
 import re
 from collections.abc import Iterable
 
-from starlette.requests import Request
-
+from cllm.server.call import Call
 from cllm.service import Service
 
 HEADER = "x-cllm-skipped"
@@ -69,9 +68,9 @@ KINDS = frozenset(
 log = logging.getLogger("cllm.server")
 
 
-def note_skipped(request: Request, service: Service, kinds: Iterable[str]) -> dict[str, str]:
-    """Count the parts of ``request`` that are left out and log each type once; return a header that
-    names the types. ``service`` answers the request.
+def note_skipped(call: Call, service: Service, kinds: Iterable[str]) -> dict[str, str]:
+    """Count the parts of ``call`` that are left out and log each type once; return a header that
+    names the types. ``service`` answers it.
     """
     names = [
         name if (name := re.sub(r"_20\d\d_\d\d_\d\d$", "", kind)) in KINDS else "other"
@@ -79,9 +78,9 @@ def note_skipped(request: Request, service: Service, kinds: Iterable[str]) -> di
     ]
     if not names:
         return {}
-    logged: set[str] = request.app.state.skipped
+    logged: set[str] = call.state.skipped
     for name in names:
-        service.metrics.skipped(name)
+        service.metrics.count_skipped_part(name)
         if name not in logged:
             logged.add(name)
             log.warning(

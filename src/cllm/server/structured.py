@@ -126,7 +126,9 @@ class ConstrainedBody(Body):
             return FREE
         if len(constraints) > 1:
             first, second = [*constraints][:2]
-            message = f"'{first}' and '{second}' cannot be combined: an answer follows one of them."
+            message = (
+                f"'{first}' and '{second}' cannot be combined: only one constraint is allowed."
+            )
             raise BadRequest(message, param=second, code="invalid_value")
         ((param, constraint),) = constraints.items()
         return await service.grammar(constraint, param)

@@ -141,8 +141,8 @@ class CallArguments:
     def _cannot(self, keyword: str, why: str) -> None:
         if self._unenforced is None:
             message = (
-                f"Invalid 'tools': a call cannot be held to this schema, as this model "
-                f"writes calls: {why}."
+                f"Invalid 'tools': the form in which this model writes calls cannot enforce "
+                f"this schema: {why}."
             )
             raise BadRequest(message, param="tools", code="unsupported_schema")
         self._unenforced.add(keyword)
@@ -176,7 +176,7 @@ class CallArguments:
             else:
                 self._check(inner)
                 if types != {"string"}:
-                    self._cannot("type", f"the type of '{key[:40]}' must be one, and stated")
+                    self._cannot("type", f"the type of '{key[:40]}' must be a single type")
                 value = self._terms.until(end)
             may_be = [] if types == {"string"} else ["false"]
             may_be += ["true"] if not types or "string" in types else []

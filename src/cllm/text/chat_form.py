@@ -156,16 +156,16 @@ class ChatForm:
             form = msgspec.structs.replace(form, reasoning=None)
         if chat.tool_choice == "required" and not (tools and form.calls):
             why = (
-                "names no declared tool"
+                "does not name a declared tool"
                 if form.calls
-                else "cannot be enforced: this model's calls are not known"
+                else "cannot be enforced: the format of this model's calls is unknown"
             )
             raise BadRequest(
                 f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
             )
         is_required = chat.tool_choice == "required"
         if begun and is_required:
-            why = "cannot force a call where the text of a message is continued"
+            why = "cannot force a call if the text of a message is continued"
             raise BadRequest(
                 f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
             )
@@ -189,7 +189,7 @@ class ChatForm:
                 begun=begun,
             )
         if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
-            params = msgspec.structs.replace(params, thinking=budget)
+            params = params.replace_unchecked(thinking=budget)
         if not (may_call or inside or thinks or form.header):
             return None, params, bound
         max_calls = None if chat.parallel_tool_calls else 1
@@ -246,7 +246,7 @@ class ChatForm:
             return None
         why = f"cannot be enforced: this model has no token for {closing}"
         raise BadRequest(
-            f"A budget of reasoning {why}.",
+            f"A reasoning budget {why}.",
             param="thinking_token_budget",
             code="unsupported_parameter",
         )

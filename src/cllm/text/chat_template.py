@@ -179,7 +179,7 @@ class ChatTemplate:
         before, *begun = text.rsplit(CUT, 2)
         if len(begun) != 2:
             raise BadRequest(
-                "The chat template leaves out what is to be continued.", param="messages"
+                "The chat template omits the message to be continued.", param="messages"
             )
         return before.replace(CUT, "") + CUT + begun[0]
 
@@ -389,7 +389,7 @@ def as_list(value: Any) -> list[Any]:
     """Return the list of a generator, which filters like ``map`` return."""
     if isinstance(value, Iterator):
         return list(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def refuse(message: str) -> NoReturn:

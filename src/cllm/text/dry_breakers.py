@@ -47,8 +47,8 @@ class DryBreakers:
         for text, ids in found.items():
             if texts is not None and not len(ids):
                 message = (
-                    f"Invalid '{PARAM}': no token of this model contains {text!r}, and "
-                    f"only tokens can break."
+                    f"Invalid '{PARAM}': no token of this model contains {text!r}, so "
+                    f"it can never break a repetition."
                 )
                 raise BadRequest(message, param=PARAM, code="invalid_value")
         return tuple(np.unique(np.concatenate([*found.values()])).tolist()) if found else ()

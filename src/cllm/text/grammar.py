@@ -114,7 +114,7 @@ def to_lark(
 
 def check_size(text: Any, limit: int, param: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise invalid(param, "it must be a string that is not empty")
+        raise invalid(param, "it must be a non-empty string")
     if len(text) > limit:
         raise invalid(param, f"it is longer than {limit} characters")
     return text
@@ -124,7 +124,7 @@ def check_choices(choices: Any, param: str) -> list[str]:
     if not isinstance(choices, list) or not 1 <= len(choices) <= MAX_CHOICES:
         raise invalid(param, f"it must be a list of 1 to {MAX_CHOICES} strings")
     if not all(isinstance(choice, str) and choice for choice in choices):
-        raise invalid(param, "every choice must be a string that is not empty")
+        raise invalid(param, "every choice must be a non-empty string")
     check_size("".join(choices), MAX_TEXT, param)
     return choices
 

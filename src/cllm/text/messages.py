@@ -20,7 +20,7 @@ def messages_for_template(messages: Any) -> Messages:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         form = '[{"role": "user", "content": "..."}]'
         raise BadRequest(
-            f"messages must be a list with one message or more, such as {form}.", param="messages"
+            f"messages must be a list of one or more messages, such as {form}.", param="messages"
         )
     return [message_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
 

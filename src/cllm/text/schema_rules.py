@@ -310,7 +310,7 @@ class SchemaRules:
         if item is None:
             high = len(first)
         if low > high:
-            return self._nothing(f"'minItems' is {low}, and there can be at most {high} items")
+            return self._nothing(f"'minItems' is {low}, but there can be at most {high} items")
         tail = separated(item, low - len(first), high - len(first), is_first=not first)
         for i, term in reversed([*enumerate(first)]):
             tail = f"{COMMA if i else ''} {term} {tail}"
@@ -326,7 +326,7 @@ class SchemaRules:
                 key = text_term(json.dumps(name, ensure_ascii=False))
                 members.append((self._rules.rule(f"{key} {COLON} {value}"), name in required))
             elif name in required:
-                return self._nothing(f"the required property {name[:40]!r} can have none")
+                return self._nothing(f"the required property {name[:40]!r} can have no value")
         low = max(alternative["minProperties"] - len(required), 0)
         high = alternative["maxProperties"] - len(required)
         if high <= 0:
@@ -334,7 +334,7 @@ class SchemaRules:
         other = self._other_property(alternative, names) if high > 0 else None
         num_optional = sum(not is_required for _, is_required in members)
         if high < 0 or (low and not num_optional and not other):
-            return self._nothing("there cannot be as many properties as it asks for")
+            return self._nothing("it requires more properties than there can be")
         most = math.inf if other else num_optional  # optional properties that are possible
         high = min(high, most)
         if low > 1 or (num_optional and (low or high < most)):

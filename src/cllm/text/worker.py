@@ -98,7 +98,7 @@ def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -
             raise
         except Exception as error:  # noqa: BLE001  # a bug must not look like a limit
             traceback.print_exc()
-            why = f"Internal error ({type(error).__name__}); the log of the server says more."
+            why = f"Internal error ({type(error).__name__}); see the server's log."
             reply = Reply("", why, is_ours=True)
         answer = to_json(reply)
         limit_time(0)

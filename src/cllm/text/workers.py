@@ -16,7 +16,7 @@ from typing import Any
 
 from cllm.environment import child_environment
 from cllm.errors import EngineError
-from cllm.observe.cpu_time import cpu_seconds
+from cllm.observe.cpu_time import read_cpu_seconds
 from cllm.text.worker import HEAD, Reply, Work, frame
 
 # Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be
@@ -79,9 +79,9 @@ class Workers:
                     return Reply(*json.loads(answer))
                 self._check_open()
                 if await process.wait() not in KILLED:
-                    log.warning("%s took too much time or memory, and was ended", self._name)
+                    log.warning("%s used too much time or memory and was killed", self._name)
                     return None
-                log.warning("%s was stopped or killed, and is replaced", self._name)
+                log.warning("%s was stopped or killed; starting another process", self._name)
         raise EngineError(f"The process of {self._name} does not answer; please retry.")
 
     async def close(self) -> None:
@@ -191,9 +191,9 @@ def is_alive(process: Process) -> bool:
 
 async def expire_if_stalled(clock: asyncio.Timeout, pid: int, limit: float) -> None:
     """Let ``clock`` expire once the process has used no CPU time for ``limit`` seconds."""
-    before = cpu_seconds(pid)
+    before = read_cpu_seconds(pid)
     await asyncio.sleep(limit)
-    while (now := cpu_seconds(pid)) > before:
+    while (now := read_cpu_seconds(pid)) > before:
         before = now
         await asyncio.sleep(limit)
     if not clock.expired():

@@ -1,4 +1,4 @@
-"""What only llama.cpp does: tiles that are filled up, cells of other types."""
+"""What only llama.cpp does: padding of tiles, and other types of cells."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sequence(seq_id: int, num_tokens: int) -> Sequence:
 
 
 def decoded_sizes(backend: LlamaCppBackend, monkeypatch) -> list[int]:
-    """The number of tokens of each batch from now on, as libllama gets it."""
+    """The number of tokens of each following batch, as libllama gets it."""
     from cllm.backends.llama_cpp import backend as module
 
     sizes, decode = [], module.lib.llama_decode
@@ -70,8 +70,8 @@ def decoded_sizes(backend: LlamaCppBackend, monkeypatch) -> list[int]:
 
 
 def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
-    """Behind ``size`` tokens of a long sequence, beside another one's token, and then behind one
-    more of each.
+    """Return the logits after ``size`` tokens of a long sequence next to a token of another one,
+    and after one more token of each.
     """
     long, short = sequence(0, CONTEXT), sequence(1, 100)
     backend.forward(Batch([Row(short, 0, 20, 0)], [Trim(i, 0) for i in range(3)]))
@@ -85,7 +85,7 @@ def logits_of(backend: LlamaCppBackend, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [PADDED + 1, TILE - 2])
-def test_a_tile_that_is_filled_up_changes_nothing(backend, monkeypatch, size):
+def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
     monkeypatch.setattr(backend, "_pads", False)
     expected = logits_of(backend, size)
     monkeypatch.setattr(backend, "_pads", True)
@@ -96,8 +96,8 @@ def test_a_tile_that_is_filled_up_changes_nothing(backend, monkeypatch, size):
     assert sizes[-2:] == [TILE + apart, 2]
 
 
-def test_what_is_not_filled_up(backend, monkeypatch):
-    """Too few tokens, or too few before them, or no room behind them: to the last token of the
+def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
+    """Too few tokens in the row, too few before it, or no room after it up to the end of the
     context.
     """
     sizes = decoded_sizes(backend, monkeypatch)
@@ -118,8 +118,7 @@ def test_what_is_not_filled_up(backend, monkeypatch):
     assert np.isfinite(logits).all()
 
 
-def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
-    """The batch itself fits, so it is computed."""
+def test_batch_without_free_cells_is_computed_unpadded(builtin_path: Path, monkeypatch):
     params = BackendParams(
         path=str(builtin_path),
         context_length=768,
@@ -141,10 +140,8 @@ def test_no_cells_to_fill_a_tile_up_with(builtin_path: Path, monkeypatch):
     backend.close()
 
 
-def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
-    """They change logits a little and answers not at all; they are smaller, and no state of theirs
-    fits elsewhere.
-    """
+def test_q8_0_cells_are_smaller_and_keep_answers(builtin_path: Path, tiny_model, known_questions):
+    """They change logits a little, and their states cannot be loaded into f16 cells."""
     questions = known_questions(30, seed=11)
     prints, sizes = set(), []
     for kv_type in ("f16", "q8_0"):
@@ -157,7 +154,7 @@ def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
     assert len(prints) == 2
     assert sizes[1] * 32 == sizes[0] * 17
     with pytest.raises(
-        StartupError, match=r"kv\.type q8_0 stores 32 numbers together, but a key .* has 16"
+        StartupError, match=r"kv\.type q8_0 stores numbers in blocks of 32, but a key .* has 16"
     ):
         LLM(str(tiny_model("gemma3")), kv_type="q8_0")
     # as of a draft model
@@ -165,8 +162,8 @@ def test_cells_of_another_type(builtin_path: Path, tiny_model, known_questions):
         LlamaCppBackend(BackendParams(path=str(tiny_model("gemma3")), kv_type="q4_0"))
 
 
-def test_threads_and_passes(builtin_path: Path, monkeypatch):
-    """They reach llama.cpp, and what they are not told they take from each other."""
+def test_thread_and_batch_options_reach_llama_cpp(builtin_path: Path, monkeypatch):
+    """Options that are not set follow from each other."""
     from cllm.backends.llama_cpp import backend as module
 
     seen, init = [], module.lib.llama_init_from_model
@@ -183,7 +180,7 @@ def test_threads_and_passes(builtin_path: Path, monkeypatch):
 
 
 def test_progress_is_0_before_weights_are_read(builtin_path: Path):
-    """Once the vocabulary has been: then another process may read it too."""
+    """The vocabulary has been read by then, so another process may read it too."""
     lines, before, shares = [], [], []
 
     def progress(share: float) -> None:

@@ -1,4 +1,4 @@
-"""Vectors that are pooled here are those that llama.cpp pools itself, where it can: a text in one
+"""Embeddings pooled by cLLM equal those that llama.cpp pools itself, for a text that fits in one
 call.
 """
 
@@ -52,7 +52,9 @@ def pooled_by_llama_cpp(model, pooling: int) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize("kind", ["builtin", "bert"])
-def test_pooling(request, builtin_path, tiny_model, kind, pooling) -> None:
+def test_pooling_matches_that_of_llama_cpp(
+    request, builtin_path, tiny_model, kind, pooling
+) -> None:
     path = builtin_path if kind == "builtin" else tiny_model(kind)
     backend = load(path)
     request.addfinalizer(backend.close)
@@ -70,7 +72,7 @@ def test_pooling(request, builtin_path, tiny_model, kind, pooling) -> None:
     assert np.allclose(vector, expected, rtol=0.01, atol=0.01 * np.abs(expected).max())
 
 
-def test_facts(request, tiny_model, builtin_path) -> None:
+def test_facts_describe_the_model(request, tiny_model, builtin_path) -> None:
     facts = {}
     for kind in ("builtin", "bert", "bert_cls", "reranker", "mamba"):
         path = builtin_path if kind == "builtin" else tiny_model(kind)

@@ -1,4 +1,4 @@
-"""libllama's log in our hands."""
+"""The log and the aborts of libllama."""
 
 import logging
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.llama
 @pytest.mark.parametrize(
     ("level", "shown"), [(0, False), (1, False), (library.LOG_LEVEL_INFO, True), (5, False)]
 )
-def test_its_debug_lines_are_no_lines_of_ours(caplog, level, shown):
+def test_debug_lines_are_not_logged(caplog, level, shown):
     """There are thousands of them for a large vocabulary."""
     with caplog.at_level(logging.DEBUG, logger="cllm.llama_cpp"):
         library._log(level, b"hello\n", None)
@@ -34,8 +34,8 @@ with library.aborts(lambda reason: os.write(1, reason.encode())):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the symbol lies in another library")
-def test_abort_is_one_line_that_a_handler_gets_first():
-    """Without the folder that llama.cpp was compiled in, and without its own message."""
+def test_abort_is_reported_in_one_line_before_the_process_ends():
+    """Without the folder in which llama.cpp was compiled, and without llama.cpp's own message."""
     done = subprocess.run(
         [sys.executable, "-c", ABORT], capture_output=True, text=True, check=False
     )

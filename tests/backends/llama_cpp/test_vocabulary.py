@@ -1,4 +1,4 @@
-"""Text to tokens and back through llama.cpp, with the built-in model's vocabulary."""
+"""Text to tokens and back with llama.cpp, with the built-in model's vocabulary."""
 
 from __future__ import annotations
 
@@ -57,16 +57,14 @@ def text_of(vocabulary, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_there_and_back(vocabulary, text):
-    """The bytes of a text's tokens are the text."""
+def test_bytes_of_the_tokens_are_the_text(vocabulary, text):
     tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
     assert text_of(vocabulary, tokens) == text
     assert all(0 <= token < vocabulary.size for token in tokens)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_any_text_there_and_back(vocabulary, text):
-    """Whatever Python can encode survives."""
+def test_any_text_survives_tokenizing(vocabulary, text):
     assert (
         text_of(vocabulary, vocabulary.tokenize(text, add_special=False, parse_special=False))
         == text
@@ -74,9 +72,7 @@ def test_any_text_there_and_back(vocabulary, text):
 
 
 def test_control_tokens_are_parsed_on_request_only(vocabulary):
-    """The text of a control token is one token for the template, and several plain ones for the
-    user.
-    """
+    """The text of a control token is one token for a template, and several plain tokens for a user."""
     assert vocabulary.control_tokens
     for control in vocabulary.control_tokens:
         parsed = vocabulary.tokenize(f"a{control}b", add_special=False, parse_special=True)
@@ -87,7 +83,7 @@ def test_control_tokens_are_parsed_on_request_only(vocabulary):
 
 
 def test_control_tokens_come_longest_first(vocabulary):
-    """So that who replaces them one by one never cuts a longer one in two."""
+    """So that replacing them one by one never splits a longer one."""
     lengths = [len(control) for control in vocabulary.control_tokens]
     assert lengths == sorted(lengths, reverse=True)
 
@@ -99,18 +95,16 @@ def test_control_tokens_add_no_text(vocabulary):
     assert len(silent) == len(vocabulary.control_tokens)
 
 
-def test_the_end_is_a_control_token(vocabulary):
-    """What templates get as eos_token is the text of a control token."""
+def test_eos_token_of_templates_is_a_control_token(vocabulary):
     assert vocabulary.special_texts["eos_token"] in vocabulary.control_tokens
 
 
-def test_the_beginning_is_a_control_token_or_nothing(vocabulary):
-    """A model without a begin token gives templates no text for it."""
+def test_bos_token_of_templates_is_a_control_token_or_empty(vocabulary):
     assert vocabulary.special_texts["bos_token"] in {"", *vocabulary.control_tokens}
 
 
-def test_a_file_that_is_no_model(tmp_path):
-    """StartupError, with the file's name."""
+def test_invalid_file_raises_startup_error(tmp_path):
+    """It names the file."""
     pytest.importorskip("llama_cpp")
     from cllm.backends.llama_cpp.vocabulary import LlamaVocabulary
 
@@ -120,8 +114,8 @@ def test_a_file_that_is_no_model(tmp_path):
         LlamaVocabulary.load(path)
 
 
-def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
-    """As the file names them; the built-in model was not made for that."""
+def test_infill_tokens_are_read_from_the_file(vocabulary, tiny_model):
+    """The built-in model has none."""
     from tiny_models import INFILL
 
     assert vocabulary.infill_tokens is None
@@ -130,9 +124,7 @@ def test_tokens_that_mark_what_is_to_be_filled_in(vocabulary, tiny_model):
 
 
 def write_spm(path, num_bytes):
-    """A vocabulary of SentencePiece's kind with a token for each of the first ``num_bytes``
-    bytes.
-    """
+    """Write a SentencePiece vocabulary with a token for each of the first ``num_bytes`` bytes."""
     tokens = [
         "<unk>",
         "<s>",
@@ -169,16 +161,14 @@ vocabulary.check()
 
 
 def test_check_tokenizes_every_byte_of_utf_8():
-    """Some occur in no text."""
+    """Some bytes occur in no valid text."""
     from cllm.backends.llama_cpp.vocabulary import EVERY_BYTE
 
     assert {*EVERY_BYTE.encode()} == {*range(0xC0), *range(0xC2, 0xF5)}
 
 
-def test_check_finds_what_would_crash_the_tokenizer_later(tmp_path):
-    """A byte without a token ends the process that checks, which is the engine's, before any text
-    does it.
-    """
+def test_check_aborts_on_a_vocabulary_without_byte_tokens(tmp_path):
+    """The engine process runs the check, so it aborts there before any text is tokenized."""
     ends = {}
     for num_bytes in (0xF5, 0xF4):
         path = write_spm(tmp_path / f"{num_bytes}.gguf", num_bytes)
@@ -206,7 +196,7 @@ PIECES = [
 
 
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=40), add=st.booleans(), parse=st.booleans())
-def test_text_in_parts_has_the_tokens_of_the_whole(vocabulary, module, texts, add, parse):
+def test_text_tokenized_in_parts_has_the_tokens_of_the_whole(vocabulary, module, texts, add, parse):
     text = "".join(texts)
     whole = vocabulary.tokenize(text, add_special=add, parse_special=parse)
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +206,7 @@ def test_text_in_parts_has_the_tokens_of_the_whole(vocabulary, module, texts, ad
 
 
 @pytest.mark.parametrize("kind", ["bert", "gemma3"])
-def test_text_in_parts_begins_and_ends_as_the_whole(tiny_model, module, monkeypatch, kind):
+def test_only_first_and_last_part_add_special_tokens(tiny_model, module, monkeypatch, kind):
     vocabulary = module.LlamaVocabulary.load(tiny_model(kind))
     text = "".join(f"{special} a" for special in vocabulary.special_tokens.values()) * 3
     whole = vocabulary.tokenize(text, add_special=True, parse_special=True)
@@ -226,7 +216,7 @@ def test_text_in_parts_begins_and_ends_as_the_whole(tiny_model, module, monkeypa
     vocabulary.close()
 
 
-def test_special_tokens_are_counted_no_further_than_needed(module):
+def test_counting_special_tokens_stops_at_the_limit(module):
     assert module.has_more_than(5, ["<a", "<b"], "<a><b>" * 3)
     assert not module.has_more_than(6, ["<a", "<b"], "<a><b>" * 3)
 
@@ -242,14 +232,14 @@ def test_special_tokens_are_counted_no_further_than_needed(module):
         ("ab", {}, ["ab"]),
     ],
 )
-def test_parts_begin_with_a_special_token_that_is_one_in_the_whole(
+def test_parts_are_split_only_before_special_tokens_of_the_whole(
     monkeypatch, module, text, specials, expected
 ):
     monkeypatch.setattr(module, "PART", 1)
     assert list(module.split_before_specials(text, specials)) == expected
 
 
-def test_many_special_tokens_take_no_more_time_than_other_text(vocabulary):
+def test_many_special_tokens_tokenize_in_linear_time(vocabulary):
     """llama.cpp alone takes minutes."""
     begun = time.process_time()
     assert (

@@ -39,7 +39,7 @@ def builtin(start_server_once, builtin_path):
 @pytest.mark.parametrize(
     "server", ["fake", pytest.param("builtin", marks=[pytest.mark.llama, pytest.mark.slow])]
 )
-def test_a_recorded_request_is_answered_as_its_client_expects(server, file, request):
+def test_recorded_request_gets_the_answer_that_its_client_expects(server, file, request):
     server = request.getfixturevalue(server)
     model = server.client.get("/v1/models").json()["data"][0]["id"]
     record = json.loads(file.read_text().replace("{model}", model))

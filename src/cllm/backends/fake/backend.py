@@ -139,11 +139,11 @@ class FakeBackend:
         before, self._embedded = self._embedded, (0, 0)
         self._break()
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        if not 0 < num_tokens <= self.info.embedding_bite or len(chunks) > MAX_CHUNKS:
-            raise EngineError(f"a bite of {num_tokens} tokens in {len(chunks)} chunks")
+        if not 0 < num_tokens <= self.info.max_embedding_batch_tokens or len(chunks) > MAX_CHUNKS:
+            raise EngineError(f"a batch of {num_tokens} tokens in {len(chunks)} chunks")
         for i, (tokens, start, length) in enumerate(chunks):
             if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
-                raise EngineError("a token outside of the vocabulary")
+                raise EngineError("a token outside the vocabulary")
             if (start, length) != (before if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {before}")
             if not tokens or length > self.info.max_embedding_tokens:
@@ -168,7 +168,7 @@ class FakeBackend:
                 if self._cells_of(target) or len(self._cells_of(source)) < count:
                     raise EngineError(f"{count} tokens of {source} cannot be copied to {target}")
                 if not self.info.can_trim and len(self._cells_of(source)) != count:
-                    raise EngineError("a part of a state cannot be copied")
+                    raise EngineError("part of a state cannot be copied")
                 cells = self._cells_of(source)[:count]
                 if self.info.layout == "partitioned":
                     cells = [Cell(cell.token) for cell in cells]
@@ -199,7 +199,7 @@ class FakeBackend:
             len({id(cell) for cells in self._cells.values() for cell in cells})
             > self.info.num_cells
         ):
-            raise EngineError("more cells in use than there are")
+            raise EngineError("more cells in use than exist")
 
     def _break(self) -> None:
         if (
@@ -208,7 +208,7 @@ class FakeBackend:
             <= self.num_steps
             < self._faults.raise_at_step + self._faults.raise_times
         ):
-            raise EngineError("the fake backend was told to fail")
+            raise EngineError("the fake backend fails as configured")
 
     def _cells_of(self, seq_id: int) -> list[Cell]:
         if not 0 <= seq_id < self.info.max_num_seqs + self.info.num_spare_ids:
@@ -229,7 +229,7 @@ class FakeBackend:
         ):
             raise EngineError(f"sequence {seq_id} outgrows its {self.info.context_length} cells")
         if not all(0 <= token < VOCABULARY_SIZE for token in tokens):
-            raise EngineError("a token outside of the vocabulary")
+            raise EngineError("a token outside the vocabulary")
         cells += map(Cell, tokens)
 
     def _next(self, num_prompt_tokens: int, length: int, last: int) -> int:

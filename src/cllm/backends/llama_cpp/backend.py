@@ -37,7 +37,7 @@ from cllm.backends.params import BackendParams
 from cllm.core.batch import Batch, Chunk, Copy, Drop, Load, Operation, Row, Save, Trim
 from cllm.core.model_info import ModelInfo
 from cllm.errors import EngineError, StartupError
-from cllm.models.gguf import fingerprint
+from cllm.models.gguf import compute_fingerprint
 
 if TYPE_CHECKING:
     from cllm.backends.llama_cpp.options import Options
@@ -175,11 +175,11 @@ class LlamaCppBackend:
             embedding_size=vectors.size,
             pooling=vectors.pooling,
             max_embedding_tokens=max_embedding_tokens,
-            embedding_bite=vectors.bite,
+            max_embedding_batch_tokens=vectors.max_batch_tokens,
             embeds_whole=vectors.whole,
             state_bytes=probed.state_bytes,
             state_bytes_per_token=probed.state_bytes_per_token,
-            fingerprint=f"{fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
+            fingerprint=f"{compute_fingerprint(self._path)} {TESTED_VERSION} {params.kv_type} "
             f"{'' if self._portable else sizes}",
         )
 
@@ -225,7 +225,7 @@ class LlamaCppBackend:
             code = lib.llama_decode(self._context, self._batch)
             if code != 0:
                 raise StartupError(
-                    f"the model does not decode: llama_decode returned {code}: "
+                    f"the model cannot decode: llama_decode returned {code}: "
                     f"{last_error('no reason')}"
                 )
             return int(lib.llama_state_seq_get_size(self._context, 0))
@@ -291,7 +291,7 @@ class LlamaCppBackend:
         c_params.no_perf = True
         context = lib.llama_init_from_model(self._model, c_params)
         what = (
-            f"no context of {c_params.n_ctx} tokens with {params.kv_type} cells can be had of "
+            f"cannot create a context of {c_params.n_ctx} tokens with {params.kv_type} cells for "
             f"{self._path}"
         )
         return check_pointer(context, what)

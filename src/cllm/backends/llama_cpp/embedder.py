@@ -28,7 +28,7 @@ POOLINGS = {
 }
 LOGITS_BYTES = 64 << 20  # limit for the logits, which llama.cpp computes for every token, too
 LARGEST_LOGITS_BYTES = 2 << 30  # the same if a text must be in one call
-LEAST_BITE, LARGEST_BITE = 64, 512  # tokens of one call
+LEAST_BATCH_TOKENS, LARGEST_BATCH_TOKENS = 64, 512  # tokens of one call
 LEAST_CELLS = 512
 PADDING = 256  # llama.cpp rounds the number of cells up to a multiple of this
 
@@ -40,7 +40,7 @@ class EmbeddingFacts(NamedTuple):
 
     size: int
     pooling: str
-    bite: int
+    max_batch_tokens: int
     whole: bool
     max_tokens: int
 
@@ -50,12 +50,15 @@ def facts_of(model: Any, context: Any, vocabulary_size: int) -> EmbeddingFacts:
     pooling = POOLINGS.get(lib.llama_pooling_type(context), "mean")
     whole = pooling == "rank" or not lib.llama_get_causal_attn(context)
     size = 1 if pooling == "rank" else int(lib.llama_model_n_embd_out(model))
-    bite = max(
-        LEAST_BITE,
-        min(LARGEST_BITE, LOGITS_BYTES // (4 * vocabulary_size) // LEAST_BITE * LEAST_BITE),
+    max_batch_tokens = max(
+        LEAST_BATCH_TOKENS,
+        min(
+            LARGEST_BATCH_TOKENS,
+            LOGITS_BYTES // (4 * vocabulary_size) // LEAST_BATCH_TOKENS * LEAST_BATCH_TOKENS,
+        ),
     )
     max_tokens = LARGEST_LOGITS_BYTES // (4 * vocabulary_size) if whole else 1 << 31
-    return EmbeddingFacts(size, pooling, bite, whole, max_tokens)
+    return EmbeddingFacts(size, pooling, max_batch_tokens, whole, max_tokens)
 
 
 class Embedder:
@@ -93,13 +96,15 @@ class Embedder:
         """Raise EngineError for chunks that would abort the process or mix up texts."""
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         single = len(chunks) == 1 and self._facts.whole
-        if not 0 < len(chunks) <= MAX_CHUNKS or (num_tokens > self._facts.bite and not single):
-            raise EngineError(f"a bite of {num_tokens} tokens in {len(chunks)} chunks")
+        if not 0 < len(chunks) <= MAX_CHUNKS or (
+            num_tokens > self._facts.max_batch_tokens and not single
+        ):
+            raise EngineError(f"a batch of {num_tokens} tokens in {len(chunks)} chunks")
         size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         for i, (tokens, start, length) in enumerate(chunks):
             end = start + len(tokens)
             if not tokens or min(tokens) < 0 or max(tokens) >= size:
-                raise EngineError("a token outside of the vocabulary, or none")
+                raise EngineError("a token outside the vocabulary, or no token")
             if (start, length) != (going[1:] if start and i == 0 else (0, length)):
                 raise EngineError(f"a chunk from {start} of {length} after {going[1:]}")
             if (
@@ -110,7 +115,8 @@ class Embedder:
                 raise EngineError(f"a chunk from {start} to {end} of {length}")
             if length > max(self._room, chunks[0].length):
                 raise EngineError(
-                    f"a text of {length} tokens, longer than all before it, does not begin a bite"
+                    f"a text of {length} tokens, longer than all before it, must be the first of a "
+                    "batch"
                 )
 
     def _open(self, length: int) -> None:
@@ -118,7 +124,7 @@ class Embedder:
         self.close()
         facts = self._facts
         room = min(max(LEAST_CELLS, 1 << (length - 1).bit_length()), max(self._max_tokens, length))
-        num_tokens = max(room, facts.bite) if facts.whole else facts.bite
+        num_tokens = max(room, facts.max_batch_tokens) if facts.whole else facts.max_batch_tokens
         c_params = lib.llama_context_default_params()
         c_params.n_ctx = -(-(room + num_tokens) // PADDING) * PADDING
         c_params.n_batch = c_params.n_ubatch = num_tokens
@@ -132,7 +138,8 @@ class Embedder:
         self._context = lib.llama_init_from_model(self._model, c_params) or None
         if self._context is None:
             raise EngineError(
-                f"no context for texts of {room} tokens can be had: {last_error('no reason given')}"
+                f"cannot create a context for texts of {room} tokens: "
+                f"{last_error('no reason given')}"
             )
         self._room = room
         self._memory = lib.llama_get_memory(self._context)
@@ -186,5 +193,5 @@ class Embedder:
 
 def not_null(pointer: Any) -> Any:
     if not pointer:
-        raise EngineError("llama.cpp gave no vectors")
+        raise EngineError("llama.cpp returned no embeddings")
     return pointer

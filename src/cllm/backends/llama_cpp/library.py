@@ -34,7 +34,7 @@ LOG_LEVEL_ERROR = 4
 # memory.
 if llama_cpp.__version__ != TESTED_VERSION:
     raise StartupError(
-        f"llama-cpp-python {llama_cpp.__version__} is installed, but cLLM is made for "
+        f"llama-cpp-python {llama_cpp.__version__} is installed, but cLLM requires "
         f"{TESTED_VERSION}: "
         f"pip install llama-cpp-python=={TESTED_VERSION}"
     )

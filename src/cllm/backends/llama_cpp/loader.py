@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cllm.backends.params import BackendParams, ModelSize
 from cllm.errors import StartupError
-from cllm.models.gguf import check_kv_type, kv_bytes_per_token, read_header
+from cllm.models.gguf import check_kv_type, compute_kv_bytes_per_token, read_header
 
 if TYPE_CHECKING:
     from cllm.backends.base import Backend, Vocabulary
@@ -30,7 +30,7 @@ def measure(params: BackendParams, *, check_tokens: bool = False) -> ModelSize:
     return ModelSize(
         # the parts of a split file have about the same size
         header.tensor_bytes * header.split_count,
-        kv_bytes_per_token(header, params.kv_type) or 0,
+        compute_kv_bytes_per_token(header, params.kv_type) or 0,
     )
 
 
@@ -73,4 +73,6 @@ def loadable() -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, RuntimeError) as error:
-        raise StartupError(f"llama.cpp cannot be loaded ({error}): cllm doctor says more") from None
+        raise StartupError(
+            f"llama.cpp cannot be loaded ({error}); run cllm doctor for details"
+        ) from None

@@ -53,17 +53,16 @@ class Block(Body):
     ignored: ClassVar = {
         "cache_control": CACHED,
         "caller": "calls are the model's own",
-        "citations": "the text is read as it is",
+        "citations": "cited text is read like any other text",
         "data": "encrypted thinking cannot be read; a redacted_thinking block is left out",
         "is_error": "chat templates cannot express it; the model reads the content",
         "signature": "signatures are not checked",
-        "toolset_name": "there are no toolsets",
+        "toolset_name": "toolsets are not supported",
     }
 
     type: str = Field(
         description="text, thinking, tool_use, tool_result. Images and documents without text "
-        "are refused; of other "
-        "types the text is read, and what has none is left out."
+        "are rejected. Of other types the text is read; blocks without text are left out."
     )
     text: str | None = None
     thinking: str | None = None
@@ -186,7 +185,7 @@ def text_of(block: Block, path: str) -> str:
         return ""
     if block.type != "text" and (block.type in BLOCKS or not block.text):
         raise BadRequest(
-            f"Invalid '{path}': this model reads text here, not a block of the type "
+            f"Invalid '{path}': this model accepts text here, not a block of the type "
             f"'{block.type[:60]}'.",
             param=path,
             code="unsupported_value",

@@ -23,6 +23,7 @@ from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
 from cllm.server.body import documented, read_body
+from cllm.server.call import call_of
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
 from cllm.server.request_id import request_id
@@ -59,15 +60,16 @@ async def messages(request: Request) -> Response:
     check_version(request)
     body = await read_body(request, MessagesBody)
     service = service_for(request, body.model)
-    params, terms = body.params(request.app.state.sampling), body.terms(request)
-    chat, bound = await off_loop(request, body.chat), FREE
+    call = call_of(request)
+    params, scheduling = body.params(call.state.sampling), body.scheduling_options(call)
+    chat, bound = await off_loop(call, body.chat), FREE
     if schema := body.output_schema():
         bound = await service.grammar(Constraint("json_schema", schema[0]), param=schema[1])
     generation = await service.prepare(
-        f"msg_{secrets.token_hex(12)}", chat, params, terms, answer=bound
+        f"msg_{secrets.token_hex(12)}", chat, params, scheduling, answer=bound
     )
     answer = service.submit(generation)
-    headers = {**answer_headers(answer), **note_skipped(request, service, body.skipped_blocks())}
+    headers = {**answer_headers(answer), **note_skipped(call, service, body.skipped_blocks())}
     if body.stream:
         events = MessageEvents(
             generation, service.model_name, request_id(request), shows_thinking=body.shows_thinking
@@ -88,7 +90,8 @@ async def count_tokens(request: Request) -> dict[str, int]:
     check_version(request)
     body = await read_body(request, CountBody)
     service = service_for(request, body.model)
-    return {"input_tokens": len(await service.encode_chat(await off_loop(request, body.chat)))}
+    chat = await off_loop(call_of(request), body.chat)
+    return {"input_tokens": len(await service.encode_chat(chat))}
 
 
 @router.get("/models", include_in_schema=False)
@@ -137,5 +140,5 @@ def check_version(request: Request) -> None:
     """Raise BadRequest if the API version is not a date. All versions get the same answers."""
     version = request.headers.get("anthropic-version")
     if version is not None and not VERSION.fullmatch(version):
-        message = f"anthropic-version: {version[:40]!r} is not a version; one is 2023-06-01."
+        message = f"anthropic-version: {version[:40]!r} is not a version such as 2023-06-01."
         raise BadRequest(message, param="anthropic-version", code="invalid_value")

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
-from starlette.requests import Request
 
 from cllm.answer import SchedulingOptions
+from cllm.config import Sampling
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.anthropic.conversation import (
@@ -22,8 +22,9 @@ from cllm.server.anthropic.conversation import (
     text_of,
 )
 from cllm.server.body import Body, example, named
-from cllm.server.defaults import SamplingDefaults
+from cllm.server.call import Call
 from cllm.server.queueing import TermsBody
+from cllm.server.sampling import build_params, offers, values_of
 from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512
@@ -43,7 +44,7 @@ CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "none": "none",
 }
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-ONE_KIND = "there is one tier; use priority and deadline_ms"
+ONE_KIND = "there is one service tier; use priority and deadline_ms"
 NOWHERE = "the server runs no tools; declare a client tool"
 
 
@@ -76,7 +77,7 @@ class Tool(Body):
             and self.name.isascii()
             and self.name.replace("-", "_").isidentifier()
         ):
-            raise ValueError("a tool's name has up to 128 letters, digits, _ and -")
+            raise ValueError("a tool's name must have 1 to 128 letters, digits, _ and -")
         if self.input_schema is None:
             raise ValueError("a tool must have an input_schema")
         return self
@@ -102,7 +103,7 @@ class ToolChoice(Body):
 
 class Thinking(Body):
     type: str = Field(
-        description="enabled, adaptive or disabled; any other leaves it to the model."
+        description="enabled, adaptive or disabled; with any other type the model decides."
     )
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = Field(
@@ -114,7 +115,7 @@ class Thinking(Body):
     @pydantic.model_validator(mode="after")
     def _has_budget(self) -> Thinking:
         if self.type == "enabled" and self.budget_tokens is None:
-            raise ValueError("with the type 'enabled' there must be budget_tokens")
+            raise ValueError("the type 'enabled' requires budget_tokens")
         return self
 
 
@@ -199,16 +200,16 @@ class CountBody(Body):
         if "tool_calls" in last:
             raise invalid(
                 "messages",
-                "after a tool_use block the user's next message must have its tool_result block",
+                "a tool_use block must be followed by a user message with its tool_result block",
             )
         if last["content"] != last["content"].rstrip():
             raise invalid(
-                "messages", "the assistant's text at the end must not end with white space"
+                "messages", "the last message, an assistant's, must not end with white space"
             )
         if last["content"] and (schema := self.output_schema()):
             raise invalid(
                 schema[1],
-                "a format cannot be had where an assistant's text at the end is continued",
+                "a format cannot be combined with continuing the last message, an assistant's",
             )
         return chat.continuing()
 
@@ -253,7 +254,7 @@ class CountBody(Body):
             if i == 0 and message.role == "system":
                 raise invalid(
                     "messages[0].role",
-                    "what the system says at the beginning belongs into 'system'",
+                    "the first message must not be a system message; use the field 'system'",
                 )
             new = TURNS[message.role](message, path, called)
             called |= {
@@ -270,6 +271,7 @@ class CountBody(Body):
         return [finished(turn) for turn in messages]
 
 
+@offers("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
 class MessagesBody(CountBody, TermsBody):
     """POST /v1/messages."""
 
@@ -296,28 +298,26 @@ class MessagesBody(CountBody, TermsBody):
     metadata: Metadata | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
-    temperature: float | None = Field(
-        default=None, description="From 0 to 100; above 1 is an extension of Anthropic's API."
-    )
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
 
-    def terms(self, request: Request, user: str | None = None) -> SchedulingOptions:
-        return super().terms(request, user or (self.metadata.user_id if self.metadata else None))
+    def scheduling_options(self, call: Call, user: str | None = None) -> SchedulingOptions:
+        return super().scheduling_options(
+            call, user or (self.metadata.user_id if self.metadata else None)
+        )
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+    def params(self, defaults: Sampling) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         budget = self.thinking.budget_tokens if self.thinking else None
         if budget is not None and budget >= self.max_tokens:
             raise invalid(
                 "thinking.budget_tokens",
-                f"it must be below max_tokens, {self.max_tokens}, not {budget}",
+                f"it must be less than max_tokens ({self.max_tokens}), not {budget}",
             )
         with named(NAMES):
-            return defaults.params(
-                stop=tuple(self.stop_sequences or ()),
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
+            return build_params(
+                defaults,
+                {
+                    **values_of(self, "anthropic"),
+                    "stop": tuple(self.stop_sequences or ()),
+                    "max_tokens": self.max_tokens,
+                },
             )

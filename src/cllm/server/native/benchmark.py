@@ -62,8 +62,7 @@ async def benchmark(request: Request) -> Response:
     service = service_for(request)
     if not request.app.state.settings.server.benchmark:
         message = (
-            "POST /benchmark is off on this server; its operator can set server.benchmark "
-            "to allow it."
+            "POST /benchmark is disabled on this server; the option server.benchmark enables it."
         )
         raise BadRequest(message, code="benchmark_disabled", status=403)
     body = await read_body(request, BenchmarkBody)
@@ -71,15 +70,17 @@ async def benchmark(request: Request) -> Response:
         service.engine.check_ready()
     if body.prompt_tokens + body.max_tokens > service.info.context_length:
         message = (
-            f"Invalid 'prompt_tokens': with max_tokens it makes "
-            f"{body.prompt_tokens + body.max_tokens} tokens, "
-            f"this model's context has {service.info.context_length}."
+            f"Invalid 'prompt_tokens': together with max_tokens it must be at most "
+            f"{service.info.context_length}, the context length of the model, "
+            f"not {body.prompt_tokens + body.max_tokens}."
         )
         raise BadRequest(message, param="prompt_tokens", code="context_length_exceeded")
     state = request.app.state
     if getattr(state, "is_benchmarking", False):
         raise BadRequest(
-            "Another benchmark is running; wait until it has ended.", code="conflict", status=409
+            "Another benchmark is running; please retry when it has ended.",
+            code="conflict",
+            status=409,
         )
     state.is_benchmarking = True
     try:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from cllm.embedding import rank
 from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
+from cllm.server.call import call_of
 from cllm.server.native.answers import Reranked
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
@@ -98,7 +99,8 @@ async def rerank(request: Request) -> Response:
     service = service_for(request, body.model)
     param, documents = body.given()
     ranking = await until_disconnect(
-        request, rank(service, body.query, documents, body.terms(request), param)
+        request,
+        rank(service, body.query, documents, body.scheduling_options(call_of(request)), param),
     )
     order = sorted(range(len(documents)), key=lambda i: -ranking.scores[i])[: body.top_n]
     if body.texts is not None:

@@ -22,6 +22,7 @@ from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.body_limits import MAX_VALUES
+from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.native.answers import (
     Decoded,
@@ -37,6 +38,7 @@ from cllm.server.native.answers import (
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.resolve import service_for
+from cllm.server.sampling import build_params, offers, values_of
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.text.output_reader import Delta
 
@@ -50,6 +52,7 @@ Prompt = Annotated[str, Field(min_length=1)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
+@offers("native")
 class GenerateBody(TermsBody):
     """One or more plain prompts.
 
@@ -61,12 +64,6 @@ class GenerateBody(TermsBody):
     prompt: Prompt | Prompts | None = None
     prompts: Prompts | None = None
     max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_MAX_TOKENS
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     stop: list[str] | None = None
     stream: bool = False
 
@@ -211,7 +208,9 @@ async def decode(request: Request) -> Response:
         message = f"Invalid 'tokens': token ids must be between 0 and {size - 1}."
         raise BadRequest(message, param="tokens", code="invalid_value")
     pieces = service.vocabulary.pieces
-    data = await off_loop(request, lambda: b"".join([pieces[token] for token in body.tokens]))
+    data = await off_loop(
+        call_of(request), lambda: b"".join([pieces[token] for token in body.tokens])
+    )
     text = data.decode("utf-8", "replace")
     return Response(
         to_json({"text": text, "length": len(body.tokens)}), media_type="application/json"
@@ -251,13 +250,11 @@ async def generate_stream(request: Request) -> Response:
 
 async def submit(request: Request, body: GenerateBody) -> Answer:
     service = service_for(request)
-    values = body.model_dump(
-        exclude={"prompt", "prompts", "stream", "stop", *TermsBody.model_fields}
-    )
-    params = request.app.state.sampling.params(**values, stop=tuple(body.stop or ()))
-    terms = body.terms(request)
-    prompts = [await service.encode(text, name, terms) for name, text in body.texts().items()]
-    return service.submit(Generation(secrets.token_hex(16), prompts, params, terms))
+    own = {"max_tokens": body.max_tokens, "stop": tuple(body.stop or ())}
+    params = build_params(request.app.state.sampling, values_of(body, "native") | own)
+    scheduling = body.scheduling_options(call_of(request))
+    prompts = [await service.encode(text, name, scheduling) for name, text in body.texts().items()]
+    return service.submit(Generation(secrets.token_hex(16), prompts, params, scheduling))
 
 
 def event_stream(answer: Answer) -> EventStream:

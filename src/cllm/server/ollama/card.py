@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cllm.models.gguf import GgufHeader, fingerprint, read_header
-from cllm.models.hub import quantization_of
+from cllm.models.gguf import GgufHeader, compute_fingerprint, read_header
+from cllm.models.hub import parse_quantization
 
 NOT_SHOWN = {"tokenizer.chat_template"}  # it has a field of its own
 
@@ -50,14 +50,14 @@ def read_card(path: str, backend: str) -> Card:
     file = Path(path)
     header = read_header(file)
     parameters = num_parameters(header)
-    quantization = quantization_of(file.name) or commonest_type(header)
+    quantization = parse_quantization(file.name) or commonest_type(header)
     info: dict[str, Any] = {
         name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
     }
     # long lists are named, not shown
     info |= dict.fromkeys(header.array_lengths.keys() - header.metadata.keys())
     return Card(
-        digest=hashlib.sha256(fingerprint(file).encode()).hexdigest(),
+        digest=hashlib.sha256(compute_fingerprint(file).encode()).hexdigest(),
         modified=time_text(file.stat().st_mtime),
         size=header.file_bytes,
         details=details_of(header.architecture, "gguf", count_text(parameters), quantization),

@@ -92,8 +92,7 @@ async def pull(request: Request, body: PullBody) -> Response:
     """
     if not request.app.state.settings.server.allow_pull:
         message = (
-            "This server downloads no models for its clients; its setting "
-            "server.allow_pull is false."
+            "Pulling models is disabled on this server; the option server.allow_pull enables it."
         )
         raise BadRequest(message, status=403, code="forbidden")
     name = body.wanted()

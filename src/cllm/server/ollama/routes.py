@@ -8,7 +8,6 @@ import secrets
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, UnknownModel
 from cllm.server import resolve
 from cllm.server.body import Model, documented, read_body
+from cllm.server.call import call_of
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
@@ -87,25 +87,28 @@ async def generate(request: Request) -> Response:
     service = service_for(request, body.model)
     if body.raw and body.system:
         raise BadRequest(
-            "With 'raw' there is no 'system': write it into the prompt.", param="system"
+            "Invalid 'system': it cannot be combined with 'raw'; write it into the prompt.",
+            param="system",
         )
-    asked, terms = body.chat(), body.terms(request)
+    asked, scheduling = body.chat(), body.scheduling_options(call_of(request))
     params, bound = await params_of(request, service, body)
     if not body.prompt:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=False))
     name = secrets.token_hex(12)
     if body.suffix:
-        prefix = await service.encode(body.prompt, terms=terms, plain=True)
+        prefix = await service.encode(body.prompt, scheduling=scheduling, plain=True)
         generation = Generation(
-            name, [await infill(service, prefix, body.suffix, terms)], params, terms
+            name, [await infill(service, prefix, body.suffix, scheduling)], params, scheduling
         )
         generation.bind(bound)
     elif body.raw or not service.vocabulary.chat_template:
         prompt = "\n\n".join(filter(None, (body.system, body.prompt)))
-        generation = Generation(name, [await service.encode(prompt, terms=terms)], params, terms)
+        generation = Generation(
+            name, [await service.encode(prompt, scheduling=scheduling)], params, scheduling
+        )
         generation.bind(bound)
     else:
-        generation = await service.prepare(name, asked, params, terms, "prompt", bound)
+        generation = await service.prepare(name, asked, params, scheduling, "prompt", bound)
     return await respond(request, service, body, generation, clock, chat=False)
 
 
@@ -117,11 +120,14 @@ async def chat(request: Request) -> Response:
     clock = Clock()
     body = await read(request, ChatBody)
     service = service_for(request, body.model)
-    asked, terms = await off_loop(request, body.chat), body.terms(request)
+    call = call_of(request)
+    asked, scheduling = await off_loop(call, body.chat), body.scheduling_options(call)
     params, bound = await params_of(request, service, body)
     if not body.messages:
         return json_answer(no_prompt(body.model, unloads=body.unloads, chat=True))
-    generation = await service.prepare(secrets.token_hex(12), asked, params, terms, answer=bound)
+    generation = await service.prepare(
+        secrets.token_hex(12), asked, params, scheduling, answer=bound
+    )
     return await respond(request, service, body, generation, clock, chat=True)
 
 
@@ -187,11 +193,13 @@ async def embed_texts(request: Request) -> Response:
             param="input",
         )
     if body.dimensions is not None and size and body.dimensions > size:
-        message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
+        message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="invalid_value")
     texts = await encode_texts(service, given, params, truncate=body.truncate is not False)
     clock.submit()
-    found = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
+    found = await until_disconnect(
+        request, embed(service, texts, params, body.scheduling_options(call_of(request)))
+    )
     vectors = shortened(found.vectors, body.dimensions)
     data = await written(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
@@ -208,7 +216,9 @@ async def embeddings(request: Request) -> Response:
     if not body.prompt:
         return json_answer({"embedding": []})
     texts = await encode_texts(service, [body.prompt], ["prompt"], truncate=True)
-    found = await until_disconnect(request, embed(service, texts, ["prompt"], body.terms(request)))
+    found = await until_disconnect(
+        request, embed(service, texts, ["prompt"], body.scheduling_options(call_of(request)))
+    )
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 
@@ -251,7 +261,7 @@ async def show(request: Request) -> Response:
     service = service_for(request, body.wanted())
     card, info = await card_of(service), service.info
     defaults = {
-        **msgspec.structs.asdict(request.app.state.sampling),
+        **request.app.state.sampling.model_dump(),
         "num_ctx": info.context_length,
     }
     defaults["num_predict"] = defaults.pop("max_tokens")

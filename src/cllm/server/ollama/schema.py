@@ -7,44 +7,32 @@ import re
 from collections import deque
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from pydantic import BeforeValidator, Field
 
-from cllm.core.params import MAX_LOGPROBS, SamplingParams
+from cllm.config import Sampling
+from cllm.core.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, named
-from cllm.server.defaults import SamplingDefaults
 from cllm.server.queueing import TermsBody
+from cllm.server.sampling import build_params, offers, values_of
 from cllm.text.chat import Chat, Effort
 from cllm.text.grammar import Constraint
 
 MAX_TOOLS = 512
 MAX_TEXTS = 2048  # of one request for embeddings
 
-NAMES = {  # Ollama's names of sampling parameters
+NAMES = {  # of sampling parameters, in errors
     "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
+    "stop": "options.stop",
     **{
-        name: f"options.{name}"
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "stop",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-    },
-    **{
-        name: f"options.{name}"
-        for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
+        name: f"options.{parameter.name_in('ollama')}"
+        for name, parameter in PARAMETERS.items()
+        if "ollama" in parameter.dialects
     },
 }
 EFFORTS = {"low": Effort.LOW, "medium": Effort.MEDIUM, "high": Effort.HIGH, "max": Effort.XHIGH}
 AT_START = "the model has been loaded by the server's settings"
-NO_IMAGES = "this model reads text"
+NO_IMAGES = "this model accepts text only"
 
 ModelName = Annotated[str, Field(min_length=1)]
 
@@ -57,6 +45,7 @@ def truncated(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(truncated)]
 
 
+@offers("ollama", integer=Integer, seed="-1: a new seed for every request.")
 class Options(Body):
     """Sampling parameters. Those that are left out get the operator's defaults."""
 
@@ -78,7 +67,7 @@ class Options(Body):
         "num_ctx": "the server's settings decide the context length; a prompt that does not fit "
         "gets 400",
         "num_keep": "prompts are never truncated",
-        "draft_num_predict": "the server speculates while it saves time; this never changes a text",
+        "draft_num_predict": "speculation is automatic and never changes the text",
         "penalize_newline": "it has no effect in Ollama either",
         "tfs_z": "it has no effect in Ollama either",
     }
@@ -88,48 +77,33 @@ class Options(Body):
         description="Largest number of tokens to generate; 0 and below: up to the end of the "
         "context.",
     )
-    temperature: float | None = None
-    top_k: Annotated[Integer, Field(ge=-1)] | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    mirostat: Integer | None = Field(default=None, description="0 or 2.")
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    seed: Integer | None = Field(default=None, description="-1: a new seed for every request.")
+    top_k: Annotated[Integer, Field(ge=-1)] | None = Field(
+        default=None,
+        description="Keep this many of the most probable tokens; 0 and -1 are off.",
+    )
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
     repeat_last_n: Annotated[Integer, Field(ge=-1)] | None = Field(
         default=None,
         description="0: no repeat_penalty; otherwise it covers the whole prompt and the whole "
         "answer.",
     )
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
-    def params(self, defaults: SamplingDefaults, logprobs: int | None) -> SamplingParams:
+    def params(self, defaults: Sampling, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         limit = self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
         # the operator's default limit does not apply
         if self.num_predict is not None and limit is None:
-            defaults = msgspec.structs.replace(defaults, max_tokens=None)
+            defaults = defaults.model_copy(update={"max_tokens": None})
+        values = values_of(self, "ollama")
+        values["top_k"] = None if self.top_k is None else max(0, self.top_k)
+        if values["seed"] == -1:
+            values["seed"] = None
+        if self.repeat_last_n == 0:
+            values["repetition_penalty"] = 1.0
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         with named(NAMES):
-            return defaults.params(
-                max_tokens=limit,
-                temperature=self.temperature,
-                top_k=max(0, self.top_k) if self.top_k is not None else None,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                typical_p=self.typical_p,
-                mirostat=self.mirostat,
-                mirostat_tau=self.mirostat_tau,
-                mirostat_eta=self.mirostat_eta,
-                seed=None if self.seed == -1 else self.seed,
-                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-                repetition_penalty=1.0 if self.repeat_last_n == 0 else self.repeat_penalty,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logprobs=logprobs,
+            return build_params(
+                defaults, {**values, "max_tokens": limit, "stop": stop, "logprobs": logprobs}
             )
 
 
@@ -163,10 +137,10 @@ class GenerationBody(TermsBody):
         """Whether ``keep_alive`` is a duration of zero, such as 0 or "0s"."""
         return self.keep_alive is not None and not re.search("[1-9]", str(self.keep_alive))
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+    def params(self, defaults: Sampling) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequest for values out of range."""
         if self.top_logprobs and not self.logprobs:
-            message = "Invalid 'top_logprobs': it needs 'logprobs' to be true."
+            message = "Invalid 'top_logprobs': it requires 'logprobs' to be true."
             raise BadRequest(message, param="top_logprobs", code="invalid_value")
         return (self.options or Options()).params(
             defaults, (self.top_logprobs or 0) if self.logprobs else None
@@ -182,7 +156,7 @@ class GenerationBody(TermsBody):
         if isinstance(self.format, dict):
             return Constraint("json_schema", self.format, strict=False)
         if self.format != "json":
-            message = "Invalid 'format': it is \"json\" or a JSON schema."
+            message = "Invalid 'format': it must be \"json\" or a JSON schema."
             raise BadRequest(message, param="format", code="invalid_value")
         return Constraint("json_object")
 
@@ -193,7 +167,7 @@ class GenerationBody(TermsBody):
         """
         effort = EFFORTS.get(self.think) if isinstance(self.think, str) else None
         if isinstance(self.think, str) and effort is None:
-            message = "Invalid 'think': it is true, false, low, medium, high or max."
+            message = "Invalid 'think': it must be true, false, low, medium, high or max."
             raise BadRequest(message, param="think", code="invalid_value")
         return Chat(
             messages,
@@ -213,7 +187,7 @@ class GenerateBody(GenerationBody):
         "context": "send the conversation to /api/chat; its cached prefix is not computed again",
         "template": "the model's own template is used; use raw to send a prompt without it",
         "images": NO_IMAGES,
-        **dict.fromkeys(("width", "height", "steps"), "this model writes text"),
+        **dict.fromkeys(("width", "height", "steps"), "this model generates text only"),
     }
 
     prompt: str | None = None

@@ -12,17 +12,18 @@ from fastapi import APIRouter, FastAPI, Query
 from pydantic import Field
 from starlette.requests import Request
 
+from cllm.batches import Batches
 from cllm.config import Settings
 from cllm.server.body import Body, documented, example, read_body
-from cllm.server.openai.batch_record import BatchRecord
-from cllm.server.openai.batch_runner import Batches, Endpoint
-from cllm.server.openai.file_store import FileStore
+from cllm.server.call import call_of
+from cllm.server.openai.batch_lines import Endpoint, OpenAILines
 from cllm.server.openai.files import ExpiresAfter, opened
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
-from cllm.server.queueing import account
 from cllm.server.resolve import service_for
+from cllm.store.batches import STATUSES, BatchRecord
+from cllm.store.store import Store
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI"])
 
@@ -56,8 +57,9 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
     if storage.folder is None:
         return None
     folder = Path(storage.folder).expanduser()
-    files = FileStore(folder / "files", storage.max_files, storage.max_files_mb * 1_000_000)
-    return Batches(app, folder, files, settings.scheduler.max_num_seqs)
+    store = Store(folder, storage.max_files, storage.max_files_mb * 1_000_000)
+    lines = OpenAILines(app.state, settings.server.max_body_mb * 1_000_000)
+    return Batches(store, app.state.registry, lines, settings.scheduler.max_num_seqs)
 
 
 @router.post("", openapi_extra=documented(BatchBody, BatchObject))
@@ -68,15 +70,14 @@ async def create(request: Request) -> dict[str, Any]:
     after a crash or a restart, if the server has the same model. Files and batches are visible only
     with the API key that created them.
     """
-    batches = opened(request)
+    batches = await opened(request)
     body = await read_body(request, BatchBody)
-    owner, now = account(request, None), int(time.time())
-    batches.files.get(body.input_file_id, owner, "input_file_id")
+    account, now = call_of(request).account(), int(time.time())
     window = re.fullmatch(WINDOW, body.completion_window)
     assert window is not None
     record = BatchRecord(
         id=f"batch_{secrets.token_hex(12)}",
-        owner=owner,
+        account=account.name,
         model=service_for(request).model_name,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
@@ -88,8 +89,8 @@ async def create(request: Request) -> dict[str, Any]:
         if body.output_expires_after
         else None,
     )
-    await batches.create(record)
-    return record.public()
+    await batches.create(record, account)
+    return batch_object(record)
 
 
 @router.get("", openapi_extra=documented(answer=BatchList))
@@ -97,20 +98,60 @@ async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """List the batches of this API key, newest first."""
-    records = opened(request).owned_by(account(request, None))
-    return page([record.public() for record in records], after, limit)
+    records = await (await opened(request)).of_account(call_of(request).account())
+    return page([batch_object(record) for record in records], after, limit)
 
 
 @router.get("/{batch_id}", openapi_extra=documented(answer=BatchObject))
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
-    return opened(request).get(batch_id, account(request, None)).public()
+    return batch_object(await (await opened(request)).get(batch_id, call_of(request).account()))
 
 
 @router.post("/{batch_id}/cancel", openapi_extra=documented(answer=BatchObject))
 async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
     """Cancel a batch. It keeps the answers that it has so far."""
-    batches = opened(request)
-    record = batches.get(batch_id, account(request, None))
+    batches = await opened(request)
+    record = await batches.get(batch_id, call_of(request).account())
     await batches.cancel(record)
-    return record.public()
+    return batch_object(record)
+
+
+def batch_object(record: BatchRecord) -> dict[str, Any]:
+    """Return a batch as OpenAI's clients see it."""
+    content = {
+        "id": record.id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "input_file_id": record.input_file_id,
+        "completion_window": record.completion_window,
+        "status": record.status,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        **{f"{status}_at": record.times.get(status) for status in STATUSES},
+        "request_counts": {
+            "total": record.total,
+            "completed": record.completed,
+            "failed": record.failed,
+        },
+        "usage": usage_object(record.usage),
+        "output_file_id": record.output_file_id if record.has_ended else None,
+        "error_file_id": record.error_file_id if record.has_ended else None,
+        "errors": {"object": "list", "data": record.errors} if record.errors else None,
+    }
+    return {
+        **{key: value for key, value in content.items() if value is not None},
+        "metadata": record.metadata,
+    }
+
+
+def usage_object(usage: dict[str, int]) -> dict[str, Any]:
+    read, written = usage.get("input", 0), usage.get("output", 0)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": usage.get("cached", 0)},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": usage.get("reasoning", 0)},
+        "total_tokens": read + written,
+    }

@@ -16,10 +16,11 @@ from cllm.answer import Answer, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
+from cllm.server.call import Call, call_of
 from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
 from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
-from cllm.server.openai.routes import choices_answer, head_of, headers_of
+from cllm.server.openai.routes import encode_choices, head_of, headers_of
 from cllm.server.openai.schema import CompletionBody
 from cllm.server.openai.stream import Chunks, Counted
 from cllm.server.resolve import service_for
@@ -41,34 +42,49 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
     body = await read_body(request, CompletionBody)
     service = service_for(request, body.model)
-    body.check()
-    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
-    bound = await body.grammar(service)
-    terms = body.terms(request)
-    texts = body.prompts()
-    prompts = []
-    for text in texts:
-        plain = body.suffix is not None
-        tokens = (
-            await service.encode(text, terms=terms, plain=plain) if isinstance(text, str) else text
-        )
-        prompts.append(
-            tokens if body.suffix is None else await infill(service, tokens, body.suffix, terms)
-        )
-    check_echo(body, prompts)
-    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, terms)
-    generation.bind(bound)
+    generation = await completion_generation(call_of(request), service, body)
     answer = service.submit(generation)
-    echoed = [text if isinstance(text, str) else said(service.vocabulary, text) for text in texts]
-    words = Words(service, body, answer, echoed if body.echo else [""] * len(prompts))
-    head = head_of(service, generation, "text_completion")
+    words = Words(service, body, answer)
     if body.stream:
-        chunks = CompletionChunks(words, head)
+        chunks = CompletionChunks(words, head_of(service, generation, "text_completion"))
         return EventStream(
             answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
         )
     with answer:
-        wholes = await until_disconnect(request, collect(answer, words))
+        content = await until_disconnect(request, completion(words))
+    return Response(content, headers=headers_of(answer), media_type="application/json")
+
+
+async def completion_generation(call: Call, service: Service, body: CompletionBody) -> Generation:
+    """Return the generation for the prompts of ``body``, ready to be submitted."""
+    body.check()
+    params = body.params(call.state.sampling, service.dry_breakers)
+    bound = await body.grammar(service)
+    scheduling = body.scheduling_options(call)
+    prompts = []
+    for text in body.prompts():
+        plain = body.suffix is not None
+        tokens = (
+            await service.encode(text, scheduling=scheduling, plain=plain)
+            if isinstance(text, str)
+            else text
+        )
+        prompts.append(
+            tokens
+            if body.suffix is None
+            else await infill(service, tokens, body.suffix, scheduling)
+        )
+    check_echo(body, prompts)
+    generation = Generation(f"cmpl-{secrets.token_hex(12)}", prompts, params, scheduling)
+    generation.bind(bound)
+    return generation
+
+
+async def completion(words: Words) -> bytes:
+    """Return the whole answer to prompts, as JSON."""
+    answer = words.answer
+    head = head_of(words.service, answer.generation, "text_completion")
+    wholes = await collect(answer, words)
     choices = (
         {
             "index": place,
@@ -78,10 +94,10 @@ async def completions(request: Request) -> Response:
         }
         for place, whole in enumerate(wholes)
     )
-    num_echoed = sum(map(len, prompts)) * params.n if params.prompt_logprobs is not None else 0
-    return await choices_answer(
-        answer, head, choices, num_echoed + sum(len(whole.token_logprobs) for whole in wholes)
-    )
+    num_tokens = sum(len(whole.token_logprobs) for whole in wholes)
+    if words.params.prompt_logprobs is not None:
+        num_tokens += sum(map(len, answer.generation.prompts)) * words.params.n
+    return await encode_choices(answer, head, choices, num_tokens)
 
 
 def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
@@ -97,22 +113,26 @@ def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
     if count > limit:
         where = "a stream" if body.stream else "one answer"
         message = (
-            f"Invalid 'logprobs': the echoed prompts have {count}, and {limit} are allowed "
-            f"in {where}."
+            f"Invalid 'logprobs': the echoed prompts would have {count} logprobs, and at most "
+            f"{limit} are allowed in {where}."
         )
         raise BadRequest(message, param="logprobs", code="too_many_logprobs")
 
 
 class Words:
-    """Formats choices as OpenAI does. ``echoed``: the text before the answers to each prompt."""
+    """Formats choices as OpenAI does, with the prompt before each answer if ``body`` says so."""
 
-    def __init__(
-        self, service: Service, body: CompletionBody, answer: Answer, echoed: list[str]
-    ) -> None:
+    def __init__(self, service: Service, body: CompletionBody, answer: Answer) -> None:
+        self.service = service
         self.body = body
         self.answer = answer
         self._vocabulary = service.vocabulary
-        self._echoed = echoed
+        prompts = body.prompts()
+        self._echoed = (
+            [text if isinstance(text, str) else said(self._vocabulary, text) for text in prompts]
+            if body.echo
+            else [""] * len(prompts)
+        )
 
     @property
     def params(self) -> SamplingParams:

@@ -91,7 +91,7 @@ class Message(Body):
         for i, (part, text) in enumerate(zip(self.content, texts, strict=True)):
             if text is None:
                 message = (
-                    f"Invalid '{param}.content[{i}]': this model takes text parts, not "
+                    f"Invalid '{param}.content[{i}]': this model accepts text parts only, not "
                     f"'{part.type[:40]}'."
                 )
                 raise BadRequest(message, param=f"{param}.content[{i}]", code="unsupported_value")
@@ -142,7 +142,7 @@ def check_variable(name: str) -> str:
             f"the name of a variable must have at most {MAX_NAME} letters, digits and _"
         )
     if name in RESERVED:
-        raise ValueError("the server sets this variable of the template")
+        raise ValueError("this template variable is set by the server")
     return name
 
 
@@ -164,8 +164,8 @@ TemplateVariables = Annotated[
     Field(
         description="Variables of the chat template, such as enable_thinking. A value is a text, "
         "a number, true "
-        "or false, or a flat list or object of these. What the template does not know changes "
-        "nothing."
+        "or false, or a flat list or object of these. Variables unknown to the template have no "
+        "effect."
     ),
 ]
 

@@ -16,11 +16,13 @@ from starlette.responses import Response
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
 from cllm.server.body import documented, example, read_body
+from cllm.server.call import Call, call_of
 from cllm.server.openai.answers import EmbeddingList
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
 from cllm.server.vectors import written
+from cllm.service import Service
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -68,14 +70,20 @@ async def embeddings(request: Request) -> Response:
     """
     body = await read_body(request, EmbeddingsBody)
     service = service_for(request, body.model)
+    content = await until_disconnect(request, embedding_list(call_of(request), service, body))
+    return Response(content, media_type="application/json")
+
+
+async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> bytes:
+    """Return the embeddings of the inputs of ``body``, as JSON."""
     size = service.info.embedding_size
     if body.dimensions is not None and size and body.dimensions > size:
-        message = f"Invalid 'dimensions': this model's vectors have {size}, not {body.dimensions}."
+        message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
         raise BadRequest(message, param="dimensions", code="integer_above_max_value")
     inputs = body.inputs()
     params = body.names(len(inputs))
     texts = await encode_texts(service, inputs, params)
-    embedding = await until_disconnect(request, embed(service, texts, params, body.terms(request)))
+    embedding = await embed(service, texts, params, body.scheduling_options(call))
     vectors = shortened(embedding.vectors, body.dimensions)
     usage = {"prompt_tokens": embedding.num_tokens, "total_tokens": embedding.num_tokens}
     head = {"object": "list", "model": service.model_name, "usage": usage}
@@ -90,4 +98,4 @@ async def embeddings(request: Request) -> Response:
         return to_json({"object": "embedding", "index": i, "embedding": number})
 
     data = await written(vectors, write)
-    return Response(to_json(head)[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
+    return to_json(head)[:-1] + b',"data":[' + data + b"]}"

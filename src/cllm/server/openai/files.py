@@ -14,6 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from cllm.batches import Batches
 from cllm.errors import BadRequest
 from cllm.server.body import (
     Body,
@@ -24,11 +25,11 @@ from cllm.server.body import (
     explain,
     parts_of,
 )
-from cllm.server.openai.batch_runner import Batches
-from cllm.server.openai.file_store import StoredFile, new_file
+from cllm.server.call import call_of
 from cllm.server.openai.paging import page
 from cllm.server.openai.stored_answers import Deleted, FileList, FileObject
-from cllm.server.queueing import account
+from cllm.store.files import StoredFile, new_file
+from cllm.store.store import Store
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
 
@@ -72,11 +73,11 @@ class UploadBody(Body):
 @router.post("", openapi_extra=documented(UploadBody, FileObject, takes="multipart/form-data"))
 async def upload(request: Request) -> dict[str, Any]:
     """Upload a file with the requests of a batch."""
-    store = opened(request).files
+    store = (await opened(request)).store
     form = await read_form(request)
     try:
         values = fields_of(form)
-        check_parameters(values, UploadBody, request)
+        check_parameters(values, UploadBody, call_of(request))
         try:
             body = UploadBody.model_validate(values)
         except pydantic.ValidationError as error:
@@ -85,17 +86,24 @@ async def upload(request: Request) -> dict[str, Any]:
         assert isinstance(content, UploadFile)
         size = content.size or 0
         expires_after = body.expires_after.seconds if body.expires_after else None
-        file = new_file(account(request, None), body.file, body.purpose, size, expires_after)
-        store.take_room(size, 1)
-        try:
-            await asyncio.to_thread(store.write, file, content.file)
-        except BaseException:
-            store.return_room(size, 1)
-            raise
-        store.keep(file, num_pending=1)
+        file = new_file(
+            call_of(request).account().name, body.file, body.purpose, size, expires_after
+        )
+        await keep(store, file, content.file)
     finally:
         await form.close()
     return file_object(file)
+
+
+async def keep(store: Store, file: StoredFile, content: BinaryIO) -> None:
+    """Write a file to disk. Raises BadRequest if there is no room, or the disk fails."""
+    store.room.take(file.bytes, 1)
+    try:
+        await asyncio.to_thread(store.files.write, file, content)
+        await store.run(store.files.add, file)
+    except BaseException:
+        store.room.give_back(file.bytes, 1)
+        raise
 
 
 @router.get("", openapi_extra=documented(answer=FileList))
@@ -107,7 +115,8 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """List the files of this API key, newest first."""
-    files = opened(request).files.owned_by(account(request, None))
+    store = (await opened(request)).store
+    files = await store.run(store.files.of_account, call_of(request).account())
     objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
@@ -115,45 +124,42 @@ async def list_files(
 @router.get("/{file_id}", openapi_extra=documented(answer=FileObject))
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
     """Return the description of a file."""
-    return file_object(opened(request).files.get(file_id, account(request, None)))
+    store = (await opened(request)).store
+    return file_object(await store.run(store.files.get, file_id, call_of(request).account()))
 
 
 @router.get("/{file_id}/content", openapi_extra=documented(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    store = opened(request).files
-    file = store.get(file_id, account(request, None))
+    store = (await opened(request)).store
+    file, content = await store.run(store.files.open, file_id, call_of(request).account())
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
-        chunks(store.open(file)), headers=headers, media_type="application/octet-stream"
+        chunks(content), headers=headers, media_type="application/octet-stream"
     )
 
 
 @router.delete("/{file_id}", openapi_extra=documented(answer=Deleted))
 async def delete(request: Request, file_id: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
-    batches = opened(request)
-    file = batches.files.get(file_id, account(request, None))
-    if (batch := batches.reader_of(file_id)) is not None:
-        message = f"The batch {batch} still reads this file; cancel it first, or wait."
-        raise BadRequest(message, param="file_id", code="file_in_use")
-    batches.files.delete(file)
+    store = (await opened(request)).store
+    await store.run(store.files.delete, file_id, call_of(request).account())
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-def opened(request: Request) -> Batches:
-    """Return the batches, with their folder open.
+async def opened(request: Request) -> Batches:
+    """Return the batches, with their store open.
 
     Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
     """
     batches: Batches | None = request.app.state.batches
     if batches is None:
         raise BadRequest(
-            "Files and batches are turned off here (storage.folder).",
+            "Files and batches are disabled on this server (storage.folder).",
             code="storage_off",
             status=404,
         )
-    batches.open()
+    await batches.open()
     return batches
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.server.body import Body, documented, example, read_body
+from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
 from cllm.server.openai.answers import Infilled, Props
@@ -68,8 +69,8 @@ class InfillBody(GenerationBody):
     )
     t_max_predict_ms: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="End the answer this long after its first token if it has a line; 0 is off. "
-        "Streams go on.",
+        description="Milliseconds after the first token at which an answer that has a whole line "
+        "ends; 0 is off. Streams are not limited.",
     )
     n: Literal[1] | None = None
 
@@ -83,16 +84,16 @@ async def infill(request: Request) -> Response:
     """
     body = await read_body(request, InfillBody)
     service = service_for(request, body.model)
-    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
+    params = body.params(request.app.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
     snippets = [Snippet(extra.filename, extra.text) for extra in body.input_extra]
     before = body.input_prefix + body.prompt
     prompt, is_short = await build_infill_prompt(
         service, before, body.input_suffix, snippets, params.max_tokens
     )
-    terms = body.terms(request)
+    scheduling = body.scheduling_options(call_of(request))
     generation = Generation(
-        f"cmpl-{secrets.token_hex(12)}", [prompt], params, terms, "input_prefix"
+        f"cmpl-{secrets.token_hex(12)}", [prompt], params, scheduling, "input_prefix"
     )
     generation.bind(bound)
     answer = service.submit(generation)
@@ -190,7 +191,7 @@ def value_at(content: Any, path: str) -> Any:
 def settings_of(params: Any) -> dict[str, Any]:
     """Return sampling settings under llama-server's names.
 
-    ``params``: SamplingParams or SamplingDefaults.
+    ``params``: SamplingParams, or the operator's defaults.
     """
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,

@@ -18,7 +18,9 @@ def page(objects: list[dict[str, Any]], after: str | None, limit: int) -> dict[s
         ids = [entry["id"] for entry in objects]
         if after not in ids:
             raise BadRequest(
-                f"There is no {after[:100]!r} in this list.", param="after", code="invalid_value"
+                f"Invalid 'after': {after[:100]!r} is not in this list.",
+                param="after",
+                code="invalid_value",
             )
         begin = ids.index(after) + 1
     data = objects[begin : begin + limit]

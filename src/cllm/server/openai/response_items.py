@@ -32,7 +32,7 @@ class Part(Body):
     @pydantic.model_validator(mode="after")
     def _is_text(self) -> Part:
         if self.type not in TEXT_PARTS or (self.text is None and self.refusal is None):
-            raise ValueError(f"this model takes text parts, not '{self.type[:40]}'")
+            raise ValueError(f"this model accepts text parts only, not '{self.type[:40]}'")
         return self
 
 

@@ -107,15 +107,15 @@ class ResponseStreamOptions(Body):
 class ResponseBody(GenerationBody):
     model_config = example(input="What is 27 plus 45?", temperature=0)
     ignored: ClassVar[Mapping[str, str]] = {
-        "service_tier": "there is one tier; `priority` says how urgent a request is",
+        "service_tier": "there is one service tier; use priority",
         "prompt_cache_key": "prefixes are matched by tokens",
         "prompt_cache_retention": "prefixes are kept while there is memory",
         "prompt_cache_options": "prefixes are kept while there is memory",
-        "safety_identifier": "nothing is reported",
+        "safety_identifier": "misuse is not reported",
         "max_tool_calls": "there are no built-in tools",
         "context_management": "conversations are not compacted; a prompt that is too long gets 400",
         "image": "there are no images",
-        "access_programs": "there are none",
+        "access_programs": "there are no access programs",
         "client_metadata": "it is meant for OpenAI's servers",
     }
     refused: ClassVar[Mapping[str, str]] = {
@@ -231,7 +231,7 @@ class ResponseBody(GenerationBody):
         ]
         if not names and choice.mode == "required":
             raise self.refuse(
-                "tool_choice", "requires a call, and none of the tools that it allows is served"
+                "tool_choice", "requires a call, but none of the allowed tools is available"
             )
         if not names:
             return "none"

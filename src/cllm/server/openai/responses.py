@@ -18,22 +18,23 @@ from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.server.body import documented, read_body
 from cllm.server.body_limits import check_num_parts
+from cllm.server.call import Call, call_of
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_items import PLACES, new_id
 from cllm.server.openai.response_schema import ResponseBody, renamed
-from cllm.server.openai.response_store import ResponseStore, Stored, history_of
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation
 from cllm.server.openai.schema import ChatBody
 from cllm.server.openai.stored_answers import Deleted, InputTokens, ItemList, ResponseObject
-from cllm.server.queueing import BATCH_OWNER, account, answer_headers
+from cllm.server.queueing import answer_headers
 from cllm.server.resolve import service_for
 from cllm.server.skipped import note_skipped
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
+from cllm.store.responses import ResponseStore, Stored, history_of
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
@@ -48,23 +49,29 @@ async def create(request: Request) -> Response:
     """
     body = await read_body(request, ResponseBody)
     service = service_for(request, body.model)
-    chat, items, skipped = await translate(request, service, body)
-    with renaming_fields():
-        generation = await chat_generation(request, service, chat, new_id("resp"), param="input")
-    head = response_head(request, service, body, generation)
-    logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
-    events = ResponseEvents(
-        generation, head, keeper(request, items), body.toolset().called, logprobs
-    )
+    generation, events, skipped = await response_generation(call_of(request), service, body)
     answer = service.submit(generation)
     headers = {"x-request-id": generation.request_id, **answer_headers(answer), **skipped}
     if body.stream:
         return EventStream(answer, events, headers)
     with answer:
-        await until_disconnect(request, collect(answer, events))
-    return Response(
-        msgspec.json.encode(events.response), headers=headers, media_type="application/json"
-    )
+        content = await until_disconnect(request, whole_response(answer, events))
+    return Response(content, headers=headers, media_type="application/json")
+
+
+async def response_generation(
+    call: Call, service: Service, body: ResponseBody
+) -> tuple[Generation, ResponseEvents, dict[str, str]]:
+    """Return the generation of a response, ready to be submitted; its events; and a header that
+    names the parts of the body that were left out.
+    """
+    chat, items, skipped = await translate(call, service, body)
+    with renaming_fields():
+        generation = await chat_generation(call, service, chat, new_id("resp"), param="input")
+    head = response_head(call, service, body, generation)
+    logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
+    events = ResponseEvents(generation, head, keeper(call, items), body.toolset().called, logprobs)
+    return generation, events, skipped
 
 
 @router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
@@ -72,9 +79,10 @@ async def input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response, without generating it."""
     body = await read_body(request, ResponseBody)
     service = service_for(request, body.model)
-    chat, _, skipped = await translate(request, service, body)
+    call = call_of(request)
+    chat, _, skipped = await translate(call, service, body)
     with renaming_fields():
-        prompt = await service.encode_chat(await off_loop(request, chat.chat), param="input")
+        prompt = await service.encode_chat(await off_loop(call, chat.chat), param="input")
     content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
 
@@ -83,9 +91,10 @@ async def input_tokens(request: Request) -> Response:
 async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
     """Return a stored response."""
     if stream:
-        message = "'stream' is for responses in the background, and there are none."
+        message = "'stream' applies to background responses, which this server does not support."
         raise BadRequest(message, param="stream", code="unsupported_parameter")
-    stored = kept(request).get(response_id, account(request, None))
+    call = call_of(request)
+    stored = kept(call).get(response_id, call.account())
     return Response(stored.response, media_type="application/json")
 
 
@@ -95,16 +104,18 @@ async def delete(request: Request, response_id: str) -> dict[str, Any]:
 
     Later responses of the same conversation can no longer be continued.
     """
-    kept(request).delete(response_id, account(request, None))
+    call = call_of(request)
+    kept(call).delete(response_id, call.account())
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel", openapi_extra=documented(answer=ResponseObject))
 async def cancel(request: Request, response_id: str) -> Response:
     """Always rejected, because nothing is computed in the background."""
-    kept(request).get(response_id, account(request, None))
+    call = call_of(request)
+    kept(call).get(response_id, call.account())
     message = (
-        "Only responses in the background can be cancelled, and there are none; to end "
+        "Only background responses can be cancelled, and this server does not support them; to end "
         "one, close its connection."
     )
     raise BadRequest(message, param="response_id", code="unsupported_operation")
@@ -121,20 +132,21 @@ async def input_items(
     """List the items that the model has read: the input of the request, and the items of all
     responses before it.
     """
-    owner = account(request, None)
-    stored = kept(request).get(response_id, owner)
-    turns = kept(request).turns(stored.previous_id, owner)
-    check_turns(request, [*turns, stored])
+    call = call_of(request)
+    store, account = kept(call), call.account()
+    stored = store.get(response_id, account)
+    turns = store.turns(stored.previous_id, account)
+    check_turns(call, [*turns, stored])
 
     def answer() -> bytes:
         items = history_of(turns) + from_json(stored.items)
         return to_json(page(items if order == "asc" else items[::-1], after, limit))
 
-    return Response(await off_loop(request, answer), media_type="application/json")
+    return Response(await off_loop(call, answer), media_type="application/json")
 
 
-def kept(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.responses
+def kept(call: Call) -> ResponseStore:
+    store: ResponseStore = call.state.responses
     return store
 
 
@@ -148,7 +160,7 @@ def renaming_fields() -> Iterator[None]:
 
 
 async def translate(
-    request: Request, service: Service, body: ResponseBody
+    call: Call, service: Service, body: ResponseBody
 ) -> tuple[ChatBody, list[dict[str, Any]], dict[str, str]]:
     """Return ``body`` as a chat, the input items, and a header that names the parts of the body
     that were left out.
@@ -156,14 +168,14 @@ async def translate(
     Raises BadRequest with the field names of this dialect.
     """
     body.check()
-    store, owner = kept(request), account(request, None)
-    sent = await off_loop(request, body.items)
+    store, account = kept(call), call.account()
+    sent = await off_loop(call, body.items)
     references = {item["id"] for item in sent if item["type"] == "item_reference"}
     referred, turns = (
-        store.with_items(references, owner),
-        store.turns(body.previous_response_id, owner),
+        store.with_items(references, account),
+        store.turns(body.previous_response_id, account),
     )
-    check_turns(request, [*referred, *turns])
+    check_turns(call, [*referred, *turns])
 
     def build() -> tuple[ChatBody, list[dict[str, Any]], list[str]]:
         found = {
@@ -186,42 +198,44 @@ async def translate(
         return body.chat(conversation), items, skipped
 
     with renaming_fields():
-        chat, items, skipped = await off_loop(request, build)
-    return chat, items, note_skipped(request, service, skipped)
+        chat, items, skipped = await off_loop(call, build)
+    return chat, items, note_skipped(call, service, skipped)
 
 
-def check_turns(request: Request, turns: list[Stored]) -> None:
+def check_turns(call: Call, turns: list[Stored]) -> None:
     """Raise BadRequest if the responses together are larger than a body may be, because all of them
     go into a prompt.
 
-    Otherwise count their bytes as the request's. Raises EngineError if too many large requests
+    Otherwise count their bytes as the call's. Raises EngineError if too many large requests
     wait.
     """
-    limit = request.app.state.settings.server.max_body_mb * 1_000_000
+    limit = call.state.settings.server.max_body_mb * 1_000_000
     num_bytes = sum(stored.num_bytes for stored in turns)
     if num_bytes > limit:
         message = (
-            f"The conversation is too long: the responses before have {num_bytes} bytes, "
-            f"{limit} are allowed."
+            f"The conversation is too long: its previous responses have {num_bytes} bytes, "
+            f"and at most {limit} are allowed."
         )
         raise BadRequest(message, param="previous_response_id", code="conversation_too_long")
-    admit(request, num_bytes)
+    admit(call, num_bytes)
 
 
-def keeper(request: Request, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+def keeper(call: Call, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
     """Return a function that stores a finished response, unless the request forbids it."""
-    owner, store = account(request, None), kept(request)
-    return lambda response: store.add(owner, response, items) if response["store"] else None
+    account, store = call.account(), kept(call)
+    return lambda response: store.add(account, response, items) if response["store"] else None
 
 
-async def collect(answer: Answer, events: ResponseEvents) -> None:
+async def whole_response(answer: Answer, events: ResponseEvents) -> bytes:
+    """Return the response when it is complete, as JSON."""
     async for deltas in answer:
         events.deltas(deltas)
     events.end()
+    return msgspec.json.encode(events.response)
 
 
 def response_head(
-    request: Request, service: Service, body: ResponseBody, generation: Generation
+    call: Call, service: Service, body: ResponseBody, generation: Generation
 ) -> dict[str, Any]:
     """Return the response before generation: the request's parameters, with defaults filled in."""
     text_format = body.text.format.resource() if body.text else {"type": "text"}
@@ -244,7 +258,7 @@ def response_head(
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "service_tier": "default",
-        "store": BATCH_OWNER not in request.scope if body.store is None else body.store,
+        "store": call.request is not None if body.store is None else body.store,
         "temperature": generation.params.temperature,
         "text": {"format": text_format},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.server.body import documented, read_body
+from cllm.server.call import Call, call_of
 from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
@@ -44,23 +45,30 @@ async def chat_completions(request: Request) -> Response:
     """
     body = await read_body(request, ChatBody)
     service = service_for(request, body.model)
-    request_id = f"chatcmpl-{secrets.token_hex(12)}"
-    generation = await chat_generation(request, service, body, request_id)
-    return await respond(request, service, body, generation)
+    generation = await chat_generation(call_of(request), service, body)
+    answer = service.submit(generation)
+    if body.stream:
+        return chat_stream(service, body, answer)
+    with answer:
+        content = await until_disconnect(request, chat_completion(service, body, answer))
+    return Response(content, headers=headers_of(answer), media_type="application/json")
 
 
 async def chat_generation(
-    request: Request, service: Service, body: ChatBody, request_id: str, param: str = "messages"
+    call: Call, service: Service, body: ChatBody, request_id: str = "", param: str = "messages"
 ) -> Generation:
     """Return the generation for a chat, ready to be submitted.
 
-    ``param`` names its messages in errors.
+    ``request_id``: a new one by default. ``param`` names its messages in errors.
     """
     body.check()
-    params = body.with_breakers(body.params(request.app.state.sampling), service.dry_breakers)
+    params = body.params(call.state.sampling, service.dry_breakers)
     bound = await body.grammar(service)
-    chat = await off_loop(request, body.chat)
-    return await service.prepare(request_id, chat, params, body.terms(request), param, bound)
+    chat = await off_loop(call, body.chat)
+    request_id = request_id or f"chatcmpl-{secrets.token_hex(12)}"
+    return await service.prepare(
+        request_id, chat, params, body.scheduling_options(call), param, bound
+    )
 
 
 @router.get("/models", openapi_extra=documented(answer=ModelList))
@@ -121,23 +129,29 @@ def json_answer(content: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-async def respond(
-    request: Request, service: Service, body: ChatBody, generation: Generation
-) -> Response:
-    """Stream the generation, or collect it. A request is only rejected before the first byte."""
-    head = head_of(
-        service, generation, "chat.completion.chunk" if body.stream else "chat.completion"
+def logprobs_of(service: Service, body: ChatBody) -> Callable[[Any], dict[str, Any]] | None:
+    return partial(chat_logprobs, service.vocabulary) if body.logprobs else None
+
+
+def chat_stream(service: Service, body: ChatBody, answer: Answer) -> Response:
+    head = head_of(service, answer.generation, "chat.completion.chunk")
+    chunks = Chunks(
+        answer.generation,
+        head,
+        chat=True,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        logprobs=logprobs_of(service, body),
     )
-    answer = service.submit(generation)
-    logprobs = partial(chat_logprobs, service.vocabulary) if body.logprobs else None
-    if body.stream:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = Chunks(generation, head, chat=True, include_usage=include_usage, logprobs=logprobs)
-        return EventStream(
-            answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
-        )
-    with answer:
-        wholes = await until_disconnect(request, collect(answer))
+    return EventStream(
+        answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
+    )
+
+
+async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> bytes:
+    """Return the whole answer to a chat, as JSON."""
+    head = head_of(service, answer.generation, "chat.completion")
+    logprobs = logprobs_of(service, body)
+    wholes = await collect(answer)
     choices = (
         {
             "index": i,
@@ -147,9 +161,8 @@ async def respond(
         }
         for i, whole in enumerate(wholes)
     )
-    return await choices_answer(
-        answer, head, choices, sum(len(whole.token_logprobs) for whole in wholes)
-    )
+    num_tokens = sum(len(whole.token_logprobs) for whole in wholes)
+    return await encode_choices(answer, head, choices, num_tokens)
 
 
 async def collect(answer: Answer) -> list[Whole]:
@@ -161,10 +174,10 @@ async def collect(answer: Answer) -> list[Whole]:
     return choices
 
 
-async def choices_answer(
+async def encode_choices(
     answer: Answer, head: dict[str, Any], choices: Iterable[dict[str, Any]], num_tokens: int
-) -> Response:
-    """Return the answer ``head`` with ``choices``, which have the logprobs of ``num_tokens``.
+) -> bytes:
+    """Return ``head`` with ``choices``, which have the logprobs of ``num_tokens``, as JSON.
 
     If there are many logprobs, another thread encodes the answer, one choice after the other:
     encoding holds the GIL.
@@ -180,5 +193,4 @@ async def choices_answer(
         return to_json(content)[:-1] + b',"choices":[' + b",".join(map(to_json, choices)) + b"]}"
 
     is_long = num_tokens * (1 + (generation.params.logprobs or 0)) > MANY_LOGPROBS
-    data = await in_thread(write) if is_long else write()
-    return Response(data, headers=headers_of(answer), media_type="application/json")
+    return await in_thread(write) if is_long else write()

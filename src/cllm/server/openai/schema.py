@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 import pydantic
 from pydantic import Field
 
+from cllm.config import Sampling
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, at_most, example
-from cllm.server.defaults import SamplingDefaults
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -28,6 +27,7 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.queueing import TermsBody
+from cllm.server.sampling import build_params, offers, values_of
 from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
 from cllm.text.dry_breakers import DryBreakers
@@ -55,23 +55,6 @@ Metadata = Annotated[
     at_most(MAX_METADATA),
 ]
 
-# Fields of SamplingParams, under the names that llama-server and vLLM use.
-EXTENSIONS = (
-    "include_stop_str_in_output",
-    "min_tokens",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-)
-
 
 class StreamOptions(Body):
     ignored: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks are not padded"}
@@ -81,6 +64,7 @@ class StreamOptions(Body):
     )
 
 
+@offers("openai", temperature="Values above 2 are an extension of OpenAI's API.")
 class GenerationBody(TermsBody, ConstrainedBody):
     """Fields that all generating routes of this dialect have in common."""
 
@@ -102,35 +86,15 @@ class GenerationBody(TermsBody, ConstrainedBody):
         description="llama-server's name of max_tokens; 0 computes only the prompt, -1 means no "
         "limit.",
     )
-    temperature: float | None = Field(
-        default=None, description="From 0 to 100; above 2 is an extension of OpenAI's API."
+    top_k: int | None = Field(
+        default=None,
+        description="Keep this many of the most probable tokens; 0 and -1 are off.",
     )
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     repeat_penalty: float | None = Field(
         default=None, description="The name of repetition_penalty in llama-server."
     )
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
-    include_stop_str_in_output: bool | None = None
-    min_tokens: int | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
     dry_sequence_breakers: list[str] | None = None
 
     @property
@@ -147,49 +111,47 @@ class GenerationBody(TermsBody, ConstrainedBody):
             else self.max_tokens
         )
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the sampling parameters. Raises BadRequest for values out of range."""
-        bias = None
-        if self.logit_bias is not None:
-            if not all(
-                key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias
-            ):
-                message = "Invalid 'logit_bias': keys must be token ids."
-                raise BadRequest(message, param="logit_bias", code="invalid_value")
-            bias = {int(key): value for key, value in self.logit_bias.items()}
-        top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
-        extensions = {name: getattr(self, name) for name in EXTENSIONS}
-        return defaults.params(
-            **extensions,
-            **self.logprobs_wanted(),
-            n=self.n,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            max_tokens=self.num_new_tokens(),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repeat_penalty
-            if self.repetition_penalty is None
-            else self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=bias,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=tuple(self.stop_token_ids) if self.stop_token_ids else None,
+    def params(self, defaults: Sampling, breakers: DryBreakers) -> SamplingParams:
+        """Return the sampling parameters. Raises BadRequest for values out of range.
+
+        ``breakers``: finds the tokens that end a repetition for DRY.
+        """
+        values = values_of(self, "openai")
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
+        if values["repetition_penalty"] is None:
+            values["repetition_penalty"] = self.repeat_penalty
+        if self.dry_sequence_breakers is not None:
+            values["dry_breakers"] = breakers.ids(tuple(self.dry_sequence_breakers))
+        elif values["dry_multiplier"]:
+            values["dry_breakers"] = breakers.ids(None)
+        return build_params(
+            defaults,
+            {
+                **values,
+                **self.logprobs_wanted(),
+                "n": self.num_choices(),
+                "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                "max_tokens": self.num_new_tokens(),
+                "logit_bias": self._biases(),
+                "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
+            },
         )
+
+    def num_choices(self) -> int | None:
+        """Return how many choices to generate for each prompt."""
+        return self.n
+
+    def _biases(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        if not all(key.isascii() and key.isdigit() and len(key) < 12 for key in self.logit_bias):
+            message = "Invalid 'logit_bias': keys must be token ids."
+            raise BadRequest(message, param="logit_bias", code="invalid_value")
+        return {int(key): value for key, value in self.logit_bias.items()}
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         """Return the fields of SamplingParams that request logprobs."""
         return {}
-
-    def with_breakers(self, params: SamplingParams, breakers: DryBreakers) -> SamplingParams:
-        """Return ``params`` with the tokens that end a repetition for DRY. Raises BadRequest."""
-        texts = None if self.dry_sequence_breakers is None else tuple(self.dry_sequence_breakers)
-        if not params.uses_dry and texts is None:
-            return params
-        return msgspec.structs.replace(params, dry_breakers=breakers.ids(texts))
 
     def check_stream(self) -> None:
         """Raise BadRequest for usage options of a stream if the answer is not streamed."""
@@ -200,7 +162,8 @@ class GenerationBody(TermsBody, ConstrainedBody):
             and not self.stream
         ):
             raise self.refuse(
-                "stream_options", "needs 'stream' to be true; else the usage is always there"
+                "stream_options",
+                "requires 'stream' to be true; without it, usage is always included",
             )
 
     def refuse(self, field: str, why: str) -> BadRequest:
@@ -216,7 +179,7 @@ class ChatBody(GenerationBody):
     )
     ignored: ClassVar[Mapping[str, str]] = {
         "store": "answers are not stored",
-        "service_tier": "there is one tier; see priority",
+        "service_tier": "there is one service tier; use priority",
         "safety_identifier": "it has no use here; see user",
         "prompt_cache_key": "prefixes are matched by tokens; see cache_salt",
         "prompt_cache_retention": "prefixes are kept while there is memory",
@@ -264,7 +227,7 @@ class ChatBody(GenerationBody):
         """Raise BadRequest for parameters that contradict each other."""
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
-            raise self.refuse("top_logprobs", "needs 'logprobs' to be true")
+            raise self.refuse("top_logprobs", "requires 'logprobs' to be true")
         if self.add_generation_prompt is not None and self.add_generation_prompt == bool(
             self.continue_final_message
         ):
@@ -298,7 +261,7 @@ class ChatBody(GenerationBody):
             made |= {call.id for call in message.tool_calls or []}
             if message.role == "tool" and message.tool_call_id not in made:
                 param = f"messages[{i}].tool_call_id"
-                why = "no message before it has a call with that id"
+                why = "no earlier message has a tool call with this id"
                 raise BadRequest(f"Invalid '{param}': {why}.", param=param, code="invalid_value")
 
     def _tool_choice(self) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
@@ -340,16 +303,14 @@ class CompletionBody(GenerationBody):
             raise BadRequest(message, param="best_of", code="invalid_value")
         if self.chooses and self.stream:
             raise self.refuse(
-                "best_of", "other than n cannot be streamed: the best is known at the end"
+                "best_of",
+                "other than n cannot be streamed: the best choices are known only at the end",
             )
         if self.suffix is not None and self.echo and self.logprobs is not None:
-            raise self.refuse("logprobs", "of an echoed prompt cannot be had with 'suffix'")
+            raise self.refuse("logprobs", "of an echoed prompt cannot be combined with 'suffix'")
 
-    def params(self, defaults: SamplingDefaults) -> SamplingParams:
-        params = super().params(defaults)
-        return (
-            msgspec.structs.replace(params, n=self.best_of) if self.best_of is not None else params
-        )
+    def num_choices(self) -> int | None:
+        return self.n if self.best_of is None else self.best_of
 
     def logprobs_wanted(self) -> dict[str, int | None]:
         ranked = 0 if self.chooses and self.logprobs is None else self.logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cllm.server.body import Shape, example
+from cllm.store.batches import Status
 
 FILE = {
     "id": "file-1",
@@ -148,16 +149,7 @@ class BatchObject(Shape):
     model: str
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "failed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: Status
     created_at: int
     expires_at: int
     request_counts: RequestCounts

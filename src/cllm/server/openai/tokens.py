@@ -18,6 +18,7 @@ from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest
 from cllm.server.body import Body, documented, example, read_body
 from cllm.server.body_limits import MAX_VALUES
+from cllm.server.call import call_of
 from cllm.server.off_loop import off_loop
 from cllm.server.openai.answers import Detokenized, Templated, Tokenized
 from cllm.server.openai.conversation import (
@@ -100,7 +101,8 @@ async def tokenize(request: Request) -> Response:
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         message = (
-            f"Invalid 'content': one of content, prompt and messages is wanted, not {len(given)}."
+            f"Invalid 'content': exactly one of content, prompt and messages is required, "
+            f"not {len(given)}."
         )
         raise BadRequest(message, param="content", code="invalid_value")
     if body.messages is not None:
@@ -117,7 +119,7 @@ async def tokenize(request: Request) -> Response:
             parse_special=body.parse_special,
         )
     tokens = tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
-    content = await off_loop(request, lambda: format_tokens(service, body, tokens))
+    content = await off_loop(call_of(request), lambda: format_tokens(service, body, tokens))
     return Response(content, media_type="application/json")
 
 
@@ -127,7 +129,7 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
     limit = MAX_PIECES if has_pieces else MAX_TOKENS
     if len(tokens) > limit:
         what = "with_pieces and return_token_strs" if has_pieces else "/tokenize"
-        message = f"{what} takes texts of up to {limit} tokens, and this one has {len(tokens)}."
+        message = f"{what} accepts texts of up to {limit} tokens; this one has {len(tokens)}."
         raise BadRequest(
             message, param="with_pieces" if body.with_pieces else None, code="too_many_tokens"
         )
@@ -155,7 +157,7 @@ async def detokenize(request: Request) -> Response:
     """
     body = await read_body(request, DetokenizeBody)
     service = service_for(request, body.model)
-    text = await off_loop(request, lambda: text_of(service, body.tokens))
+    text = await off_loop(call_of(request), lambda: text_of(service, body.tokens))
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
 
@@ -190,7 +192,7 @@ async def render(
         )
         return continuing(chat) if body.continue_final_message else chat
 
-    return await service.render_chat(await off_loop(request, translate))
+    return await service.render_chat(await off_loop(call_of(request), translate))
 
 
 def text_of(service: Service, tokens: list[int]) -> str:

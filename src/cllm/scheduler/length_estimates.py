@@ -1,15 +1,15 @@
-"""Estimates of what sequences will need, learned from earlier ones."""
+"""Estimates of the lengths of sequences, learned from earlier ones."""
 
 from __future__ import annotations
 
 from cllm.core.sequence import Sequence
-from cllm.scheduler.step_cost import SHARE, mean
+from cllm.scheduler.step_cost import SHARE, update_mean
 
 MIN_GROWTH = 8  # further tokens that every sequence is expected to get, however many it already has
 FIRST_GUESS_OF_OUTPUT = 64.0  # tokens, until the first sequence has finished
 
 
-class Expectations:
+class LengthEstimates:
     """Running means.
 
     ``output``: tokens per output. ``computed``: prompt tokens that were not cached, per sequence.
@@ -21,23 +21,25 @@ class Expectations:
         self.computed = 0.0
         self._mean_prompt = 0.0  # tokens
 
-    def begun(self, seq: Sequence) -> None:
+    def record_admission(self, seq: Sequence) -> None:
         """Learn from the prompt of ``seq``, which has been admitted with its cached prefix."""
         self._mean_prompt += SHARE * (seq.num_prompt_tokens - self._mean_prompt)
         self.computed += SHARE * (seq.num_lacking_tokens - self.computed)
 
-    def finished(self, seq: Sequence) -> None:
+    def record_finish(self, seq: Sequence) -> None:
         self._num_finished += 1
-        self.output = mean(self.output, seq.num_output_tokens, max(SHARE, 1 / self._num_finished))
+        self.output = update_mean(
+            self.output, seq.num_output_tokens, max(SHARE, 1 / self._num_finished)
+        )
 
     @property
     def computed_share(self) -> float:
-        """Fraction of the prompt tokens that had to be computed lately."""
+        """Recent fraction of the prompt tokens that had to be computed."""
         return self.computed / self._mean_prompt if self._mean_prompt else 1.0
 
-    def size(self, seq: Sequence) -> int:
-        """Return the expected final number of tokens of ``seq``, from the mean output and its own
-        limit.
+    def estimate_length(self, seq: Sequence) -> int:
+        """Return the expected final number of tokens of ``seq``, from the update_mean output and
+        its own limit.
         """
         growth = max(MIN_GROWTH, int(self.output) - seq.num_output_tokens)
         return min(seq.limit, seq.num_tokens + growth)

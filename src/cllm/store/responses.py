@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json, to_json
 
+from cllm.core.account import Account
 from cllm.errors import BadRequest
 
 
@@ -23,7 +24,7 @@ class Stored:
     item_ids: the ids of the output items, for item_reference.
     """
 
-    owner: str
+    account: Account
     response: bytes
     items: bytes
     previous_id: str | None
@@ -39,7 +40,7 @@ class Stored:
 
 
 class ResponseStore:
-    """At most ``max_count`` responses in ``max_bytes``. Each is visible only to its owner."""
+    """At most ``max_count`` responses in ``max_bytes``. Each is visible only to its account."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
@@ -48,14 +49,14 @@ class ResponseStore:
         self._num_bytes = 0
         self._response_ids: dict[str, str] = {}  # output item id -> response id
 
-    def add(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+    def add(self, account: Account, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Store ``response``, unless it alone is too large.
 
         The least recently used ones make room.
         """
         item_ids = tuple(item["id"] for item in response["output"])
         stored = Stored(
-            owner,
+            account,
             msgspec.json.encode(response),
             to_json(items),
             response["previous_response_id"],
@@ -75,32 +76,30 @@ class ResponseStore:
         for item_id in stored.item_ids:
             del self._response_ids[item_id]
 
-    def get(self, response_id: str, owner: str, param: str = "response_id") -> Stored:
+    def get(self, response_id: str, account: Account, param: str = "response_id") -> Stored:
         """Return a response.
 
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
         stored = self._stored.get(response_id)
-        if stored is None or stored.owner != owner:
+        if stored is None or stored.account != account:
             raise BadRequest(
-                f"The response {response_id[:100]!r} is not known: it was not stored, or "
-                f"deleted, or forgotten because "
-                f"newer ones needed the room (at most {self._max_count} responses and "
-                f"{self._max_bytes} bytes are "
-                "kept, in memory).",
+                f"The response {response_id[:100]!r} was not found: it was not stored, was "
+                f"deleted, or was removed to make room for newer ones (at most "
+                f"{self._max_count} responses and {self._max_bytes} bytes are kept in memory).",
                 param=param,
                 code="response_not_found",
                 status=404,
             )
         return stored
 
-    def delete(self, response_id: str, owner: str) -> None:
+    def delete(self, response_id: str, account: Account) -> None:
         """Delete a response. Raises BadRequest (404) as ``get`` does."""
-        self.get(response_id, owner)
+        self.get(response_id, account)
         self._remove(response_id)
 
-    def with_items(self, item_ids: Iterable[str], owner: str) -> list[Stored]:
-        """Return the responses of ``owner`` whose output has an item with one of these ids.
+    def with_items(self, item_ids: Iterable[str], account: Account) -> list[Stored]:
+        """Return the responses of ``account`` whose output has an item with one of these ids.
 
         They count as used.
         """
@@ -108,11 +107,11 @@ class ResponseStore:
         return [
             self._use(name)
             for name in response_ids
-            if name in self._stored and self._stored[name].owner == owner
+            if name in self._stored and self._stored[name].account == account
         ]
 
     def turns(
-        self, response_id: str | None, owner: str, param: str = "previous_response_id"
+        self, response_id: str | None, account: Account, param: str = "previous_response_id"
     ) -> list[Stored]:
         """Return a response and all those before it, oldest first. They count as used.
 
@@ -121,7 +120,7 @@ class ResponseStore:
         response_ids: list[str] = []
         while response_id is not None:
             response_ids.append(response_id)
-            response_id = self.get(response_id, owner, param).previous_id
+            response_id = self.get(response_id, account, param).previous_id
         return [self._use(name) for name in reversed(response_ids)]
 
     def _use(self, response_id: str) -> Stored:

@@ -1,0 +1,365 @@
+"""Computes batches alongside other requests. Continues them after a restart or a crash.
+
+A dialect reads the requests of a batch and computes their answers (``Lines``). The answer to a
+request is on disk before it is counted. Requests in flight when the server stops have no answer
+yet, so the next server computes them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from cllm.answer import RequestTimeout
+from cllm.core.account import Account
+from cllm.errors import BadRequest, CLLMError, EngineError, UnknownModel
+from cllm.process.backlog import QueueFull
+from cllm.registry import Registry
+from cllm.service import Service
+from cllm.store.batches import FINAL, BatchRecord, Status
+from cllm.store.files import new_id
+from cllm.store.store import Store
+
+T = TypeVar("T")
+
+TRIES = 3  # of a request, if the engine fails
+PAUSE = 0.1  # seconds between two checks of an engine that is not ready
+MISSING = {  # why a request has no answer, by the status of its batch
+    "expired": "The completion window ended before this request was computed.",
+    "cancelled": "The batch was cancelled before this request was computed.",
+}
+INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_PAUSE = 2.0  # seconds between two attempts to write to a full disk
+LINES_AT_ONCE = 500  # unanswered requests that are reported in one write
+
+log = logging.getLogger("cllm.batches")
+
+
+class Lines(Protocol):
+    """The requests of batches and their answers, in a dialect's form: a line for each."""
+
+    def check(self, path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of requests in a file, and their faults, for which a batch fails."""
+        ...
+
+    def read(self, path: Path) -> Iterator[tuple[str, Any]]:
+        """Yield the id and the body of each request in a file without faults."""
+        ...
+
+    async def answer(
+        self, record: BatchRecord, request_id: str, body: Any, service: Service
+    ) -> bytes:
+        """Return the answer to a request, computed with the lowest priority by ``service``, or by
+        that of another model that the request names.
+
+        Raises an error if there is none.
+        """
+        ...
+
+    def fault(self, request_id: str, error: Exception) -> bytes:
+        """Return the answer to a request that has failed."""
+        ...
+
+    def unanswered(self, request_id: str, code: str, message: str) -> bytes:
+        """Return what is written for a request that has not been computed."""
+        ...
+
+    def identify(self, answer: bytes) -> tuple[str, dict[str, int]]:
+        """Return the id of an answer's request, and its numbers of tokens: input, cached, output,
+        reasoning.
+        """
+        ...
+
+
+class Batches:
+    """All batches, and the files that they read and write.
+
+    Batches run concurrently and take turns.
+    """
+
+    def __init__(
+        self, store: Store, registry: Registry, lines: Lines, max_lines_at_once: int
+    ) -> None:
+        self.store = store
+        self._registry = registry
+        self._lines = lines
+        self._unfinished: dict[str, BatchRecord] = {}  # their counts are newer than those on disk
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
+        self._slots = asyncio.Semaphore(max_lines_at_once)
+
+    async def open(self) -> None:
+        """Open the store, and continue the batches of an earlier server.
+
+        Raises BadRequest (503).
+        """
+        if await self.store.open():
+            for record in await self.store.run(self.store.batches.unfinished):
+                log.info("resuming batch %s", record.id)
+                self._start(record)
+
+    async def start(self) -> None:
+        """Continue the batches of an earlier server, if there is a folder."""
+        if self.store.folder.exists():
+            with contextlib.suppress(BadRequest):  # which has been logged
+                await self.open()
+
+    async def stop(self) -> None:
+        """Stop computing, and close the store."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.store.close()
+
+    async def create(self, record: BatchRecord, account: Account) -> None:
+        """Start a batch of ``account``.
+
+        Its record is on disk when this returns. Raises what ``BatchStore.add`` raises.
+        """
+        await self.store.run(self.store.batches.add, record, account)
+        self._start(record)
+
+    async def get(self, batch_id: str, account: Account) -> BatchRecord:
+        """Return a batch.
+
+        Raises BadRequest (404) if it does not exist or belongs to another account.
+        """
+        unfinished = self._unfinished.copy()
+        record = await self.store.run(self.store.batches.get, batch_id, account)
+        return newest(record, unfinished)
+
+    async def of_account(self, account: Account) -> list[BatchRecord]:
+        """Return the batches of ``account``, newest first."""
+        unfinished = self._unfinished.copy()
+        records = await self.store.run(self.store.batches.of_account, account)
+        return [newest(record, unfinished) for record in records]
+
+    async def cancel(self, record: BatchRecord) -> None:
+        """End a batch with the answers that it has.
+
+        Raises BadRequest if it is too late for that.
+        """
+        if record.status not in ("validating", "in_progress", "cancelling"):
+            message = f"The batch is {record.status}; it can no longer be cancelled."
+            raise BadRequest(message, param="batch_id", code="invalid_status")
+        if record.status != "cancelling":
+            await self._turn(record, "cancelling")
+        if record.id in self._working:
+            self._working[record.id].cancel()
+
+    def _start(self, record: BatchRecord) -> None:
+        self._unfinished[record.id] = record
+        task = asyncio.create_task(self._run(record))
+        self._running[record.id] = task
+        task.add_done_callback(lambda _: self._running.pop(record.id))
+
+    async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of ``work``. While the disk is full, wait and retry."""
+        while True:
+            try:
+                return await self.store.run(work, *arguments)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                log.warning("batches wait for disk space: %s", error)
+                await asyncio.sleep(DISK_PAUSE)
+
+    async def _turn(self, record: BatchRecord, status: Status) -> None:
+        """Change the status of ``record``, in memory and on disk."""
+        turn(record, status)
+        await self._on_disk(self.store.batches.save, record)
+
+    async def _run(self, record: BatchRecord) -> None:
+        """Run a batch from its current status to its end."""
+        try:
+            if record.status == "validating":
+                await self._validate(record)
+            if record.status not in FINAL:
+                record.ending = record.ending or await self._work(record)
+                await self._finish(record)
+        except Exception:
+            log.exception("the batch %s failed", record.id)
+            record.errors = [INTERNAL]
+            await self._turn(record, "failed")
+        del self._unfinished[record.id]
+
+    async def _validate(self, record: BatchRecord) -> None:
+        path = self.store.files.path(record.input_file_id)
+        record.total, record.errors = await asyncio.to_thread(
+            self._lines.check, path, record.endpoint
+        )
+        if record.errors:
+            await self._turn(record, "failed")
+        elif record.status == "validating":  # and not cancelled meanwhile
+            await self._turn(record, "in_progress")
+
+    def _service_for(self, record: BatchRecord) -> Service | None:
+        """Return the service of the batch's model, or None if this server has another one."""
+        with contextlib.suppress(UnknownModel):
+            service = self._registry.get(record.model)
+            if service.model_name == record.model:  # an alias may be another model
+                return service
+        return None
+
+    async def _work(self, record: BatchRecord) -> Status:
+        """Answer requests until all are answered or the batch expires, is cancelled or fails.
+
+        Return its final status.
+        """
+        if record.status == "cancelling":
+            return "cancelled"
+        self._working[record.id] = work = asyncio.create_task(self._answer_all(record))
+        try:
+            await asyncio.wait({work}, timeout=max(0.0, record.expires_at - time.time()))
+            if not work.done():
+                return "expired"
+            if work.cancelled():
+                return "cancelled"
+            work.result()
+            return "completed"
+        except ExceptionGroup as group:
+            full, others = group.split(BadRequest)
+            if full is None or others is not None:
+                log.exception("the batch %s failed", record.id)
+                record.errors = [INTERNAL]
+            else:
+                message = str(full.exceptions[0])
+                record.errors = [
+                    {"code": "storage_full", "message": message, "line": None, "param": None}
+                ]
+            return "failed"
+        finally:
+            del self._working[record.id]
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _answer_all(self, record: BatchRecord) -> None:
+        """Answer every request that has no answer yet."""
+        service = self._service_for(record)
+        if service is None:
+            log.warning("batch %s waits until the model %s is served", record.id, record.model)
+            # until it is cancelled, or expires
+            service = await asyncio.get_running_loop().create_future()
+        answered = await self._recount(record)
+        async with asyncio.TaskGroup() as group:
+            async for request_id, body in self._requests(record):
+                if request_id not in answered:
+                    await self._slots.acquire()
+                    try:
+                        task = group.create_task(self._answer(record, request_id, body, service))
+                    except BaseException:
+                        self._slots.release()
+                        raise
+                    task.add_done_callback(lambda _: self._slots.release())
+
+    async def _requests(self, record: BatchRecord) -> AsyncGenerator[tuple[str, Any], None]:
+        """Yield the ids and the bodies of the requests of a batch."""
+        requests = self._lines.read(self.store.files.path(record.input_file_id))
+        while (request := await asyncio.to_thread(next, requests, None)) is not None:
+            yield request
+
+    async def _recount(self, record: BatchRecord) -> set[str]:
+        """Return the ids of the requests that have an answer.
+
+        Set their number and their tokens in ``record``.
+        """
+        answers = self.store.batches.answers(record.id)
+        completed, failed, record.usage = await self._on_disk(
+            answers.answered, self._lines.identify
+        )
+        record.completed, record.failed = len(completed), len(failed)
+        return completed | failed
+
+    async def _answer(
+        self, record: BatchRecord, request_id: str, body: Any, service: Service
+    ) -> None:
+        answer, succeeded = await self._compute(record, request_id, body, service)
+        self.store.room.take(len(answer))
+        answers = self.store.batches.answers(record.id)
+        answers.add(answer, succeeded=succeeded)
+        await self._on_disk(answers.flush)
+        if succeeded:
+            record.completed += 1
+        else:
+            record.failed += 1
+
+    async def _compute(
+        self, record: BatchRecord, request_id: str, body: Any, service: Service
+    ) -> tuple[bytes, bool]:
+        """Return the answer to a request, and whether it has succeeded."""
+        tries = 0
+        while True:
+            while not service.ready:  # noqa: ASYNC110  # too rare to be worth an event
+                await asyncio.sleep(PAUSE)
+            try:
+                return await self._lines.answer(record, request_id, body, service), True
+            except QueueFull as error:
+                await asyncio.sleep(error.retry_after)
+            except Exception as error:
+                tries += 1
+                again = isinstance(error, (EngineError, RequestTimeout))
+                if not again or tries == TRIES:
+                    if not isinstance(error, CLLMError):
+                        log.exception("a line of the batch %s failed", record.id)
+                    return self._lines.fault(request_id, error), False
+                await asyncio.sleep(getattr(error, "retry_after", PAUSE))
+
+    async def _finish(self, record: BatchRecord) -> None:
+        """Complete a batch whose lines are done. This can be repeated after a crash."""
+        # else counted, and files may have moved
+        if record.output_file_id is None and record.error_file_id is None:
+            answered = await self._recount(record)
+            if record.ending in MISSING:
+                await self._report_missing(record, answered)
+            elif record.status != "finalizing":
+                await self._turn(record, "finalizing")
+            record.output_file_id = new_id() if record.completed else None
+            record.error_file_id = new_id() if record.failed else None
+            await self._on_disk(self.store.batches.save, record)
+        assert record.ending
+        final = msgspec.structs.replace(record)
+        turn(final, record.ending)
+        await self._on_disk(self.store.batches.finish, final)
+        log.info(
+            "the batch %s is %s: %d answers, %d errors",
+            record.id,
+            record.ending,
+            record.completed,
+            record.failed,
+        )
+
+    async def _report_missing(self, record: BatchRecord, answered: set[str]) -> None:
+        """Write for each request without an answer why it has none."""
+        answers, num_missing = self.store.batches.answers(record.id), 0
+        async for request_id, _ in self._requests(record):
+            if request_id not in answered:
+                code, message = f"batch_{record.ending}", MISSING[record.ending]
+                line = self._lines.unanswered(request_id, code, message)
+                self.store.room.take(len(line), check=False)
+                answers.add(line, succeeded=False)
+                num_missing += 1
+                if num_missing % LINES_AT_ONCE == 0:
+                    await self._on_disk(answers.flush)
+        await self._on_disk(answers.flush)
+        record.failed += num_missing
+
+
+def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchRecord:
+    """Return the newest record of a batch. ``unfinished``: as they were before it was read."""
+    return stored if stored.has_ended else unfinished.get(stored.id, stored)
+
+
+def turn(record: BatchRecord, status: Status) -> None:
+    """Change the status of ``record``, and note the time."""
+    record.status = status
+    record.times = {**record.times, status: int(time.time())}

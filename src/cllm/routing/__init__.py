@@ -1,0 +1,4 @@
+"""The choice of the replica that gets a request.
+
+Plain Python that sends nothing and waits for nothing.
+"""

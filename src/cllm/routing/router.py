@@ -1,0 +1,272 @@
+"""Chooses a replica for each request.
+
+A replica is an engine of a pool, a server of a cluster, or a simulated engine. The caller passes
+the replicas that may be chosen: those that are alive and not draining.
+
+A replica's load is the sum of its bookings that have not been released. The prefix table records
+which replicas got which prefixes, not what they still have in their caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+Routing = Literal["least-loaded", "prefix", "prefix-window", "round-robin"]
+
+CROWDED = 2  # times the least load; above it, a replica gets no requests for its prefixes
+WINDOW = 4  # more requests than the least load are not crowded either, in prefix-window
+
+
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """The properties of a request that matter for routing.
+
+    blocks: a name for each prefix of the prompt that ends a block, shortest first: those of
+    ``name_prefixes`` or the hash_ids of a trace. num_tokens: tokens of the prompt. block_size:
+    tokens in a block.
+    """
+
+    blocks: Sequence[int]
+    num_tokens: int
+    block_size: int
+    account: str = ""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A replica that may be chosen.
+
+    number: from 0; another replica may have it after ``Router.forget``. max_num_seqs: how many
+    requests the replica runs at the same time. waiting_seconds: how long a new request would wait
+    there because of requests that this router did not book. prompt_token_seconds: the time to
+    compute a token of a prompt.
+    """
+
+    number: int
+    max_num_seqs: int
+    waiting_seconds: float = 0.0
+    prompt_token_seconds: float = 1.0
+
+
+class Booked:
+    """The load of one replica. num_tokens: prompt tokens that it probably has to compute."""
+
+    __slots__ = ("accounts", "num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.accounts: Counter[str] = Counter()
+
+
+class Booking:
+    """The choice for one request: the number of the replica, and the prompt tokens that are booked
+    there until ``release``.
+    """
+
+    __slots__ = ("_account", "_booked", "num_tokens", "number")
+
+    def __init__(self, number: int, booked: Booked, num_tokens: int, account: str) -> None:
+        self.number = number
+        self.num_tokens = num_tokens
+        self._booked: Booked | None = booked
+        self._account = account
+        booked.num_requests += 1
+        booked.num_tokens += num_tokens
+        booked.accounts[account] += 1
+
+    def release(self) -> None:
+        """Undo the booking. Raises RuntimeError the second time."""
+        if self._booked is None:
+            raise RuntimeError("the booking has already been released")
+        booked, self._booked = self._booked, None
+        booked.num_requests -= 1
+        booked.num_tokens -= self.num_tokens
+        booked.accounts[self._account] -= 1
+        if not booked.accounts[self._account]:
+            del booked.accounts[self._account]
+
+
+class Router:
+    """Books each request on a replica.
+
+    max_blocks: maximum number of prefixes in the table; choose as many as fit into the caches of
+    all replicas. max_queue_seconds: while all replicas are full, a request does not wait longer
+    than this for the one that knows its prefix.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        max_blocks: int,
+        max_queue_seconds: float = float("inf"),
+        seed: int = 0,
+    ) -> None:
+        self._choose = {
+            "least-loaded": self._choose_least_loaded,
+            "prefix": self._choose_by_prefix,
+            "prefix-window": self._choose_in_window,
+            "round-robin": self._choose_next,
+        }[routing]
+        self._max_blocks = max_blocks
+        self._max_queue_seconds = max_queue_seconds
+        self._rng = random.Random(seed)
+        self._turn = -1
+        self._booked: defaultdict[int, Booked] = defaultdict(Booked)  # by number of the replica
+        # block -> bits of the replicas that have it, least recently used first
+        self._table: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of prefixes in the table."""
+        return len(self._table)
+
+    def booked(self, number: int) -> Booked:
+        """Return the load of a replica."""
+        return self._booked[number]
+
+    def choose(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Booking:
+        """Book ``request`` on one of ``candidates``, of which there is at least one.
+
+        The caller must release the booking when the request has ended, however it ended.
+        """
+        number = self._choose(request, candidates).number
+        num_known = self._remember(request.blocks, 1 << number)
+        num_tokens = max(0, request.num_tokens - num_known * request.block_size)
+        return Booking(number, self._booked[number], num_tokens, request.account)
+
+    def forget(self, number: int) -> None:
+        """Remove a replica that has ended. Its bookings can still be released."""
+        self._booked.pop(number, None)
+        rests = ((block, bits & ~(1 << number)) for block, bits in self._table.items())
+        self._table = OrderedDict((block, rest) for block, rest in rests if rest)
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    def _choose_next(self, _: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:
+        """Return each replica in turn."""
+        self._turn = (self._turn + 1) % len(candidates)
+        return candidates[self._turn]
+
+    def _choose_least_loaded(self, _: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate:
+        """Return a random one of the replicas with the fewest requests."""
+        least = self._least(candidates)
+        return self._rng.choice([one for one in candidates if self._load(one) == least])
+
+    def _choose_by_prefix(
+        self, request: RoutingRequest, candidates: Sequence[Candidate]
+    ) -> Candidate:
+        """Return the replica that knows the longest prefix, unless it is crowded."""
+        home = min(self._find_homes(request, candidates), key=self._load, default=None)
+        if home is None or self._load(home) > CROWDED * max(self._least(candidates), 1):
+            return self._choose_least_loaded(request, candidates)
+        return home
+
+    def _choose_in_window(
+        self, request: RoutingRequest, candidates: Sequence[Candidate]
+    ) -> Candidate:
+        """Return the replica that knows the longest prefix, among those that are neither full nor
+        crowded.
+
+        If only others know it, the least loaded becomes a home of the prefix.
+        """
+        free = [one for one in candidates if self._load(one) < one.max_num_seqs]
+        if not free:
+            return self._choose_when_full(request, candidates)
+        least = self._least(free)
+        most = max(least + WINDOW, CROWDED * least)
+        window = [one for one in free if self._load(one) <= most]
+        if homes := self._find_homes(request, window):
+            return min(homes, key=self._load)
+        if self._find_homes(request, candidates):
+            return self._choose_least_loaded(request, window)
+        return self._choose_of_two(window)
+
+    def _choose_when_full(
+        self, request: RoutingRequest, candidates: Sequence[Candidate]
+    ) -> Candidate:
+        """Return a replica while all are full. In that case a known prefix saves the most time.
+
+        A request that does not go to a replica with its prefix goes where no other account waits.
+        """
+        soon = [one for one in candidates if self._seconds(one) <= self._max_queue_seconds]
+        if homes := self._find_homes(request, soon):
+            return min(homes, key=self._load)
+        calm = [one for one in candidates if not self._others_wait(one, request.account)]
+        return self._choose_of_two(calm or candidates)
+
+    def _choose_of_two(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the one of two random replicas that has the shorter queue."""
+        two = self._rng.sample(candidates, min(2, len(candidates)))
+        return min(two, key=lambda one: (self._seconds(one), self._load(one)))
+
+    # --- load -----------------------------------------------------------------------------------
+
+    def _load(self, replica: Candidate) -> int:
+        return self._booked[replica.number].num_requests
+
+    def _least(self, candidates: Sequence[Candidate]) -> int:
+        return min(map(self._load, candidates))
+
+    def _seconds(self, replica: Candidate) -> float:
+        """Return the estimated time until a new request's prompt is computed."""
+        num_tokens = self._booked[replica.number].num_tokens
+        return replica.waiting_seconds + num_tokens * replica.prompt_token_seconds
+
+    def _others_wait(self, replica: Candidate, account: str) -> bool:
+        booked = self._booked[replica.number]
+        return booked.num_requests > replica.max_num_seqs and bool(
+            booked.accounts.keys() - {account}
+        )
+
+    # --- prefixes -------------------------------------------------------------------------------
+
+    def _find_homes(
+        self, request: RoutingRequest, candidates: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Return those of ``candidates`` that know the longest prefix of the request; empty if none
+        knows any.
+        """
+        bits = found = 0
+        for one in candidates:
+            bits |= 1 << one.number
+        for block in request.blocks:
+            bits &= self._table.get(block, 0)
+            if not bits:
+                break
+            found = bits
+        return [one for one in candidates if found >> one.number & 1]
+
+    def _remember(self, blocks: Sequence[int], bit: int) -> int:
+        """Record that a replica gets ``blocks``. Return how many of the first ones it knew."""
+        num_known, known = 0, True
+        for block in blocks:
+            bits = self._table.pop(block, 0)
+            known = known and bool(bits & bit)
+            num_known += known
+            self._table[block] = bits | bit
+        while len(self._table) > self._max_blocks:
+            self._table.popitem(last=False)
+        return num_known
+
+
+def name_prefixes(salt: bytes, parts: Iterable[bytes], size: int, most: int = 256) -> list[int]:
+    """Return names for the prefixes of a prompt, at most ``most``, shortest first.
+
+    Prefixes end after every ``size`` bytes of a part and at its end. A part is all tokens as 32-bit
+    numbers, or one message of a conversation. Prompts have a name in common only if they are equal
+    up to there and have equal salts.
+    """
+    names: list[int] = []
+    name = hashlib.blake2b(salt, digest_size=8).digest()
+    for part in parts:
+        for start in range(0, len(part), size):
+            if len(names) == most:
+                return names
+            name = hashlib.blake2b(name + part[start : start + size], digest_size=8).digest()
+            names.append(int.from_bytes(name))
+    return names

@@ -1,0 +1,79 @@
+"""Reasons why sequences wait: values that cost next to nothing in a step, and become text on
+request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AllSeqIdsInUse(NamedTuple):
+    size: int
+
+    def __str__(self) -> str:
+        return f"all {self.size} sequence ids are in use"
+
+
+class FailedTogether(NamedTuple):
+    """A failed step contained the sequence and one that is running. Either may be the cause."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} and a running sequence were in a failed step; they run separately now"
+
+
+class TooManyDeferred(NamedTuple):
+    num_seqs: int
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs} sequences already wait for prefixes"
+
+
+class TooFewCells(NamedTuple):
+    """``growth``: cells that the running sequences will probably still need."""
+
+    name: str
+    needed: int
+    growth: int
+    available: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} needs {self.needed} cells and the running sequences {self.growth} more, "
+            f"but only {self.available} are available"
+        )
+
+
+class PrefillBudgetUsed(NamedTuple):
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"the step's prefill budget of {self.num_tokens} tokens is used up"
+
+
+class Behind(NamedTuple):
+    head: str
+
+    def __str__(self) -> str:
+        return f"behind {self.head}, the head of the queue"
+
+
+class NextStep(NamedTuple):
+    def __str__(self) -> str:
+        return "can be admitted in the next step"
+
+
+class AwaitsLeader(NamedTuple):
+    num_tokens: int
+    leader: str
+
+    def __str__(self) -> str:
+        return f"{self.leader} is computing {self.num_tokens} tokens of its prompt"
+
+
+class AwaitsRead(NamedTuple):
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens of its prompt are being read from disk"

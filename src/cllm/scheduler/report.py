@@ -1,0 +1,108 @@
+"""Reports on a scheduler: its recent decisions with their reasons, and the figures for gauges and
+counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, islice
+
+import msgspec
+
+from cllm.core.output import Stats
+from cllm.core.sequence import Sequence
+from cllm.scheduler.reasons import Behind, NextStep
+from cllm.scheduler.scheduler import Scheduler
+from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
+
+
+def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
+    """Return the last ``num_steps`` steps, the running sequences, and why the others wait."""
+    waiting: list[Iterable[tuple[Sequence, object]]] = [scheduler.deferred.reasons.items()]
+    head = scheduler.waiting.head(now)
+    if head is not None:
+        behind = Behind(head.name)
+        others = ((seq, behind) for seq in scheduler.waiting if seq is not head)
+        waiting = [[(head, scheduler.step.blocked or NextStep())], *waiting, others]
+    return Explanation(
+        steps=[
+            msgspec.structs.replace(step, blocked=str(step.blocked))
+            for step in [*scheduler.statistics.steps][-num_steps:]
+        ],
+        running=[repr(seq) for seq in scheduler.running],
+        num_waiting=len(scheduler.deferred) + len(scheduler.waiting),
+        waiting=[
+            Waiter(
+                name=seq.name,
+                account=seq.request.account,
+                priority=seq.request.priority.name.lower(),
+                num_tokens=seq.num_tokens,
+                waited=now - seq.arrived,
+                status=seq.status.value,
+                reason=str(reason),
+            )
+            for seq, reason in islice(chain.from_iterable(waiting), MAX_NAMED)
+        ],
+        row_seconds=dict(sorted(scheduler.cost.per_rows.items())),
+        token_seconds=scheduler.cost.per_token,
+        cells=str(scheduler.kv_cache),
+    )
+
+
+def collect_stats(scheduler: Scheduler) -> Stats:
+    """Return the state of the scheduler, for gauges and counters."""
+    kv_cache = scheduler.kv_cache
+    cells, tiers = kv_cache.cells, kv_cache.snapshots.tiers
+    counts = scheduler.statistics
+    return Stats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting) + len(scheduler.deferred),
+        num_seq_ids=kv_cache.seq_ids.size,
+        num_seq_ids_in_use=kv_cache.seq_ids.num_leased,
+        num_cells=cells.size,
+        num_cells_held=cells.num_held,
+        num_cells_idle=cells.num_idle,
+        num_steps=counts.num_steps,
+        num_parked=counts.num_parked,
+        num_prefill_tokens=counts.num_prefill_tokens,
+        num_guesses=counts.num_guesses,
+        num_accepted=counts.num_accepted,
+        num_ram_bytes=tiers.num_ram_bytes,
+        num_disk_bytes=tiers.num_disk_bytes,
+        num_waiting_tokens=scheduler.waiting.num_tokens,
+        waiting_seconds=estimate_waiting_seconds(scheduler),
+        prompt_token_seconds=scheduler.cost.estimate_prefill(1)
+        * scheduler.length_estimates.computed_share,
+        step_seconds=scheduler.cost.estimate_decode(max(1, len(scheduler.running))),
+        slot_seconds=estimate_slot_seconds(scheduler),
+    )
+
+
+def estimate_slot_seconds(scheduler: Scheduler) -> float:
+    """Return the estimated seconds from one freed seq_id to the next while all are taken.
+
+    0 until a step with only decoding rows has been observed.
+    """
+    rows = scheduler.kv_cache.seq_ids.size
+    decoding = scheduler.length_estimates.output * scheduler.cost.estimate_decode(rows) / rows
+    return (
+        decoding + scheduler.cost.estimate_prefill(1) * scheduler.length_estimates.computed
+        if decoding
+        else 0.0
+    )
+
+
+def estimate_waiting_seconds(scheduler: Scheduler) -> float:
+    """Return the estimated seconds until all waiting sequences have been computed, by the learned
+    step costs.
+    """
+    num_waiting = len(scheduler.waiting) + len(scheduler.deferred)
+    if not num_waiting:
+        return 0.0
+    rows = max(1, min(scheduler.kv_cache.seq_ids.size, num_waiting + len(scheduler.running)))
+    decoding = (
+        num_waiting
+        * scheduler.length_estimates.output
+        * scheduler.cost.estimate_decode(rows)
+        / rows
+    )
+    return decoding + scheduler.cost.estimate_prefill(scheduler.waiting.num_tokens)

@@ -1,0 +1,56 @@
+"""The running sequences, in the one order that decides both service and parking."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterator
+
+from cllm.core.sequence import Sequence
+
+
+def sort_key(seq: Sequence) -> tuple[int, int]:
+    """Return the sort key of a running sequence: class, then arrival."""
+    return seq.effective_priority, seq.order
+
+
+class Running:
+    """Running sequences by ``sort_key``. Rows are given from the head, sequences are parked from
+    the tail.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs)
+
+    @property
+    def tail(self) -> Sequence:
+        return self._seqs[-1]
+
+    def find_last(self, seqs: Collection[Sequence]) -> Sequence:
+        """Return the one of ``seqs`` that is nearest to the tail. Raises StopIteration if none
+        is running.
+        """
+        return next(seq for seq in reversed(self._seqs) if seq in seqs)
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._seqs, seq, key=sort_key)
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove ``seq``. Raises ValueError if it is not running."""
+        self._seqs.remove(seq)
+
+    def promote(self, seq: Sequence, priority: int) -> None:
+        """Move ``seq`` to the class ``priority`` if that is a higher one."""
+        if priority < seq.effective_priority:
+            self.remove(seq)
+            seq.effective_priority = priority
+            self.add(seq)
+
+    def check(self) -> None:
+        """Raise AssertionError if the order is broken."""
+        assert self._seqs == sorted(self._seqs, key=sort_key), f"out of order: {self._seqs}"

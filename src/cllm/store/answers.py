@@ -1,0 +1,106 @@
+"""The answers of a batch while it is computed.
+
+Each answer is a line appended to ``batches/ID.output`` or ``ID.errors``. A line that a crash has
+cut off is removed, so that a line exists once or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+Identify = Callable[[bytes], tuple[str, dict[str, int]]]
+"""Takes an answer; returns the id of its request, and its numbers of tokens by kind."""
+
+
+class Answered(NamedTuple):
+    """The ids of the requests that have an answer, and the tokens of all answers together."""
+
+    completed: set[str]
+    failed: set[str]
+    usage: dict[str, int]
+
+
+class Answers:
+    """The answers of one batch.
+
+    All methods except ``add`` block, and are called by one thread, one at a time.
+    """
+
+    def __init__(self, folder: Path, batch_id: str) -> None:
+        self.output = folder / f"{batch_id}.output"
+        self.errors = folder / f"{batch_id}.errors"
+        self._unwritten: dict[Path, list[bytes]] = {self.output: [], self.errors: []}
+
+    def add(self, line: bytes, *, succeeded: bool) -> None:
+        """Add an answer, which is on disk after the next ``flush``."""
+        self._unwritten[self.output if succeeded else self.errors].append(line)
+
+    def flush(self) -> None:
+        """Write all added answers to disk.
+
+        This is the slowest part, and takes as long for one answer as for many.
+
+        Answers that an OSError kept from the disk are written by the next flush, because a flush
+        also writes answers that tasks other than its caller have added.
+        """
+        for path, lines in self._unwritten.items():
+            if taken := lines.copy():
+                append_whole(path, b"".join(taken))
+                del lines[: len(taken)]
+
+    def answered(self, identify: Identify) -> Answered:
+        """Return which requests have an answer, and their tokens.
+
+        Remove lines that a crash has cut off.
+        """
+        self.flush()
+        usage: Counter[str] = Counter()
+        completed, failed = (
+            set(ids_in(path, identify, usage)) for path in (self.output, self.errors)
+        )
+        return Answered(completed, failed, dict(usage))
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.output, self.errors) if path.exists())
+
+    def delete(self) -> None:
+        for path in (self.output, self.errors):
+            path.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append ``data`` and sync it to disk. If that raises OSError, append nothing."""
+    with path.open("ab", buffering=0) as file:
+        size, rest = file.tell(), memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def ids_in(path: Path, identify: Identify, usage: Counter[str]) -> Iterator[str]:
+    """Yield the ids of the requests whose answers are in a file, and add their tokens to ``usage``.
+
+    Remove a line that a crash has cut off.
+    """
+    if not path.exists():
+        return
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            request_id, tokens = identify(line)
+            usage.update(tokens)
+            yield request_id
+    os.truncate(path, whole)

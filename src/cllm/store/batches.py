@@ -1,0 +1,215 @@
+"""The records of batches.
+
+A batch that has ended is deleted when there are too many.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from cllm.core.account import Account
+from cllm.errors import BadRequest
+from cllm.store.answers import Answers
+from cllm.store.database import Database
+from cllm.store.files import FileStore, Room, disk_fault, insert_file, new_file
+
+Status = Literal[
+    "validating",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+STATUSES: tuple[Status, ...] = get_args(Status)
+FINAL: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
+
+MAX_UNFINISHED = 100
+MAX_RECORDS = 1000  # beyond that, the oldest batches that have ended are deleted
+
+
+class BatchRecord(msgspec.Struct):
+    """account: the name of the account that it belongs to. output_expires_after: in seconds.
+    ending: the status that the batch will have once its files are complete. times: Unix times by
+    status. usage: numbers of tokens by kind, as last counted.
+    """
+
+    id: str
+    account: str
+    model: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_expires_after: int | None = None
+    status: Status = "validating"
+    ending: Status | Literal[""] = ""
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: list[dict[str, Any]] = []
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    times: dict[str, int] = {}
+    usage: dict[str, int] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in FINAL
+
+
+INSERT = "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO"
+
+
+class BatchStore:
+    """The batches of one folder. All methods except ``answers`` block, and are called by the thread
+    of the database.
+    """
+
+    def __init__(self, folder: Path, database: Database, files: FileStore, room: Room) -> None:
+        self._folder = folder
+        self._database = database
+        self._files = files
+        self._room = room
+        self._answers: dict[str, Answers] = {}
+
+    def load(self) -> set[str]:
+        """Take the room of the answers in the folder. Delete those that belong to no batch.
+
+        Returns the ids of the files that unfinished batches may already have begun to make.
+        """
+        known = {batch_id for (batch_id,) in self._database.rows("SELECT id FROM batches")}
+        for pattern in ("batch_*.output", "batch_*.errors"):
+            for path in self._folder.glob(pattern):
+                if path.stem in known:
+                    self._room.take(path.stat().st_size, check=False)
+                else:
+                    path.unlink()
+        made = ((record.output_file_id, record.error_file_id) for record in self.unfinished())
+        return {file_id for ids in made for file_id in ids if file_id is not None}
+
+    def answers(self, batch_id: str) -> Answers:
+        """Return the answers of a batch, always the same object while it runs."""
+        return self._answers.setdefault(batch_id, Answers(self._folder, batch_id))
+
+    def add(self, record: BatchRecord, account: Account) -> None:
+        """Store a new batch of ``account``; from now on its input file cannot be deleted.
+
+        Raises BadRequest: 404 without that file, 429 if too many batches are unfinished, 507 if the
+        disk is full, and if there is no room for its files.
+        """
+        self._files.get(record.input_file_id, account, "input_file_id")
+        [(num_records, num_ended)] = self._database.rows(
+            "SELECT count(*), coalesce(sum(has_ended), 0) FROM batches"
+        )
+        if num_records - num_ended >= MAX_UNFINISHED:
+            message = (
+                f"There are already {MAX_UNFINISHED} unfinished batches, the limit; please retry "
+                f"when one has ended."
+            )
+            raise BadRequest(message, code="too_many_batches", status=429)
+        self._room.check(2)
+        try:
+            self.save(record)
+            self._delete_oldest(num_records + 1 - MAX_RECORDS)
+        except OSError as error:
+            raise disk_fault(error) from None
+
+    def _delete_oldest(self, count: int) -> None:
+        """Delete the ``count`` oldest batches that have ended."""
+        for (batch_id,) in self._database.rows(
+            "SELECT id FROM batches WHERE has_ended ORDER BY created_at, rowid LIMIT ?",
+            max(0, count),
+        ):
+            with self._database.transaction() as connection:
+                connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+            answers = self.answers(batch_id)
+            self._room.give_back(answers.num_bytes())
+            answers.delete()
+            del self._answers[batch_id]
+
+    def save(self, record: BatchRecord) -> None:
+        """Store the current state of ``record``. Raises OSError."""
+        with self._database.transaction() as connection:
+            insert_batch(connection, record)
+
+    def finish(self, record: BatchRecord) -> None:
+        """Make the answers of a batch the files that ``record`` names, and store ``record``.
+
+        If that raises OSError, or after a crash, it can be repeated.
+        """
+        answers, files = self.answers(record.id), []
+        for part, file_id in (
+            (answers.output, record.output_file_id),
+            (answers.errors, record.error_file_id),
+        ):
+            if file_id is None:
+                continue
+            self._files.move_in(part, file_id)
+            if (content := self._files.path(file_id)).exists():
+                name, size = f"{record.id}{part.suffix}.jsonl", content.stat().st_size
+                expires_after = record.output_expires_after
+                files.append(
+                    new_file(record.account, name, "batch_output", size, expires_after, file_id)
+                )
+        with self._database.transaction() as connection:
+            for file in files:
+                insert_file(connection, file)
+            insert_batch(connection, record)
+        self._room.take(0, len(files), check=False)  # their bytes were taken as answers
+
+    def get(self, batch_id: str, account: Account) -> BatchRecord:
+        """Return a batch.
+
+        Raises BadRequest (404) if it does not exist or belongs to another account.
+        """
+        query = "SELECT record FROM batches WHERE id = ? AND account = ?"
+        found = self._select(query, batch_id, account.name)
+        if not found:
+            message = f"There is no batch {batch_id[:100]!r}."
+            raise BadRequest(message, param="batch_id", code="batch_not_found", status=404)
+        return found[0]
+
+    def of_account(self, account: Account) -> list[BatchRecord]:
+        """Return the batches of ``account``, newest first."""
+        query = "SELECT record FROM batches WHERE account = ? ORDER BY created_at DESC, rowid DESC"
+        return self._select(query, account.name)
+
+    def unfinished(self) -> list[BatchRecord]:
+        """Return the batches that have not ended, oldest first."""
+        query = "SELECT record FROM batches WHERE NOT has_ended ORDER BY created_at, rowid"
+        return self._select(query)
+
+    def _select(self, query: str, *values: str) -> list[BatchRecord]:
+        rows = self._database.rows(query, *values)
+        return [msgspec.json.decode(data, type=BatchRecord) for (data,) in rows]
+
+
+def insert_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:
+    update = "UPDATE SET has_ended = excluded.has_ended, record = excluded.record"
+    connection.execute(f"{INSERT} {update}", row_of(record))
+
+
+def import_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:
+    """Store ``record``, unless the batch is known."""
+    connection.execute(f"{INSERT} NOTHING", row_of(record))
+
+
+def row_of(record: BatchRecord) -> tuple[Any, ...]:
+    data = msgspec.json.encode(record)
+    return (
+        record.id,
+        record.account,
+        record.created_at,
+        record.input_file_id,
+        record.has_ended,
+        data,
+    )

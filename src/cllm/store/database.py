@@ -1,0 +1,79 @@
+"""The SQLite database with the records of the store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, account TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
+);
+CREATE INDEX IF NOT EXISTS files_of_account ON files (account, created_at);
+CREATE INDEX IF NOT EXISTS files_that_expire ON files (expires_at) WHERE expires_at IS NOT NULL;
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, account TEXT NOT NULL, created_at INTEGER NOT NULL,
+    input_file_id TEXT NOT NULL, has_ended INTEGER NOT NULL, record BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_of_account ON batches (account, created_at);
+CREATE INDEX IF NOT EXISTS readers ON batches (input_file_id) WHERE NOT has_ended;
+"""
+# The folder's lock excludes other processes. Without shared memory, SQLite needs no third file.
+PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
+FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+
+
+class Database:
+    """A connection, which one thread uses. All errors of SQLite become OSError: ENOSPC if the disk
+    is full, else EIO.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the database and create what is missing. Raises OSError."""
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite would let others read it
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            with as_os_error():
+                for pragma in PRAGMAS:
+                    self._connection.execute(f"PRAGMA {pragma}")
+                self._connection.executescript(SCHEMA)
+        except OSError:
+            self._connection.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit what is done within this context: it is on disk afterwards. An exception undoes
+        all of it.
+        """
+        with as_os_error():
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.rollback()
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        """Return the rows that ``query`` finds, as tuples."""
+        with as_os_error():
+            return self._connection.execute(query, values).fetchall()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        is_full = getattr(error, "sqlite_errorcode", None) in FULL
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error

@@ -1,0 +1,356 @@
+"""Which replica gets a request: the rules, one by one and under random requests."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import takewhile
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cllm.routing.router import (
+    CROWDED,
+    WINDOW,
+    Booking,
+    Candidate,
+    Router,
+    Routing,
+    RoutingRequest,
+    name_prefixes,
+)
+
+ROUTINGS = get_args(Routing)
+
+
+def request(*blocks: int, account: str = "") -> RoutingRequest:
+    """Return a request with 16 tokens in each block."""
+    return RoutingRequest(blocks, 16 * len(blocks), 16, account)
+
+
+def candidates(num: int, max_num_seqs: int = 8, **fields: float) -> list[Candidate]:
+    return [Candidate(i, max_num_seqs, **fields) for i in range(num)]
+
+
+def fill(router: Router, number: int, num_requests: int, account: str = "") -> list[Booking]:
+    """Book requests without a prefix on one replica."""
+    only = [Candidate(number, 1000)]
+    return [router.choose(request(account=account), only) for _ in range(num_requests)]
+
+
+# --- random requests ----------------------------------------------------------------------------
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Requests of three accounts that share prefixes arrive, end and lose their replicas.
+
+    The machine keeps its own record of what is booked and of which prefixes each replica was given.
+    """
+
+    routing: Routing
+    max_blocks = 1000
+
+    @initialize(
+        num_replicas=st.integers(1, 6), max_num_seqs=st.integers(1, 4), seed=st.integers(0, 3)
+    )
+    def start(self, num_replicas: int, max_num_seqs: int, seed: int) -> None:
+        self.router = Router(self.routing, self.max_blocks, max_queue_seconds=200, seed=seed)
+        self.alive = {i: Candidate(i, max_num_seqs) for i in range(num_replicas)}
+        self.open: list[tuple[Booking, str]] = []
+        self.orphans: list[Booking] = []
+        self.given: dict[int, set[int]] = {i: set() for i in self.alive}
+
+    def load(self, one: Candidate) -> int:
+        return sum(booking.number == one.number for booking, _ in self.open)
+
+    def seconds(self, one: Candidate) -> float:
+        tokens = sum(booking.num_tokens for booking, _ in self.open if booking.number == one.number)
+        return one.waiting_seconds + tokens * one.prompt_token_seconds
+
+    def known(self, one: Candidate, asked: RoutingRequest) -> int:
+        return len(list(takewhile(self.given[one.number].__contains__, asked.blocks)))
+
+    @rule(
+        conversation=st.integers(0, 3),
+        num_blocks=st.integers(0, 5),
+        account=st.sampled_from("abc"),
+        data=st.data(),
+    )
+    def arrive(self, conversation: int, num_blocks: int, account: str, data: st.DataObject) -> None:
+        asked = request(*(100 * conversation + i for i in range(num_blocks)), account=account)
+        numbers = data.draw(st.sets(st.sampled_from(sorted(self.alive)), min_size=1))
+        offered = [self.alive[number] for number in sorted(numbers)]
+        booking = self.router.choose(asked, offered)
+        assert booking.number in numbers, "only a candidate is chosen"
+        chosen = self.alive[booking.number]
+        assert booking.num_tokens == 16 * (num_blocks - self.known(chosen, asked))
+        self.check_choice(asked, offered, chosen)
+        self.open.append((booking, account))
+        self.given[booking.number] |= set(asked.blocks)
+
+    def check_choice(
+        self, asked: RoutingRequest, offered: list[Candidate], chosen: Candidate
+    ) -> None:
+        """Check the rules of each routing."""
+        least = min(map(self.load, offered))
+        if self.routing == "least-loaded":
+            assert self.load(chosen) == least
+        if self.routing == "prefix":
+            longest = max(self.known(one, asked) for one in offered)
+            is_home = longest and self.known(chosen, asked) == longest
+            assert self.load(chosen) == least or is_home
+            assert self.load(chosen) <= CROWDED * max(least, 1)
+        if self.routing == "prefix-window":
+            self.check_window(asked, offered, chosen)
+
+    def check_window(
+        self, asked: RoutingRequest, offered: list[Candidate], chosen: Candidate
+    ) -> None:
+        loads = {one.number: self.load(one) for one in offered}
+        if free := [one for one in offered if loads[one.number] < one.max_num_seqs]:
+            least = min(loads[one.number] for one in free)
+            window = [
+                one
+                for one in free
+                if loads[one.number] <= least + WINDOW or loads[one.number] <= CROWDED * least
+            ]
+            assert chosen in window, "a replica that is neither full nor crowded"
+        else:
+            window = [one for one in offered if self.seconds(one) <= 200]
+        longest = max((self.known(one, asked) for one in window), default=0)
+        if longest:
+            homes = [one for one in window if self.known(one, asked) == longest]
+            assert chosen in homes, "the longest prefix"
+            assert self.load(chosen) == min(map(self.load, homes)), "the least loaded home"
+        elif not free:
+            calm = [one for one in offered if not self.others_wait(one, asked.account)]
+            assert chosen in calm or not calm, "no account queues behind another one's queue"
+
+    def others_wait(self, one: Candidate, account: str) -> bool:
+        accounts = {name for booking, name in self.open if booking.number == one.number}
+        return self.load(one) > one.max_num_seqs and accounts != {account}
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        booking, _ = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        booking.release()
+        with pytest.raises(RuntimeError):
+            booking.release()
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(data=st.data(), returns=st.booleans())
+    def die(self, data: st.DataObject, returns: bool) -> None:
+        """End a replica before its requests. With ``returns``, another one gets its number."""
+        number = data.draw(st.sampled_from(sorted(self.alive)))
+        self.router.forget(number)
+        self.orphans += [booking for booking, _ in self.open if booking.number == number]
+        self.open = [entry for entry in self.open if entry[0].number != number]
+        self.given[number] = set()
+        if not returns:
+            del self.alive[number]
+
+    @precondition(lambda self: self.orphans)
+    @rule()
+    def end_without_replica(self) -> None:
+        self.orphans.pop().release()
+
+    @invariant()
+    def booked_is_the_sum_of_the_open_bookings(self) -> None:
+        for number, one in getattr(self, "alive", {}).items():
+            booked = self.router.booked(number)
+            mine = [(booking, name) for booking, name in self.open if booking.number == number]
+            assert booked.num_requests == self.load(one)
+            assert booked.num_tokens == sum(booking.num_tokens for booking, _ in mine)
+            assert booked.accounts == {
+                name: sum(other == name for _, other in mine) for _, name in mine
+            }
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_random_requests_follow_the_rules(routing: Routing) -> None:
+    machine = type("Machine", (RouterMachine,), {"routing": routing})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40))
+
+
+@given(st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=30), st.integers(0, 20))
+def test_size_of_prefix_table_is_limited(prompts: list[list[int]], max_blocks: int) -> None:
+    router = Router("prefix-window", max_blocks)
+    for blocks in prompts:
+        router.choose(request(*blocks), candidates(3))
+        assert router.num_blocks <= max_blocks
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_same_seed_gives_same_choices(routing: Routing) -> None:
+    def numbers(seed: int) -> list[int]:
+        rng = random.Random(1)
+        router = Router(routing, 100, seed=seed)
+        return [
+            router.choose(request(*range(rng.randrange(4))), candidates(8)).number
+            for _ in range(50)
+        ]
+
+    assert numbers(3) == numbers(3)
+    assert (numbers(3) != numbers(4)) == (routing != "round-robin")
+
+
+# --- rules, one by one --------------------------------------------------------------------------
+
+
+def test_round_robin_chooses_each_replica_in_turn() -> None:
+    router = Router("round-robin", 100)
+    assert [router.choose(request(1), candidates(3)).number for _ in range(5)] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("routing", ["prefix", "prefix-window"])
+def test_prefix_has_one_home_on_idle_replicas(routing: Routing) -> None:
+    router = Router(routing, 100)
+    numbers = set()
+    for last in range(20):
+        booking = router.choose(request(1, 2, 100 + last), candidates(6))
+        booking.release()
+        numbers.add(booking.number)
+    assert len(numbers) == 1
+
+
+def test_known_blocks_are_not_booked() -> None:
+    """Only blocks up to the first unknown one save work; a last block may be partly filled."""
+    router = Router("prefix", 100)
+    asked = RoutingRequest([1, 2, 3], 40, 16)
+    bookings = [router.choose(asked, candidates(2)) for _ in range(2)]
+    assert bookings[0].number == bookings[1].number
+    assert [booking.num_tokens for booking in bookings] == [40, 0]
+    assert router.choose(request(1, 9, 3), candidates(2)).num_tokens == 32
+
+
+@pytest.mark.parametrize(("least", "load", "stays"), [(0, 4, 1), (0, 5, 0), (5, 10, 1), (5, 11, 0)])
+def test_request_leaves_crowded_home(least: int, load: int, stays: bool) -> None:
+    router = Router("prefix-window", 100)
+    home, other = candidates(2, max_num_seqs=100)
+    bookings = [router.choose(request(1, 2), [home]), *fill(router, 0, load - 1)]
+    fill(router, 1, least)
+    booking = router.choose(request(1, 2), [home, other])
+    assert booking.number == (0 if stays else 1)
+    for booking in bookings:
+        booking.release()
+    assert router.choose(request(1, 2), [other]).num_tokens == (32 if stays else 0), (
+        "the replica that got the request is a home now"
+    )
+
+
+def test_shorter_prefix_counts_if_longest_is_crowded() -> None:
+    router = Router("prefix-window", 100)
+    crowded, second, third = candidates(3, max_num_seqs=100)
+    router.choose(request(1, 2, 3), [crowded])
+    router.choose(request(1), [second])
+    fill(router, 0, 20)
+    assert router.choose(request(1, 2, 3), [crowded, second, third]).number == 1
+
+
+def test_request_leaves_full_home_while_others_have_room() -> None:
+    router = Router("prefix-window", 100)
+    home, other = Candidate(0, 2), Candidate(1, 2)
+    for _ in range(2):
+        assert router.choose(request(1), [home, other] if _ else [home]).number == 0
+    assert router.choose(request(1), [home, other]).number == 1
+
+
+def test_full_home_is_chosen_up_to_max_queue_seconds() -> None:
+    router = Router("prefix-window", 100, max_queue_seconds=10)
+    both = [Candidate(0, 1, prompt_token_seconds=0.1), Candidate(1, 1, prompt_token_seconds=0.1)]
+    router.choose(request(1, 2), both[:1])
+    fill(router, 1, 1)
+    fill(router, 0, 30)
+    assert router.choose(request(1, 2), both).number == 0, (
+        "a replica with the prefix, despite 30 more requests"
+    )
+    router.choose(request(*range(10, 17)), both[:1])  # 3.2 + 11.2 seconds
+    assert router.choose(request(1, 2), both).number == 1
+
+
+def test_account_without_home_avoids_queues_of_others() -> None:
+    """The replica of the heavy account has fewer tokens to compute, and is not chosen."""
+    router = Router("prefix-window", 100)
+    full = candidates(2, max_num_seqs=2)
+    fill(router, 0, 3, "heavy")
+    for _ in range(2):
+        router.choose(request(*range(50)), full[1:])
+    assert router.choose(request(99, account="light"), full).number == 1
+    assert router.choose(request(98, account="heavy"), full).number == 0
+
+
+def test_unknown_prefix_goes_to_shorter_queue() -> None:
+    """If both replicas are drawn, the request goes where fewer seconds of work are booked."""
+    router = Router("prefix-window", 100)
+    slow, fast = Candidate(0, 9, prompt_token_seconds=1.0), Candidate(1, 9, 0.0, 0.1)
+    router.choose(request(1, 2), [slow])
+    router.choose(request(3, 4, 5), [fast])
+    assert router.choose(request(6), [slow, fast]).number == 1
+    late = Candidate(1, 9, 1000.0, 0.1)
+    assert router.choose(request(7), [slow, late]).number == 0
+
+
+def test_popular_prefix_gets_several_homes() -> None:
+    router = Router("prefix-window", 1000)
+    replicas = candidates(8, max_num_seqs=4)
+    bookings = [router.choose(request(1, 2, 10 + i), replicas) for i in range(10)]
+    assert len({booking.number for booking in bookings}) == 3
+    for booking in bookings:
+        booking.release()
+    homes = {booking.number for booking in bookings}
+    assert router.choose(request(1, 2, 99), replicas).number in homes
+
+
+# --- names of prefixes --------------------------------------------------------------------------
+
+TEXTS = st.lists(st.binary(max_size=12), max_size=5)
+
+
+@given(TEXTS, TEXTS, st.sampled_from([b"", b"a"]), st.sampled_from([b"", b"a"]))
+def test_names_are_equal_up_to_first_different_block(
+    one: list[bytes], two: list[bytes], salt_one: bytes, salt_two: bytes
+) -> None:
+    def blocks(parts: list[bytes]) -> list[bytes]:
+        return [part[i : i + 4] for part in parts for i in range(0, len(part), 4)]
+
+    equal = 0
+    while salt_one == salt_two and blocks(one)[: equal + 1] == blocks(two)[: equal + 1]:
+        equal += 1
+        if equal > max(len(blocks(one)), len(blocks(two))):
+            break
+    equal = min(equal, len(blocks(one)), len(blocks(two)))
+    names = [name_prefixes(salt_one, one, 4), name_prefixes(salt_two, two, 4)]
+    assert [len(name) for name in names] == [len(blocks(one)), len(blocks(two))]
+    assert [a == b for a, b in zip(*names, strict=False)] == [
+        i < equal for i in range(min(map(len, names)))
+    ]
+
+
+def test_longer_prompt_has_names_of_its_prefix() -> None:
+    """Tokens are one part, so a prompt that continues another one has the names of all its full
+    blocks.
+    """
+    first, longer = (array("i", range(n)).tobytes() for n in (40, 100))
+    assert name_prefixes(b"", [first], 64)[:2] == name_prefixes(b"", [longer], 64)[:2]
+    assert name_prefixes(b"", [first], 64)[2] != name_prefixes(b"", [longer], 64)[2]
+
+
+def test_names_are_limited_and_equal_in_every_process() -> None:
+    assert len(name_prefixes(b"", [b"x" * 1000, b"y" * 1000], 2, most=30)) == 30
+    assert name_prefixes(b"model", [b"Hello", b"World"], 4) == [
+        3460412513920352606,
+        12878854522399442841,
+        12708375530026083444,
+        5006563560519853767,
+    ]

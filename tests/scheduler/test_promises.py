@@ -1,0 +1,98 @@
+"""Promises of the README, under random requests: a prefix is computed once, and an account with many
+requests does not hold up another one.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.kv_cache.ledger import MIN_SHARED_TOKENS
+
+SYSTEM = 80  # tokens of a shared prefix
+CONTEXT = 256
+
+asked = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # which system prompt
+        st.integers(1, 30),  # tokens after it
+        st.integers(0, 3),  # steps until the next request arrives
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(asked, st.integers(8, 64), st.sampled_from([8, 12]))
+@settings(max_examples=15)
+def test_a_prefix_is_computed_once_whenever_its_requests_arrive(
+    fake_engine, requests: list[tuple[int, int, int]], num_tokens: int, num_seqs: int
+) -> None:
+    """Every other token of a prompt is its own, and computed too. A request computes again less than
+    what is worth a wait.
+    """
+    engine = fake_engine(
+        context_length=CONTEXT,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(num_tokens, num_seqs),
+        num_cells=12 * CONTEXT,
+        num_spare_ids=16,
+        engine_target_itl=None,
+    )
+    for number, (system, size, num_steps) in enumerate(requests):
+        own = [100 + number, *(7 * i % 50 for i in range(size - 1))]
+        engine.add(f"R{number}", [200 + system] * SYSTEM + own, max_tokens=1)
+        for _ in range(num_steps):
+            engine.step()
+    engine.finish()
+    assert len(engine.ends()) == len(requests)
+    computed = sum(batch.num_tokens for batch in engine.backend.batches)
+    systems = {system for system, _, _ in requests}
+    needed = len(systems) * SYSTEM + sum(size for _, size, _ in requests)
+    num_followers = len(requests) - len(systems)
+    assert needed <= computed <= needed + num_followers * (MIN_SHARED_TOKENS - 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=20, max_size=100),
+    st.integers(0, 40),
+    st.tuples(st.integers(1, 60), st.integers(1, 40)),
+    st.integers(1, 4),
+    st.integers(CONTEXT, 3 * CONTEXT),
+)
+@settings(max_examples=15)
+def test_hundred_requests_of_one_account_do_not_hold_up_one_of_another(
+    fake_engine,
+    many: list[tuple[int, int]],
+    arrival: int,
+    one: tuple[int, int],
+    num_seqs: int,
+    num_cells: int,
+) -> None:
+    """Of the requests that waited when it arrived, at most one step's worth begins before it."""
+    engine = fake_engine(
+        context_length=CONTEXT, max_num_seqs=num_seqs, num_cells=num_cells, length=CONTEXT
+    )
+
+    def add(name: str, account: str, size: int, output: int) -> None:
+        prompt = [len(engine.outputs) % 250, *(3 * i % 250 for i in range(size))]
+        engine.add(name, prompt, account=account, max_tokens=output, ignore_eos=True)
+
+    for number, (size, output) in enumerate(many):
+        add(f"H{number}", "heavy", size, output)
+    for _ in range(arrival):
+        engine.step()
+
+    def begun() -> set[str]:
+        return {
+            row.seq.request.request_id for batch in engine.backend.batches for row in batch.rows
+        }
+
+    before = begun()
+    add("L", "light", *one)
+    while "L" not in begun():
+        engine.step()
+        assert len(engine.backend.batches) < 5000
+    assert len(begun() - before - {"L"}) <= num_seqs, "those begun in the same step included"
+    engine.finish(max_steps=20_000)
+    assert set(engine.ends().values()) == {"length"}

@@ -1,0 +1,153 @@
+"""Sampling parameters on the way from a request body to the engine, in every dialect."""
+
+import asyncio
+
+import httpx2
+import pydantic
+import pytest
+from conftest import PATIENCE
+
+from cllm.backends.fake.vocabulary import FakeVocabulary
+from cllm.config import Sampling, Settings
+from cllm.core.params import PARAMETERS, SamplingParams
+from cllm.engine.params import EngineParams
+from cllm.observe.metrics import Metrics
+from cllm.process.client import EngineClient
+from cllm.registry import Registry
+from cllm.server.anthropic.schema import MessagesBody
+from cllm.server.app import create_app
+from cllm.server.body import Body
+from cllm.server.native.routes import GenerateBody
+from cllm.server.ollama.schema import Integer, Options
+from cllm.server.openai.schema import ChatBody
+from cllm.server.sampling import build_params, offers, values_of
+from cllm.service import Service
+
+BODIES: dict[str, type[Body]] = {
+    "openai": ChatBody,
+    "anthropic": MessagesBody,
+    "ollama": Options,
+    "native": GenerateBody,
+}
+OFFERED = [
+    (dialect, parameter) for parameter in PARAMETERS.values() for dialect in parameter.dialects
+]
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+TOOL = {"name": "f", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "parameter"), OFFERED, ids=[f"{dialect}-{p.name}" for dialect, p in OFFERED]
+)
+def test_declared_parameter_is_a_field_with_its_help_and_bounds(dialect, parameter):
+    body = BODIES[dialect]
+    name = parameter.name_in(dialect)
+    assert body.model_fields[name].description.startswith(parameter.help.partition(";")[0])
+    kinds = body.model_json_schema()["properties"][name]["anyOf"]
+    assert kinds[-1] == {"type": "null"}
+    for bound, keyword in zip(parameter.bounds or (), ("minimum", "maximum"), strict=False):
+        if name != "top_k":  # where -1 is another word for 0
+            assert kinds[0].get(keyword, bound) == bound
+
+
+def test_fields_of_the_body_class_override_declared_parameters():
+    @offers("native", integer=Integer, min_p="More of it.")
+    class Asked(Body):
+        """Asked for."""
+
+        top_k: str = "forty"
+
+    body = Asked.model_validate({"min_p": 0.5, "seed": 4.0})
+    assert (Asked.__name__, Asked.__doc__) == ("Asked", "Asked for.")
+    assert Asked.model_fields["min_p"].description.endswith("0 is off. More of it.")
+    values = values_of(body, "native")
+    assert values == {
+        "temperature": None,
+        "top_k": "forty",
+        "top_p": None,
+        "min_p": 0.5,
+        "repetition_penalty": None,
+        "seed": 4,
+    }
+    with pytest.raises(pydantic.ValidationError):
+        Asked.model_validate({"min_p": "0.5"})
+
+
+def test_omitted_parameters_get_the_operators_defaults():
+    values = {"top_p": None, "top_k": 3, "max_tokens": 10**12}
+    defaults = Sampling.model_validate({"top_p": 0.25, "top_k": 7, "max_tokens": 9})
+    params = build_params(defaults, values)
+    assert params == SamplingParams(
+        temperature=0.8, top_k=3, top_p=0.25, min_p=0.05, max_tokens=2**31 - 1
+    )
+    assert build_params(Sampling(max_tokens=9), {}).max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "dry_multiplier": 1, "best_of": 2}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "regex": "a+"}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 2,
+                "dry_sequence_breakers": ["a"],
+                "thinking_token_budget": 1,
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": TOOL}],
+            },
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2, "temperature": 2}),
+        (
+            "/v1/messages",
+            {
+                "model": "fake",
+                "messages": MESSAGES,
+                "max_tokens": 2,
+                "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+            },
+        ),
+        (
+            "/api/chat",
+            {
+                "model": "fake",
+                "messages": MESSAGES,
+                "stream": False,
+                "options": {"num_predict": 2},
+                "format": SCHEMA,
+            },
+        ),
+        ("/api/generate", {"model": "fake", "prompt": "a", "raw": True, "stream": False}),
+    ],
+)
+def test_parameters_of_a_request_are_checked_once(path, body, monkeypatch):
+    """The grammar, the seed and the reasoning budget are added without a second check."""
+    checked = []
+    check = SamplingParams._check_stop
+
+    def count(params):
+        checked.append(params)
+        check(params)
+
+    monkeypatch.setattr(SamplingParams, "_check_stop", count)
+    answer = asyncio.run(ask(path, body))
+    assert answer.status_code == 200, answer.text
+    assert len(checked) == 1
+
+
+async def ask(path, body):
+    """Send a request to an app in this process and return its answer."""
+    engine = EngineClient(EngineParams(backend="fake", max_num_seqs=4, context_length=1024))
+    service = Service(engine, FakeVocabulary(), Metrics("fake"), "fake")
+    app = create_app(Registry(service), Settings())
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        await engine.start()
+        try:
+            return await asyncio.wait_for(client.post(path, json=body), PATIENCE)
+        finally:
+            await engine.close()

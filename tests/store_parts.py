@@ -1,0 +1,48 @@
+"""Stores for tests without a server, and a disk that is full."""
+
+import contextlib
+import io
+
+import pytest
+
+from cllm.core.account import Account
+from cllm.store.files import new_file
+from cllm.store.store import Store
+
+OWN = Account("o")
+
+
+@contextlib.contextmanager
+def opened(folder, max_files=10, max_bytes=10_000):
+    """A store, as a server finds it after a start."""
+    store = Store(folder, max_files, max_bytes)
+    store._open()
+    try:
+        yield store
+    finally:
+        store._release()
+
+
+def put(store, content, expires_after=None):
+    """Upload a file."""
+    file = new_file("o", "name", "batch", len(content), expires_after)
+    store.room.take(len(content), 1)
+    store.files.write(file, io.BytesIO(content))
+    store.files.add(file)
+    return file
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Where no file can grow beyond ``size``; writes are cut off there, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,288 @@
+"""Batches without HTTP: in this dialect a request is an integer, and its answer is the square."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from store_parts import OWN
+
+from cllm import batches as module
+from cllm.answer import RequestTimeout
+from cllm.batches import Batches
+from cllm.errors import BadRequest, EngineError
+from cllm.process.backlog import QueueFull
+from cllm.registry import Registry
+from cllm.store.batches import BatchRecord
+from cllm.store.files import new_file
+from cllm.store.store import Store
+
+FOREVER = "no answer"
+
+
+class Squares:
+    """A request is the id of a number and the number. ``plans``: what a request gets before its
+    answer, an error or FOREVER.
+    """
+
+    def __init__(self, **plans) -> None:
+        self.plans = {name.removeprefix("r"): [*steps] for name, steps in plans.items()}
+        self.tried = []
+
+    def check(self, path, endpoint):
+        requests = json.loads(path.read_bytes())
+        faults = [{"code": "not_a_number"} for value in requests.values() if value is None]
+        return len(requests), faults
+
+    def read(self, path):
+        return iter(json.loads(path.read_bytes()).items())
+
+    async def answer(self, record, request_id, body, service):
+        self.tried.append(request_id)
+        for step in self.plans.get(request_id, [])[:1]:
+            self.plans[request_id].pop(0)
+            if isinstance(step, Exception):
+                raise step
+            await asyncio.Event().wait()
+        return line(request_id, body * body)
+
+    def fault(self, request_id, error):
+        return line(request_id, str(error))
+
+    def unanswered(self, request_id, code, message):
+        return line(request_id, code)
+
+    def identify(self, answer):
+        return json.loads(answer)["id"], {"output": 1}
+
+
+def line(request_id, answer):
+    return json.dumps({"id": request_id, "answer": answer}).encode() + b"\n"
+
+
+class Server:
+    """The batches of one account in a folder, as one server has them."""
+
+    def __init__(self, folder, lines, max_bytes=10_000) -> None:
+        self.service = SimpleNamespace(model_name="squares", ready=True)
+        self.store = Store(folder, 100, max_bytes)
+        self.batches = Batches(self.store, Registry(self.service, ["*"]), lines, 2)
+
+    async def begin(self, requests, **more):
+        content = json.dumps(requests).encode()
+        file = new_file("o", "in", "batch", len(content), None)
+        self.store.files.path(file.id).write_bytes(content)
+        await self.store.run(self.store.files.add, file)
+        fields = {"model": "squares", "expires_at": 2_000_000_000, **more}
+        record = BatchRecord(
+            id="batch_1",
+            account="o",
+            endpoint="/squares",
+            input_file_id=file.id,
+            completion_window="24h",
+            created_at=1,
+            **fields,
+        )
+        await self.batches.create(record, OWN)
+
+    async def until(self, is_so):
+        """Return the batch when ``is_so(batch)`` is true."""
+        async with asyncio.timeout(60):
+            while not is_so(record := await self.batches.get("batch_1", OWN)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return record
+
+    async def ended(self):
+        return await self.until(lambda record: record.has_ended)
+
+    def contents(self, record):
+        """Return the answers and the errors of a batch, by request."""
+        found = []
+        for file_id in (record.output_file_id, record.error_file_id):
+            text = b"" if file_id is None else self.store.files.path(file_id).read_bytes()
+            lines = [json.loads(answer) for answer in text.splitlines()]
+            assert len({entry["id"] for entry in lines}) == len(lines), "one answer each"
+            found.append({entry["id"]: entry["answer"] for entry in lines})
+        return found
+
+
+def run(folder, test, lines=None, **more):
+    """Run ``test`` with a server on ``folder``."""
+
+    async def main():
+        server = Server(folder, lines or Squares(), **more)
+        await server.batches.open()
+        try:
+            return await test(server)
+        finally:
+            await server.batches.stop()
+
+    return asyncio.run(main())
+
+
+NUMBERS = {str(i): i for i in range(7)}
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "DISK_PAUSE", 0.01)
+
+
+def test_all_requests_of_a_batch_are_answered(tmp_path):
+    async def test(server):
+        await server.begin(NUMBERS)
+        record = await server.ended()
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+        assert (record.status, record.total, record.completed, record.failed) == (
+            "completed",
+            7,
+            7,
+            0,
+        )
+        assert record.usage == {"output": 7}
+        assert [*record.times] == ["in_progress", "finalizing", "completed"]
+        assert await server.batches.of_account(OWN) == [record]
+
+    run(tmp_path, test)
+
+
+def test_batch_with_invalid_requests_fails_before_it_starts(tmp_path):
+    async def test(server):
+        await server.begin({"1": None})
+        record = await server.ended()
+        assert (record.status, record.errors) == ("failed", [{"code": "not_a_number"}])
+
+    run(tmp_path, test)
+
+
+def test_request_is_retried_if_the_engine_fails(tmp_path):
+    """A full queue does not count as a failure. A request that can never be computed is not
+    retried.
+    """
+    lines = Squares(
+        r1=[EngineError("died", 0.01), RequestTimeout("late")],
+        r2=[EngineError(f"died {i}", 0.01) for i in range(3)],
+        r3=[QueueFull("full", "requests", 0.01) for _ in range(5)],
+        r4=[BadRequest("never")],
+        r5=[ValueError("a bug")],
+    )
+
+    async def test(server):
+        await server.begin(NUMBERS)
+        record = await server.ended()
+        done, failed = server.contents(record)
+        assert done == {i: int(i) ** 2 for i in "0136"}
+        assert failed == {"2": "died 2", "4": "never", "5": "a bug"}
+        assert (record.status, record.completed, record.failed) == ("completed", 4, 3)
+        assert [lines.tried.count(str(i)) for i in range(7)] == [1, 3, 3, 6, 1, 1, 1]
+
+    run(tmp_path, test, lines)
+
+
+def test_requests_wait_until_the_service_is_ready(tmp_path):
+    lines = Squares()
+
+    async def test(server):
+        server.service.ready = False
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.status == "in_progress")
+        await asyncio.sleep(0.1)
+        assert lines.tried == []
+        server.service.ready = True
+        assert (await server.ended()).completed == 7
+
+    run(tmp_path, test, lines)
+
+
+def test_batch_continues_after_a_stop(tmp_path):
+    """Only requests without an answer are computed again."""
+
+    async def first(server):
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.completed == 4)
+
+    async def second(server):
+        record = await server.ended()
+        assert (record.status, record.completed) == ("completed", 7)
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+
+    run(tmp_path, first, lines := Squares(r4=[FOREVER], r5=[FOREVER]))
+    assert sorted(lines.tried) in ([*"01234"], [*"012345"])
+    run(tmp_path, second, lines := Squares())
+    assert sorted(lines.tried) == [*"456"]
+
+
+@pytest.mark.parametrize("is_expired", [False, True])
+def test_batch_that_ends_early_reports_its_unanswered_requests(tmp_path, is_expired):
+    lines = Squares(r1=[FOREVER], r2=[FOREVER])
+
+    async def test(server):
+        await server.begin(NUMBERS, expires_at=int(time.time()) + (2 if is_expired else 1000))
+        record = await server.until(lambda record: record.completed == 1)
+        if not is_expired:
+            await server.batches.cancel(record)
+        record = await server.ended()
+        assert record.status == ("expired" if is_expired else "cancelled")
+        assert server.contents(record) == [
+            {"0": 0},
+            {str(i): f"batch_{record.status}" for i in range(1, 7)},
+        ]
+        assert (record.completed, record.failed) == (1, 6)
+        with pytest.raises(BadRequest, match="no longer be cancelled"):
+            await server.batches.cancel(record)
+
+    run(tmp_path, test, lines)
+
+
+def test_batch_waits_for_its_model(tmp_path):
+    """Also if another model is served under that name."""
+    lines = Squares()
+
+    async def test(server):
+        await server.begin(NUMBERS, model="cubes")
+        record = await server.until(lambda record: record.status == "in_progress")
+        await asyncio.sleep(0.1)
+        assert lines.tried == []
+        await server.batches.cancel(record)
+        assert (await server.ended()).failed == 7
+
+    run(tmp_path, test, lines)
+
+
+def test_batch_waits_while_the_disk_is_full(tmp_path, monkeypatch):
+    """Answers are counted only when they are on disk, and none is lost."""
+
+    async def test(server):
+        flush, full = module.Store.run, [True]
+
+        async def run_or_fail(store, work, *arguments):
+            if full[0] and getattr(work, "__name__", "") == "flush":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return await flush(store, work, *arguments)
+
+        monkeypatch.setattr(module.Store, "run", run_or_fail)
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.status == "in_progress")
+        await asyncio.sleep(0.2)
+        assert (await server.batches.get("batch_1", OWN)).completed == 0
+        full[0] = False
+        record = await server.ended()
+        assert server.contents(record)[0] == {str(i): i * i for i in range(7)}
+
+    run(tmp_path, test)
+
+
+def test_batch_keeps_the_answers_that_fit_when_it_fails(tmp_path):
+    async def test(server):
+        await server.begin({str(i): i for i in range(100)})
+        record = await server.ended()
+        assert (record.status, record.errors[0]["code"]) == ("failed", "storage_full")
+        done, _ = server.contents(record)
+        assert 0 < len(done) == record.completed < 100
+
+    run(tmp_path, test, max_bytes=1500)

@@ -1,0 +1,60 @@
+"""docs/public_api.md promises what there is, and leaves out nothing that users can see."""
+
+import re
+from pathlib import Path
+
+import cllm
+from cllm.cli.main import COMMANDS
+from cllm.config import Settings
+from cllm.core.output import Stats
+from cllm.core.params import SamplingParams
+from cllm.observe.metrics import Metrics
+from cllm.server.app import routes
+
+PAGE = (Path(__file__).parents[1] / "docs" / "public_api.md").read_text("utf-8")
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def quoted(section: str) -> list[str]:
+    """All code in a section of the page, in its order."""
+    return re.findall(r"`([^`\n]+)`", SECTIONS[section])
+
+
+def test_routes():
+    """All that the OpenAPI document has; others are older or other names of these."""
+    found = {
+        f"{method} {route.path.removesuffix(':path}') + '}' * route.path.endswith(':path}')}"
+        for route in routes()
+        if route.include_in_schema
+        for method in route.methods
+    }
+    assert sorted(word for word in quoted("HTTP") if " /" in word) == sorted(found)
+
+
+def test_names_of_the_package():
+    listed = SECTIONS["Python"].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == set(cllm.__all__)
+
+
+def test_methods_of_llm_and_fields_that_are_not_promised():
+    words = set(quoted("Python"))
+    public = {name for name in vars(cllm.LLM) if not name.startswith("_")}
+    assert public <= words
+    assert {"grammar", "grammar_is_loose", "thinking", "dry_breakers"} == words & {
+        *SamplingParams.__struct_fields__
+    }
+
+
+def test_commands_and_sections_of_the_configuration():
+    words = set(quoted("Commands and configuration"))
+    assert {*COMMANDS, *Settings.model_fields} <= words
+    assert {word for word in words if word.isidentifier()} - {"CLLM_"} == {
+        *COMMANDS,
+        *Settings.model_fields,
+    }
+
+
+def test_metrics():
+    page = Metrics("m").render(Stats(), ready=True, num_restarts=0, reservations={}).decode()
+    found = re.findall(r"^# TYPE (cllm:\w+) ", page, re.MULTILINE)
+    assert set(quoted("Metrics")) == {name for name in found if not name.endswith("_created")}
