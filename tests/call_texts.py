@@ -1,4 +1,4 @@
-"""The text of a tool call in each form, and whether a grammar allows a text with control tokens."""
+"""Tool calls in each family's format, and whether a grammar allows a text with control tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from cllm.text.call_grammar import BoundMessage, Tool, message_grammar
-from cllm.text.form import Form, any_of, forms
+from cllm.text.model_family import ModelFamily, load_families, one_of_texts
 
-THINK = forms()["think"].reasoning
-CALLING = sorted(name for name, form in forms().items() if form.calls)
+THINK = load_families()["think"].reasoning
+CALLING = sorted(name for name, family in load_families().items() if family.calls)
 
 CITY = {
     "type": "object",
@@ -48,7 +48,7 @@ DSML = """<｜DSML｜{0}>
 </｜DSML｜invoke>
 </｜DSML｜{0}>"""
 WEATHER |= {"deepseek_v32": DSML.format("function_calls"), "deepseek_v4": DSML.format("tool_calls")}
-WEATHER["spoken"] = WEATHER["hermes"]
+WEATHER["prompted"] = WEATHER["hermes"]
 WEATHER["llama4"] = WEATHER["llama3"]
 WEATHER["pythonic"] = '[get_weather(city="Oslo", days=2)]'
 WEATHER["lfm2"] = f"<|tool_call_start|>{WEATHER['pythonic']}<|tool_call_end|>"
@@ -93,8 +93,8 @@ FEW += [
 MANY = sorted(
     {
         mark
-        for form in forms().values()
-        for mark in form.marks
+        for family in load_families().values()
+        for mark in family.marks
         if re.match(r"<.*>$|\[[A-Z_]+\]$", mark)
     }
 )
@@ -111,7 +111,7 @@ class Words:
         marks = [b"\xff" + text.encode() for text in [*special, "<end>"]]
         self.tokens = [bytes([i]) for i in range(256)] + marks
         self.special_token_ids = range(256, self.eos_token_id + 1)
-        self._split = re.compile("(" + any_of(set(special)) + ")")
+        self._split = re.compile("(" + one_of_texts(set(special)) + ")")
         self.tokenizer = LLTokenizer(TokenizerWrapper(self))
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -149,13 +149,13 @@ class Words:
 WORDS = {"few": Words(FEW), "many": Words(MANY)}
 
 
-def with_thoughts(name: str) -> Form:
-    form = forms()[name]
-    return form if form.reasoning or form.header else Form((), form.calls, THINK)
+def with_thoughts(name: str) -> ModelFamily:
+    family = load_families()[name]
+    return family if family.reasoning or family.header else ModelFamily((), family.calls, THINK)
 
 
 def grammar_of(
-    form: Form,
+    family: ModelFamily,
     tools=TOOLS,
     words: Words = WORDS["few"],
     strict: bool = True,
@@ -163,8 +163,8 @@ def grammar_of(
     **options,
 ) -> str:
     declared = {name: Tool(schema, strict) for name, schema in tools.items()}
-    calls = form.calls
-    texts = [*form.marks, *([calls.begin, calls.write, calls.end, calls.pair] if calls else [])]
+    calls = family.calls
+    texts = [*family.marks, *([calls.begin, calls.write, calls.end, calls.pair] if calls else [])]
     used = {
         text: token
         for text, token in words.control.items()
@@ -172,5 +172,5 @@ def grammar_of(
     }
     special = range(256, words.eos_token_id)
     return message_grammar(
-        BoundMessage(form, declared, used, **{"calls": True} | options), special, unenforced
+        BoundMessage(family, declared, used, **{"calls": True} | options), special, unenforced
     )

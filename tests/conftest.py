@@ -1,6 +1,4 @@
-"""What all tests share: the settings of Hypothesis, the built-in model, and an engine to step by
-hand.
-"""
+"""Settings of Hypothesis, the built-in model, and an engine to step by hand."""
 
 from __future__ import annotations
 

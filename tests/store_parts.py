@@ -38,7 +38,7 @@ def names(folder):
 
 @contextlib.contextmanager
 def full_disk(size):
-    """Where no file can grow beyond ``size``; writes are cut off there, as on a full disk."""
+    """Cut off writes that would make a file larger than ``size``, as a full disk does."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -240,7 +240,7 @@ def test_batch_that_ends_early_reports_its_unanswered_requests(tmp_path, is_expi
 
 
 def test_batch_waits_for_its_model(tmp_path):
-    """Also if another model is served under that name."""
+    """It waits too if another model is served under that name."""
     lines = Squares()
 
     async def test(server):

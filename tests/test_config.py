@@ -12,7 +12,7 @@ from cllm.config import OPTIONS, VARIABLES, Settings
 from cllm.config_file import ALIASES, MAX_FILE_BYTES, NOT_NEEDED
 from cllm.config_sources import (
     SERVICE_VARIABLE,
-    Loaded,
+    LoadedConfig,
     is_from_kubernetes,
     load_settings,
     value_at,
@@ -52,7 +52,7 @@ def from_environment(variable: str, text: str) -> object:
 def test_options_without_a_source_have_their_defaults() -> None:
     """The origin of each is "default"."""
     loaded = load_settings(None, {}, {})
-    assert loaded == Loaded(Settings(), dict.fromkeys(OPTIONS, "default"), [])
+    assert loaded == LoadedConfig(Settings(), dict.fromkeys(OPTIONS, "default"), [])
     assert loaded.settings.server.port == 8000
     assert loaded.settings.model.path is None
 
@@ -165,7 +165,7 @@ def test_single_alias_sets_its_option_without_a_note(file) -> None:
 
 
 def test_canonical_key_wins_over_an_alias(file) -> None:
-    """Wherever it is and whatever its value. A note says so."""
+    """Its place and its value do not matter. A note reports it."""
     loaded = load_settings(
         file("resources: {max_batch_size: 4}\nscheduler: {max_num_seqs: 9}"), {}, {}
     )
@@ -210,7 +210,7 @@ def test_dotted_key_equals_nested_mappings(file) -> None:
 
 
 def test_float_option_accepts_an_integer(file) -> None:
-    """And null, if the option is nullable."""
+    """It accepts null too, if the option is nullable."""
     loaded = load_settings(
         file("scheduler: {request_timeout: 5}\nserver: {drain_timeout: 0}"), {}, {}
     )

@@ -15,7 +15,7 @@ DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("u
 
 @pytest.mark.parametrize("diff", DIFFS, ids=["route", "policy", "metric", "parameter"])
 def test_example_applies_and_is_valid_python(diff, tmp_path):
-    """To copies of the files that it names."""
+    """The diff is applied to copies of the files that it names."""
     names = re.findall(r"^\+\+\+ b/(\S+)$", diff, re.MULTILINE)
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ class Metrics:
 
 
 class FakeService:
-    """What this module uses of a service."""
+    """The part of a service that embedding uses."""
 
     longest_piece = 4
     request_timeout: float | None = None
@@ -328,7 +328,7 @@ def test_reranker_scores_pairs() -> None:
 
 
 def test_template_of_a_reranker_fences_query_and_document() -> None:
-    """So that neither can write the marks of the template."""
+    """Neither of them can write the marks of the template."""
     service = FakeService(vocabulary=Template())
     pairs = run(encode_pairs(service, "{document}", ["a", "{query}"], ["d[0]", "d[1]"]))
     assert [bytes(pair) for pair in pairs] == [

@@ -72,7 +72,7 @@ def test_leaving_a_stream_early_aborts_its_sequences(fake):
 
 
 def test_prompt_that_can_never_fit_is_rejected(fake):
-    """Too long, empty, or with ids outside the vocabulary. The engine keeps working."""
+    """The prompt is too long, empty, or has ids outside the vocabulary. The engine keeps working."""
     for prompt in ([1] * 5000, [], [5, 999]):
         with pytest.raises(BadRequest):
             fake.generate([prompt], GREEDY)
@@ -82,7 +82,7 @@ def test_prompt_that_can_never_fit_is_rejected(fake):
 
 
 def test_logprobs_are_reported_only_on_request(fake):
-    """For the output and for the prompt, also with max_tokens 0."""
+    """This holds for the output and the prompt, and with max_tokens 0."""
     (told,) = fake.generate(
         "abx", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
     )
@@ -312,7 +312,7 @@ def test_engine_is_usable_after_an_exception_in_a_step(fake, monkeypatch):
 
 
 def test_closed_llm_raises_runtime_error():
-    """For every method, and for a stream that is open. Closing twice is not an error."""
+    """Every method raises it, and so does an open stream. Closing twice is not an error."""
     llm = LLM(backend_name="fake")
     stream = llm.stream("a", GREEDY)
     next(stream)
@@ -519,7 +519,7 @@ def test_chat_parses_tool_calls_and_uses_their_results(builtin_path):
 
 @pytest.mark.llama
 def test_chat_separates_reasoning_from_text(builtin_path):
-    """Also if the reasoning is unfinished. The message keeps it."""
+    """Unfinished reasoning is separated too. The message keeps it."""
     messages = [{"role": "user", "content": "What is 27 plus 45?"}]
     greedy, cut = SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=6)
     with LLM(model_max_context_length=512, scheduler_max_num_seqs=2) as llm:

@@ -191,7 +191,7 @@ FAULTS = [
     *faults_in(
         "text/arguments.py",
         "text/test_arguments.py",
-        ("keep = num_begun(body, self._quote)", "keep = 0"),
+        ("keep = count_begun(body, self._quote)", "keep = 0"),
         ("keep += 1", "keep += 0"),
         ("int(text[1:], 8)", "int(text[1:], 10)"),
     ),

@@ -21,8 +21,8 @@ from cllm.process.backlog import NO_CLAIM, QueuePosition
 from cllm.process.client import EngineClient
 from cllm.process.in_flight import Stream
 from cllm.process.reservations import Claim
-from cllm.text.chat_form import OutputPlan
-from cllm.text.grammar import Checked
+from cllm.text.chat_format import OutputPlan
+from cllm.text.grammar import CheckedGrammar
 from cllm.text.output_reader import Delta, OutputReader, Usage
 
 log = logging.getLogger("cllm.service")
@@ -83,7 +83,7 @@ class Generation:
     times: Times = field(default_factory=Times)
     unenforced: tuple[str, ...] = ()
 
-    def bind(self, answer: Checked) -> None:
+    def bind(self, answer: CheckedGrammar) -> None:
         """Constrain the text by a grammar."""
         self.params = self.params.replace_unchecked(grammar=answer.grammar)
         self.unenforced = answer.unenforced

@@ -146,6 +146,7 @@ def read_yaml(
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a settings file. Raises StartupError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -183,6 +184,8 @@ class Collector:
     def collect(self, node: yaml.Node, section: str) -> None:
         """Add the leaves under ``node`` to the entries; "server.port: 1" means the same as a
         mapping in "server".
+
+        Raises StartupError, naming the line.
         """
         place = self.place(node)
         if not isinstance(node, yaml.MappingNode):
@@ -237,7 +240,10 @@ class Collector:
 
 
 def value_of(node: yaml.Node, place: str) -> object:
-    """Return the value of a plain scalar; for a list or a mapping, only its kind."""
+    """Return the value of a plain scalar; for a list or a mapping, only its kind.
+
+    Raises StartupError.
+    """
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if kind in ("str", "timestamp", "value", "merge"):
         return node.value

@@ -38,7 +38,7 @@ SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """The effective settings, the origin of each dotted key, and notes for the operator, one line
     each.
 
@@ -52,7 +52,7 @@ class Loaded:
 
 def load_settings(
     config: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
-) -> Loaded:
+) -> LoadedConfig:
     """Combine the settings from all sources.
 
     config: the YAML file; None means the one that CLLM_CONFIG names, if any. flags: dotted key ->
@@ -68,7 +68,7 @@ def load_settings(
     for key, one in given.items():
         plant(tree, key, one.value)
     origins = {key: given[key].origin if key in given else "default" for key in OPTIONS}
-    return Loaded(Settings.model_validate(tree), origins, notes + more_notes)
+    return LoadedConfig(Settings.model_validate(tree), origins, notes + more_notes)
 
 
 def value_at(settings: Settings, key: str) -> Any:
@@ -152,6 +152,7 @@ def as_limit(value: object) -> float:
 
 
 def from_flags(flags: Mapping[str, object]) -> dict[str, Given]:
+    """Return the values of flags. Raises StartupError for unknown ones."""
     given = {}
     for key, value in flags.items():
         if key not in OPTIONS:

@@ -139,6 +139,8 @@ async def encode_pairs(
 ) -> list[list[int]]:
     """Return the tokens of each document with the query, in the form that the model was trained
     for.
+
+    Raises BadRequest.
     """
     vocabulary, chat_template = service.vocabulary, service.chat_template
     [asked] = await encode_texts(service, [query], ["query"])

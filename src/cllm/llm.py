@@ -33,7 +33,7 @@ from cllm.engine.shared import SharedEngine
 from cllm.errors import BadRequest, EngineError
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat
-from cllm.text.chat_form import ChatForm, OutputPlan
+from cllm.text.chat_format import ChatFormat, OutputPlan
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.messages import Messages, messages_for_template, tools_for_template
 from cllm.text.output_reader import Delta, OutputReader
@@ -235,7 +235,9 @@ class LLM:
         if params.grammar:
             return self._collect([prompt], params)[0]
         with self._shared.in_use():
-            plan, params, bound = self._chat_form.plan_output(prompt, Chat([], tools or []), params)
+            plan, params, bound = self._chat_format.plan_output(
+                prompt, Chat([], tools or []), params
+            )
             special = self._backend.vocabulary.special_tokens
         if bound is not None:
             grammar = message_grammar(bound, special)
@@ -286,8 +288,8 @@ class LLM:
         )
 
     @cached_property
-    def _chat_form(self) -> ChatForm:
-        return ChatForm(self._backend.vocabulary)
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat(self._backend.vocabulary)
 
     def _tokenize(self, text: str, param: str, *, parse_special: bool) -> list[int]:
         if not isinstance(text, str):
@@ -423,8 +425,9 @@ class LLM:
 
 
 def option_key(name: str) -> str:
-    """Return the dotted key of an option written with underscores: ``kv_layout`` is
-    ``kv.layout``.
+    """Return the dotted key of an option written with underscores: ``kv_layout`` is ``kv.layout``.
+
+    Raises TypeError if there is no such option.
     """
     keys = {key.replace(".", "_"): key for key in OPTIONS}
     if name not in keys:

@@ -24,10 +24,10 @@ from cllm.observe.trace_file import Recorder
 from cllm.process.backlog import QueueFull
 from cllm.process.client import EngineClient
 from cllm.text.chat import Chat
-from cllm.text.chat_form import THINKING, ChatForm, schemas_of
+from cllm.text.chat_format import THINKING, ChatFormat, schemas_of
 from cllm.text.chat_template import CUT, OPEN, ChatTemplate
 from cllm.text.dry_breakers import DryBreakers
-from cllm.text.grammar import FREE, Checked, Constraint, Special
+from cllm.text.grammar import FREE, CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
 from cllm.text.rendering import Renderer
 
@@ -67,7 +67,7 @@ class Service:
         self.dry_breakers = DryBreakers(vocabulary.pieces)
         self.chat_template = ChatTemplate(vocabulary)
         self.renderer = Renderer(vocabulary)
-        self._chat_form = ChatForm(vocabulary)
+        self._chat_format = ChatFormat(vocabulary)
         self._grammars = GrammarProcess(
             lambda: Special(vocabulary.size, vocabulary.special_tokens),
             metrics.observe_grammar_check,
@@ -102,7 +102,7 @@ class Service:
     @property
     def capabilities(self) -> frozenset[str]:
         """The features that chats with this model can use: tools, thinking."""
-        return self._chat_form.capabilities
+        return self._chat_format.capabilities
 
     async def encode(
         self,
@@ -134,7 +134,7 @@ class Service:
         params: SamplingParams,
         scheduling: SchedulingOptions,
         param: str = "messages",
-        answer: Checked = FREE,
+        answer: CheckedGrammar = FREE,
     ) -> Generation:
         """Return the generation of a chat's next message, ready to be submitted.
 
@@ -146,12 +146,12 @@ class Service:
         """
         params = params.replace_unchecked(grammar=answer.grammar)
         prompt = await self.encode_chat(chat, scheduling, param)
-        plan, params, bound = self._chat_form.plan_output(prompt, chat, params)
+        plan, params, bound = self._chat_format.plan_output(prompt, chat, params)
         if bound is not None:
             checked = await self._grammars.bind(bound)
             is_loose = bound.is_loose and bool(checked.grammar)
             params = params.replace_unchecked(grammar=checked.grammar, grammar_is_loose=is_loose)
-            answer = Checked("", (*answer.unenforced, *checked.unenforced))
+            answer = CheckedGrammar("", (*answer.unenforced, *checked.unenforced))
         return Generation(
             request_id, [prompt], params, scheduling, param, plan, unenforced=answer.unenforced
         )
@@ -181,14 +181,14 @@ class Service:
         allowed = schemas_of(chat)
         tools = [tool for tool in chat.tools if tool["function"]["name"] in allowed]
         variables, form = (
-            self._chat_form.variables(chat),
-            partial(self._chat_form.messages, chat, tools),
+            self._chat_format.variables(chat),
+            partial(self._chat_format.messages, chat, tools),
         )
         num_turns = sum(1 + len(message.get("tool_calls") or ()) for message in chat.messages)
         messages = form() if num_turns < MANY_TURNS else await asyncio.to_thread(form)
         if not chat.continued:
             return await self.renderer.render(messages, tools, **variables)
-        return self._chat_form.begin(
+        return self._chat_format.begin(
             await self._render_begun(messages, tools, chat.continued, variables), chat
         )
 
@@ -215,7 +215,7 @@ class Service:
         begun: str = self.chat_template.fenced(last[continued])
         return await self.renderer.render(others, tools, **variables) + CUT + begun
 
-    async def grammar(self, constraint: Constraint, param: str) -> Checked:
+    async def grammar(self, constraint: Constraint, param: str) -> CheckedGrammar:
         """Return the checked grammar that enforces ``constraint``, which came as the field
         ``param``.
 

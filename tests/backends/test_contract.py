@@ -371,7 +371,7 @@ def test_copy_and_source_continue_independently(backend, caller, count):
 
 @pytest.mark.parametrize(("goes", "stays"), [(0, 1), (1, 0)])
 def test_copy_and_source_outlive_each_other(backend, caller, goes, stays):
-    """Whatever is computed in the other seq_id afterwards."""
+    """Later computations in one seq_id do not change the other one."""
     expected = [alone(backend, TEXTS[1]), alone(backend, [*TEXTS[0], 6])]
     caller.forward(caller.row(0, TEXTS[0]))
     caller.copy(0, 1, 10)
@@ -506,7 +506,7 @@ def test_spare_seq_ids_can_be_saved_and_loaded(backend, caller):
 
 
 def test_snapshot_bytes_do_not_change(backend, caller):
-    """Whatever the sequence does next. An unknown snapshot has none."""
+    """They do not depend on what the sequence does next. An unknown snapshot has no bytes."""
     caller.forward(caller.row(0, TEXTS[0]))
     caller.save(0, 3)
     caller.forward()

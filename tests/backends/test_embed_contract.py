@@ -113,7 +113,7 @@ def pooled(backend: Backend, parts: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_chunked_text_has_the_embedding_of_the_whole(backend, size) -> None:
-    """Also with other texts after the last chunk, in the same call and in the next."""
+    """This holds with other texts after the last chunk, in the same call and in the next."""
     if backend.info.embeds_whole:
         pytest.skip("texts are not cut")
     parts = []

@@ -22,7 +22,7 @@ def sequence(tokens: list[int], seq_id: int = 0) -> Sequence:
 
 
 def test_next_token_is_the_last_one_plus_1():
-    """After 255 comes 0, and END after ``length`` tokens."""
+    """0 follows 255, and END follows ``length`` tokens."""
     backend = FakeBackend(length=3)
     seq = sequence([7, 254])
     answers = []

@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-c", "from cllm.cli.main import main; main()"]
 
 @pytest.fixture(scope="session")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that is ready."""
+    """Yield the URL of a ready server."""
     folder = tmp_path_factory.mktemp("fake_server")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
     with (folder / "log").open("wb") as log:

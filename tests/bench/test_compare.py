@@ -1,4 +1,4 @@
-"""The comparison itself, on the built-in model; and what a load comes to."""
+"""The comparison with peers, run on the built-in model, and the summary of a load."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def answer(finish_reason: str | None, usage: Usage | None) -> Answer:
 
 
 def test_load_results_are_summarized() -> None:
-    """A stream without a count of tokens has all of them if it ended for its length; other failures
-    are failures.
-    """
+    """A stream without token counts counts as complete if it ended with the reason length."""
     answers = [
         answer("length", Usage(4, 9, 0)),
         answer("length", None),
@@ -50,7 +48,7 @@ def test_load_results_are_summarized() -> None:
 @pytest.mark.llama
 @pytest.mark.slow
 def test_comparison_measures_three_rounds(builtin_path: Path) -> None:
-    """Every system in every round, each with what it is compared by."""
+    """Each round measures every system and reports the figures that are compared."""
     folder = ROOT / FOLDER
     if not (find("llama-server", folder) and find("llama-batched-bench", folder)):
         pytest.skip("llama.cpp's programs are not built: python benchmarks/build_peers.py")

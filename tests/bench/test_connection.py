@@ -1,4 +1,4 @@
-"""The load client's HTTP, against small servers that do one thing each."""
+"""The load client's HTTP code, against small servers that each do one thing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def chunk(data: bytes) -> bytes:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    """Of the event loops that the client may run in."""
+    """Return a runner for each event loop that the client supports."""
     factory = None if request.param == "asyncio" else pytest.importorskip("uvloop").new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         yield runner
@@ -74,7 +74,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
 async def serving(
     script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
 ) -> AsyncIterator[str]:
-    """The URL of a server that does ``script`` on every connection and then closes it."""
+    """Yield the URL of a server that runs ``script`` on every connection and then closes it."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -101,8 +101,8 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
 
 
 def sends(*pieces: bytes, then: float = 0.0) -> Script:
-    """The pieces, each in a packet of its own, for every request; ``then`` in seconds before the
-    end.
+    """Answer every request with the pieces, each in its own packet, and wait ``then`` seconds
+    before closing.
     """
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,13 +156,13 @@ def asked(
     ],
 )
 def test_body_is_read_for_each_framing(runner: asyncio.Runner, pieces: list[bytes]) -> None:
-    """With a length, in chunks, or until the connection is closed."""
+    """The body has a length, comes in chunks, or ends when the connection is closed."""
     answer = asked(runner, sends(*pieces))
     assert (answer.failure, answer.output_tokens, len(answer.content_times)) == ("", 2, 2)
 
 
 class Pipe(asyncio.Transport):
-    """Where an answer is put in by hand, without a loop's turns between."""
+    """A connection to which the test feeds an answer by hand, without an event loop."""
 
     def write(self, data: object) -> None:
         pass
@@ -171,7 +171,7 @@ class Pipe(asyncio.Transport):
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)), sizes=st.lists(st.integers(1, 60), max_size=8))
 def test_chunks_split_anywhere_are_joined(cuts: list[int], sizes: list[int]) -> None:
-    """Wherever the server cuts chunks and the network packets, the body is the same."""
+    """The body does not depend on where the server cuts chunks or where the network cuts packets."""
 
     async def test() -> None:
         connection = Connection()
@@ -235,7 +235,7 @@ def test_events_of_one_packet_share_arrival_time(runner: asyncio.Runner) -> None
 def test_broken_responses_raise_with_reason(
     runner: asyncio.Runner, script: Script, reason: str, detail: str
 ) -> None:
-    """Whatever comes is an answer."""
+    """Any bytes from the server lead to a result or to an error with a reason."""
     answer = asked(runner, script, timeout=0.2 if reason == "timeout" else PATIENCE)
     assert answer.failure == reason
     assert detail in answer.detail
@@ -287,7 +287,7 @@ def test_client_bug_is_raised(runner: asyncio.Runner) -> None:
 
 
 class Counting:
-    """Answers every request with the next piece, and counts connections and what came."""
+    """Answers each request with the next piece. Counts connections and records requests."""
 
     def __init__(self, *pieces: bytes, closes: bool = False) -> None:
         self.pieces = iter(pieces)
@@ -336,7 +336,9 @@ def requested(
 def test_connections_are_reused(
     runner: asyncio.Runner, pieces: list[bytes], num_connections: int
 ) -> None:
-    """Unless one side says close, or one has said more than was asked for."""
+    """A connection is not reused if a side sends "close", or if the server sent more than the
+    answer.
+    """
     script = Counting(*pieces)
     requested(runner, script, 3)
     assert (script.num_connections, script.num_ended) == (num_connections, num_connections)
@@ -350,14 +352,14 @@ def test_keep_alive_can_be_disabled(runner: asyncio.Runner) -> None:
 
 
 def test_closed_idle_connection_is_replaced(runner: asyncio.Runner) -> None:
-    """That is noticed before the next request is sent."""
+    """The client notices the closed connection before it sends the next request."""
     script = Counting(*[with_length(b"good")] * 3, closes=True)
     requested(runner, script, 3, pause=0.02)
     assert (script.num_connections, len(script.heads)) == (3, 3)
 
 
 def test_request_is_never_sent_twice(runner: asyncio.Runner) -> None:
-    """A request that the server may have received fails with its connection."""
+    """A request that the server may have received fails if its connection breaks."""
     script = Counting(with_length(b"good"))
 
     async def test() -> None:
@@ -373,7 +375,7 @@ def test_request_is_never_sent_twice(runner: asyncio.Runner) -> None:
 
 @pytest.mark.parametrize("seconds", [5.0, 0.1])
 def test_server_sees_client_disconnect(runner: asyncio.Runner, seconds: float) -> None:
-    """As the task wants, or because of the time."""
+    """The client closes the connection when the task asks for it, or when time is up."""
     gone = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -398,7 +400,7 @@ def test_server_sees_client_disconnect(runner: asyncio.Runner, seconds: float) -
 
 
 def test_request_has_expected_bytes(runner: asyncio.Runner) -> None:
-    """All of it; the path has the URL's prefix."""
+    """The whole request is compared. Its path begins with the path of the URL."""
     requests: list[tuple[str, bytes]] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -462,7 +464,7 @@ def tls_with(certificate: Path) -> ssl.SSLContext:
 def test_tls_connection_works(
     runner: asyncio.Runner, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is trusted is asked, over one connection."""
+    """The certificate is verified, and the connection is reused."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     script = Counting(with_length(b"good"), with_length(BODY))
 

@@ -122,7 +122,7 @@ async def never_ends(request: web.Request) -> web.StreamResponse:
 
 @contextmanager
 def serving(handler: Callable, models: object = None) -> Iterator[str]:
-    """The URL of a server, in a thread of its own, that answers each chat with ``handler``."""
+    """Yield the URL of a server in a thread of its own that answers each chat with ``handler``."""
 
     async def list_models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]} if models is None else models)
@@ -153,7 +153,7 @@ def serving(handler: Callable, models: object = None) -> Iterator[str]:
 
 
 def test_load_against_real_server_succeeds(fake_server: str) -> None:
-    """Every request has exactly its tokens, and the numbers agree with each other."""
+    """Every request gets exactly its number of tokens, and the figures of the report agree."""
     model = find_model(Target(fake_server))
     assert model == "fake"
     report = measure(fake_server, words(14, model=model, max_tokens=16), warmup=4)
@@ -171,8 +171,8 @@ def test_load_against_real_server_succeeds(fake_server: str) -> None:
 
 @pytest.mark.slow
 def test_client_uses_little_cpu(fake_server: str) -> None:
-    """Under 100 µs of CPU a chunk, all of the client's included, with one token a chunk from 64
-    streams.
+    """The client takes less than 100 µs of CPU time per chunk, for 64 streams with one token in
+    each chunk.
     """
     costs = []
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_client_uses_little_cpu(fake_server: str) -> None:
 
 
 def test_wrong_answers_are_failures(fake_server: str) -> None:
-    """The fake backend counts: it knows no capital."""
+    """The fake backend answers with counted numbers, never with a capital."""
     report = measure(fake_server, question_tasks(3, model="fake", max_tokens=8, seed=0))
     assert report.failures == {"wrong answer": 3}
     assert " instead of " in report.examples["wrong answer"]
@@ -227,7 +227,7 @@ def test_rejected_requests_are_failures(fake_server: str) -> None:
 def test_failed_responses_are_counted_by_reason(
     handler: Callable, reason: str, detail: str
 ) -> None:
-    """Each way to fail has its name, spoils no other request and no latency."""
+    """Each kind of failure has its own name and changes neither other requests nor the latencies."""
     turns = iter(range(100))
 
     async def every_second(request: web.Request) -> web.StreamResponse:
@@ -258,7 +258,7 @@ def test_report_without_successes_is_valid() -> None:
 
 
 def test_correct_answers_are_verified() -> None:
-    """Text is compared as it was meant, however it was cut and escaped."""
+    """The text is compared after decoding, however it was split and escaped."""
     answer = ' finish_reason": "stop"' + '"usage":{' + '"error":{"' + "\n\ndata: ü"
     with serving(sends(*GOOD)) as url:
         report = measure(url, [Task(b"{}", answer=answer), Task(b"{}", answer=answer + " ")])
@@ -266,8 +266,8 @@ def test_correct_answers_are_verified() -> None:
 
 
 def test_concurrency_and_connection_reuse_are_respected() -> None:
-    """Never more requests at a time than asked for, nor more connections; the key goes with every
-    request.
+    """There are never more open requests or connections than requested, and every request has the
+    API key.
     """
     running, most, connections, keys = 0, 0, set(), set()
 
@@ -346,7 +346,7 @@ def timed(sent: float, content_times: list[float], ended: float, tokens: int) ->
 
 
 def test_metrics_follow_their_definitions() -> None:
-    """Numbers that one can check by hand."""
+    """The numbers are small enough to check by hand."""
     answers = [
         timed(0.0, [1.0, 1.5, 3.5], 4.0, 4),
         timed(1.0, [4.0], 5.0, 1),
@@ -407,7 +407,7 @@ def test_question_tasks_have_answers() -> None:
 
 
 def test_every_workload_makes_given_number_of_requests() -> None:
-    """And is the same for the same seed, in all that is sent."""
+    """The same seed gives the same requests."""
     for make, _ in WORKLOADS.values():
         for count in (1, 7, 8):
             tasks, again = (
@@ -435,7 +435,7 @@ def test_long_prefill_mixes_prompt_lengths() -> None:
 
 
 def test_arrivals_follow_the_rate() -> None:
-    """The rate is what was asked for, and bursts come in bursts."""
+    """The mean rate is the requested one, and bursts arrive together."""
     assert arrival_times(4, 2.0, "even", 0) == [0.0, 0.5, 1.0, 1.5]
     gaps = {}
     for kind in ("poisson", "bursty"):
@@ -447,7 +447,7 @@ def test_arrivals_follow_the_rate() -> None:
 
 
 def test_conversations_repeat_the_answers() -> None:
-    """Each turn sends the answers before it; the turns count as requests."""
+    """Each turn sends the earlier answers, and each turn counts as a request."""
     bodies: list[dict] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -486,7 +486,7 @@ def test_shared_prefix_has_given_number_of_words() -> None:
 def test_rejections_with_retry_after_are_expected(
     retry_after: str | None, failures: dict[str, int]
 ) -> None:
-    """To be refused is right if it is said when to come again; what is taken must succeed."""
+    """A rejection is correct if it has Retry-After. Accepted requests must succeed."""
     turns = iter(range(100))
     headers = {} if retry_after is None else {"Retry-After": retry_after}
 
@@ -521,7 +521,7 @@ def test_conversation_ends_after_failure() -> None:
 
 
 def test_disconnecting_clients_are_counted() -> None:
-    """They are neither successes nor failures, and the server sees them go."""
+    """They count neither as successes nor as failures, and the server notices that they disconnect."""
     gone: list[bool] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -548,8 +548,8 @@ def test_disconnecting_clients_are_counted() -> None:
 
 
 def test_open_loop_sends_without_waiting() -> None:
-    """Requests are sent at their times, though none is answered yet; what is refused is told
-    apart.
+    """Requests are sent on schedule although none is answered yet. Rejections are counted
+    separately.
     """
     at: list[float] = []
 
@@ -574,7 +574,7 @@ def test_open_loop_sends_without_waiting() -> None:
 
 
 def test_goodput_counts_requests_within_limits() -> None:
-    """Requests that keep both limits, a second."""
+    """Goodput is the number of requests per second that meet both limits."""
     answers = [timed(0, [1, 2], 2, 3), timed(0, [3, 4], 4, 3)]
     for settings, expected in (
         ({}, None),

@@ -1,4 +1,4 @@
-"""Models with random weights: sound files that llama.cpp loads, tokenizes and decodes with."""
+"""Models with random weights: valid files, with which llama.cpp tokenizes and decodes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_vocabulary_is_valid(name: str) -> None:
 
 
 def test_shapes_have_sizes_of_real_models() -> None:
-    """Parameters as their publishers count them."""
+    """The numbers of parameters are those that the publishers state."""
     counts = {
         name: sum(int.__mul__(*(*dims, 1)[:2]) for _, dims in tensors(shape))
         for name, shape in SHAPES.items()

@@ -1,4 +1,4 @@
-"""The child that measures: what it says, and what is said when it dies."""
+"""The child process that measures, and what is reported when it crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load client and Ollama's own API, over HTTP: judged by the rules that hold for OpenAI's."""
+"""The load client with Ollama's API, by the same rules as with OpenAI's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def measure(
 
 
 def test_load_against_ollama_succeeds(server: OllamaServer) -> None:
-    """The model is found, options have Ollama's names, tokens are counted by the server."""
+    """The client finds the model, sends options under Ollama's names, and uses the server's token
+    counts.
+    """
     assert find_model(Target(server.url, api="ollama")) == MODEL
     report = measure(server)
     assert (report.failures, report.num_succeeded, report.num_short) == ({}, 4, 0)
@@ -58,8 +60,8 @@ def test_load_against_ollama_succeeds(server: OllamaServer) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 61, 10_000])
 def test_stream_split_anywhere_is_read(server: OllamaServer, piece: int) -> None:
-    """Text that looks like an end or an error is text; what a model thinks has come, but is no
-    answer.
+    """Text that looks like an end or an error stays text. Reasoning counts as tokens, but not as
+    the answer.
     """
     server.answer, server.piece = GOOD, piece
     body = DIALECTS["ollama"].body(MODEL, [], {"max_tokens": MAX_TOKENS})
@@ -100,7 +102,7 @@ def test_failed_responses_are_counted_by_reason(
 
 
 def test_early_stop_is_a_success(server: OllamaServer) -> None:
-    """The server cannot be told to go on; the report says how many tokens came."""
+    """Ollama's API cannot forbid the end of a text, so the report states how many tokens arrived."""
     server.answer = [*TEXT[:2], last("stop", 3)]
     report = measure(server)
     assert (report.num_succeeded, report.num_short, report.output_tokens) == (4, 4, 12)
@@ -108,7 +110,7 @@ def test_early_stop_is_a_success(server: OllamaServer) -> None:
 
 
 def test_rejected_requests_are_failures(server: OllamaServer) -> None:
-    """Ollama does not say when to come again: that is no right refusal, not even in an overload."""
+    """Ollama sends no Retry-After, so a rejection is a failure, even under overload."""
     server.status = 503
     report = measure(server)
     assert (report.failures, report.num_refused) == ({"HTTP 503": 4}, 4)

@@ -1,4 +1,4 @@
-"""Finding the programs that cLLM is compared with."""
+"""Finding the programs with which cLLM is compared."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_build_requires_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_sources_are_reused_from_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sdist of the very version that uv.lock names, if uv has it; nothing is fetched then."""
+    """If uv has the sdist of the version in uv.lock, nothing is downloaded."""
     version = peers.locked_package()["version"]
     sdist = tmp_path / "sdists-v1" / "pypi" / peers.PACKAGE / version / "x" / "src"
     (sdist / "vendor" / "llama.cpp").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""From made-up results to figures, targets and the page."""
+"""Figures, targets and the page, computed from invented results."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def by_name() -> dict[str, Figure]:
 
 
 def test_figures_are_computed_from_rounds() -> None:
-    """Ratios and differences within a round; each has its target."""
+    """Each figure is a ratio or a difference within a round, and has a target."""
     found = by_name()
     decoding = found["decoding, engine in process / llama-batched-bench, 8"]
     assert (decoding.values, decoding.target, decoding.met) == ([0.995] * 3, 0.99, True)
@@ -129,7 +129,7 @@ def test_figures_are_computed_from_rounds() -> None:
     ("used", "target"), [("AVX, AVX2", 1.2), ("AVX2, AVX512", None), ("NEON", None)]
 )
 def test_compiler_gain_has_target_with_avx2_only(used: str, target: float) -> None:
-    """The kernels of prompts are compiled badly without them; decoding gains little."""
+    """Only the AVX2 kernels for prompts gain from the switches; decoding gains little."""
     results = made_up()
     results.machine["llama.cpp uses"] = used
     found = {figure.name: figure for figure in figures(results)}
@@ -139,7 +139,7 @@ def test_compiler_gain_has_target_with_avx2_only(used: str, target: float) -> No
 
 
 def test_single_failure_misses_target() -> None:
-    """Also over kept connections; those of others do not count."""
+    """Failures over kept connections count too; failures of peers do not."""
     results = made_up()
     name = "share of cLLM's requests that succeed"
     assert by_name()[name].met
@@ -157,7 +157,7 @@ def test_missing_measurements_give_no_figure() -> None:
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=1, max_size=5))
 def test_ratios_use_values_of_one_round(speeds: list[tuple[float, float]]) -> None:
-    """Whatever order they were measured in; a round without the other is left out."""
+    """The order of measurement does not matter, and a round without the other value is left out."""
     runs = [run(CLLM, i, a) for i, (a, _) in enumerate(speeds)]
     runs += [run(LLAMA_SERVER, i, b) for i, (_, b) in reversed(list(enumerate(speeds)))]
     runs.append(run(CLLM, len(speeds), 7.0))
@@ -173,7 +173,7 @@ def test_spread_is_computed() -> None:
 
 
 def test_page_shows_figures_and_targets(tmp_path: Path) -> None:
-    """It shows every picture that was written, and no table is broken by what a cell holds."""
+    """The page shows every picture, and no cell's content breaks a table."""
     path = tmp_path / "performance.md"
     written = write_page(made_up(), path)
     assert written[0] == path

@@ -1,6 +1,4 @@
-"""Pictures and pages: that they hold what was measured, and nothing that a browser would run or
-fetch.
-"""
+"""Pictures and pages show what was measured, and contain nothing that a browser would run or fetch."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def test_same_figure_gives_same_bytes() -> None:
 
 
 def test_load_figure_shows_report() -> None:
-    """Every axis is named with its unit; with several reports each has a line in each panel, and a
-    name.
-    """
+    """Every axis has a name and a unit. Each report has a line in each panel, with its name."""
     figure = load_figure({"before": report(), "$x_1$ <after>": report(slow=2)})
     assert [
         len([line for line in axes.lines if len(line.get_xdata()) > 2]) for axes in figure.axes
@@ -93,7 +89,7 @@ def test_old_and_empty_reports_can_be_drawn() -> None:
 
 
 def test_curve_figure_shows_each_series() -> None:
-    """Medians, and the spread as bars of error, for as many lines as one likes."""
+    """The figure shows medians, with the spread as error bars, for any number of series."""
     lines = {f"_server {i}": {1: [1.0, 2.0, 6.0], 8: [4.0 + i]} for i in range(8)}
     figure = curves(lines, x="requests at a time", y="tokens/s")
     axes = figure.axes[0]
@@ -121,7 +117,7 @@ def test_bar_figure_shows_each_system() -> None:
 
 
 class Page(HTMLParser):
-    """Collects what a browser would run or fetch, and the text."""
+    """Collects a page's text and everything that a browser would run or fetch."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
@@ -145,7 +141,7 @@ class Page(HTMLParser):
     "content", [report_page(report(model=EVIL)), diff_page(report(), report(model=EVIL))]
 )
 def test_page_is_self_contained(content: str) -> None:
-    """No network and no script; foreign text is text."""
+    """The page uses no network and no script, and shows foreign text as text."""
     page = Page(content)
     assert not page.tags & {"script", "link", "img", "iframe", "object", "image"}
     assert {"table", "svg", "figcaption"} <= page.tags

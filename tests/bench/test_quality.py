@@ -1,4 +1,4 @@
-"""Divergence and agreement of distributions, against a plain implementation."""
+"""Divergence and agreement of distributions, compared with a plain implementation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_equal_logits_have_zero_divergence(logits: np.ndarray) -> None:
 
 
 def test_large_and_infinite_logits_are_finite() -> None:
-    """Neither overflows nor is undefined."""
+    """The results neither overflow nor become undefined."""
     first = np.array([[1000.0, 999.0, -np.inf]], np.float32)
     divergence, _ = compare(first, np.array([[1.0, 0.0, -5.0]], np.float32))
     assert divergence == pytest.approx([math.log1p(math.exp(-5.0) / (math.e + 1))])

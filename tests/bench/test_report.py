@@ -1,4 +1,4 @@
-"""What a report keeps of a run, and that reports of older versions can be read."""
+"""What a report stores about a run, and reading reports of older versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANSWERS = st.lists(
 
 @given(ANSWERS)
 def test_timeline_counts_every_token(answers: list[Answer]) -> None:
-    """All tokens and all the time that requests were running are in its bins."""
+    """The bins contain all tokens, and all the time in which requests ran."""
     timeline = Timeline.of(answers, answers)
     waited = sum(answer.ended - answer.sent for answer in answers)
     if timeline is None:
@@ -53,9 +53,7 @@ def test_timeline_counts_every_token(answers: list[Answer]) -> None:
 
 
 def test_timeline_has_expected_intervals() -> None:
-    """By hand: one request of 2 s with 4 tokens in 2 chunks, another that begins and ends half
-    way.
-    """
+    """One request takes 2 s, with 4 tokens in 2 chunks; another begins and ends halfway."""
     timeline = Timeline.of([answered(0, [1, 1], 4), answered(1, [], 1)], [answered(0, [1, 1], 4)])
     assert timeline.bin_s == 2 / BINS
     assert timeline.running == [1] * BINS
@@ -78,7 +76,7 @@ def test_percentiles_are_computed() -> None:
 
 
 def test_old_reports_can_be_read(tmp_path: Path) -> None:
-    """What they lack is empty."""
+    """Fields that an old report lacks are empty."""
     content = msgspec.to_builtins(report_of([answered(0, [1, 1], 4)]))
     for name in ("num_short", "percentiles_ms", "timeline"):
         del content[name]

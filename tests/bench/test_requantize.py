@@ -1,4 +1,4 @@
-"""Other types for the weights: what is tried, what is written, and what it costs."""
+"""Other types for the weights: which are tried, what is written, and how it is judged."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cllm.bench.measure import Bench, Work
 from cllm.bench.quality import Quality
 from cllm.bench.requantize import (
     KL_LIMIT,
-    Form,
     Outcome,
+    Quantization,
     Requantized,
     best_of,
     bodies_to_try,
     estimated_bytes,
     heads_to_try,
-    original_form,
-    read_form,
-    try_forms,
+    original_quantization,
+    read_quantization,
+    try_quantizations,
     workplace,
-    write_form,
+    write_quantization,
 )
 from cllm.bench.tune import Figure
 from cllm.engine.params import EngineParams
@@ -52,16 +52,14 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
 @pytest.mark.llama
 @pytest.mark.slow
 def test_requantized_head_leaves_body_unchanged(tmp_path: Path) -> None:
-    """All other tensors are the same, byte for byte; and what was written is a sound file of the
-    estimated size.
-    """
+    """All other tensors are equal byte for byte, and the file is valid and has the estimated size."""
     header = header_of(tmp_path, "q4_k_m")
-    assert str(original_form(header)) == "Q4_K+Q6_K"
+    assert str(original_quantization(header)) == "Q4_K+Q6_K"
     for head in ("Q4_0", "Q8_0"):
-        form = Form("Q4_K", head)
-        write_form(header.path, tmp_path / "other.gguf", form, lambda share: None)
+        form = Quantization("Q4_K", head)
+        write_quantization(header.path, tmp_path / "other.gguf", form, lambda share: None)
         other = read_header(tmp_path / "other.gguf")
-        assert original_form(other) == form
+        assert original_quantization(other) == form
         before, after = contents(header), contents(other)
         assert {name for name in before if before[name] != after[name]} == {"token_embd.weight"}
         assert estimated_bytes(form, header) == other.tensor_bytes
@@ -69,12 +67,12 @@ def test_requantized_head_leaves_body_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.llama
 def test_requantized_body_leaves_head_unchanged(tmp_path: Path) -> None:
-    """Of a file that is quantized already; the head can stay as it is."""
+    """The source is quantized already, and the head can keep its type."""
     header = header_of(tmp_path, "q4_k_m")
-    form = Form("Q4_0", "Q6_K")
-    write_form(header.path, tmp_path / "other.gguf", form, lambda share: None)
+    form = Quantization("Q4_0", "Q6_K")
+    write_quantization(header.path, tmp_path / "other.gguf", form, lambda share: None)
     other = read_header(tmp_path / "other.gguf")
-    assert original_form(other) == form
+    assert original_quantization(other) == form
     assert Counter(tensor.type for tensor in other.tensors) == {"Q4_0": 14, "F32": 9, "Q6_K": 1}
     assert contents(other)["token_embd.weight"] == contents(header)["token_embd.weight"]
     assert estimated_bytes(form, header) == other.tensor_bytes
@@ -82,7 +80,7 @@ def test_requantized_body_leaves_head_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.llama
 def test_separate_head_is_requantized(tmp_path: Path, tiny_model) -> None:
-    """Then the embedding stays as it is."""
+    """The embedding keeps its type."""
     header = read_header(tiny_model("gemma3"))
     quantize(
         header.path,
@@ -124,10 +122,10 @@ def test_large_forms_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.llama
 def test_forms_are_read_by_name(builtin_path: Path) -> None:
     header = read_header(builtin_path)
-    assert read_form("Q8_0+Q4_K", header) == Form("Q8_0", "Q4_K")
+    assert read_quantization("Q8_0+Q4_K", header) == Quantization("Q8_0", "Q4_K")
     for wrong in ("Q4_0", "Q4_0+", "Q9+Q4_0", "Q4_0+F32", "Q4_0+Q4_0+Q4_0", ""):
         with pytest.raises(StartupError, match=r"is not a quantization: write BODY\+HEAD"):
-            read_form(wrong, header)
+            read_quantization(wrong, header)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_forms_are_read_by_name(builtin_path: Path) -> None:
 def test_recommendation_needs_gain_and_quality(
     gain: float, noise: float, kl: float, *, good: bool
 ) -> None:
-    """What is faster by more than the noise, and costs little."""
+    """A type is recommended if it is faster by more than the noise and loses little quality."""
     speeds = {"prompt": [1.0]}
     one = Requantized(
         "Q4_0+Q4_0", 1, Outcome(speeds), Outcome(speeds, gain, noise), Quality(kl, 1.0, 9)
@@ -165,13 +163,13 @@ def test_missing_disk_space_raises() -> None:
 @pytest.mark.llama
 @pytest.mark.slow
 def test_each_form_is_measured(builtin_path: Path, tmp_path: Path) -> None:
-    """Better types cost less quality, and no candidate is left behind."""
+    """Larger types lose less quality, and no candidate file remains."""
     params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
-    forms = [Form("Q8_0", "Q6_K"), Form("Q4_0", "Q4_0")]
+    forms = [Quantization("Q8_0", "Q6_K"), Quantization("Q4_0", "Q4_0")]
     tokens = [40 + i % 97 for i in range(600)]
     told = []
     with Bench() as bench:
-        found = try_forms(
+        found = try_quantizations(
             bench, params, FIGURES, tokens, forms, tmp_path, lambda *progress: told.append(progress)
         )
     assert [one.form for one in found] == ["Q8_0+Q6_K", "Q4_0+Q4_0"]
@@ -194,5 +192,7 @@ def test_interrupt_leaves_no_files(builtin_path: Path, tmp_path: Path) -> None:
 
     params = EngineParams(path=str(builtin_path), options=Options(n_threads=1).model_dump())
     with pytest.raises(KeyboardInterrupt), Bench() as bench:
-        try_forms(bench, params, FIGURES, [1, 2, 3], [Form("Q4_0", "Q4_0")], tmp_path, interrupt)
+        try_quantizations(
+            bench, params, FIGURES, [1, 2, 3], [Quantization("Q4_0", "Q4_0")], tmp_path, interrupt
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]

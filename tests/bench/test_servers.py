@@ -1,4 +1,4 @@
-"""Servers that are started to be measured: they are gone at the end, whatever ended it."""
+"""Servers that benchmarks start are stopped at the end, whatever the reason for the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason=
 
 
 def family(pid: int) -> list[str]:
-    """States of the processes of the group of ``pid``; an ended one may wait for its parent."""
+    """Return the states of the processes in the group of ``pid``. An ended one may still wait for
+    its parent.
+    """
     stats = [
         path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")
     ]
@@ -36,7 +38,7 @@ def family(pid: int) -> list[str]:
 
 
 def wait_until_gone(pid: int) -> None:
-    """What was killed needs a moment to go."""
+    """Wait for the end of the killed processes."""
     deadline = time.monotonic() + PATIENCE
     while family(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -46,7 +48,7 @@ def wait_until_gone(pid: int) -> None:
 @linux
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_nothing_is_left(error: type[BaseException] | None) -> None:
-    """Not even children that nobody ended."""
+    """Children of the server are stopped too."""
     pids = []
     try:
         with running([sys.executable, "-c", SERVER], "/") as server:

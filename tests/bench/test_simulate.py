@@ -1,4 +1,4 @@
-"""Simulations: results that can be computed by hand, and the command line."""
+"""Simulations whose results can be computed by hand, and the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ TOKEN = 0.012  # seconds of a step in which one sequence decodes
 def entry(
     at: float = 0.0, prompt: int = 100, answer: int = 5, blocks: list[int] | None = None, **fields
 ) -> Entry:
-    """``at`` in seconds; a prompt of one block, the same for all who are not told otherwise."""
+    """Return a request that arrives at ``at`` seconds. By default, its prompt is one block that all
+    requests share.
+    """
     lengths = {"input_length": prompt, "output_length": answer}
     return Entry(
         timestamp=at * 1000, hash_ids=[1] if blocks is None else blocks, **lengths, **fields
@@ -51,8 +53,8 @@ def ms(seconds: float):
 
 
 def test_single_request_has_expected_times() -> None:
-    """One step for the prompt, then one for each further token; the trace begins when its first
-    request does.
+    """The prompt takes one step, and each further token another one. The trace begins with its
+    first request.
     """
     report = run([entry(at=7.0, prompt=100, answer=5)])
     assert report.ttft_ms.mean == ms(0.01 + 100 * 0.001)
@@ -76,7 +78,7 @@ def test_single_request_has_expected_times() -> None:
 
 
 def test_long_prompt_is_split_into_chunks() -> None:
-    """A prompt longer than a step takes several."""
+    """A prompt longer than a step takes several steps."""
     report = run([entry(prompt=100, answer=1)], max_num_batched_tokens=40, max_num_seqs=8)
     assert report.num_steps == 3
     assert report.ttft_ms.mean == report.e2e_ms.mean == ms(3 * 0.01 + 100 * 0.001)
@@ -102,7 +104,7 @@ def test_time_advances_while_idle() -> None:
 
 
 def test_goodput_counts_requests_within_limits() -> None:
-    """Both limits count, and so do those who failed."""
+    """A request must meet both limits. Failed requests count as missed."""
     entries = [
         entry(),
         entry(at=10, prompt=500, blocks=[2]),
@@ -117,14 +119,14 @@ def test_goodput_counts_requests_within_limits() -> None:
 
 
 def test_expired_requests_are_counted() -> None:
-    """The second would begin when the first has ended, and that is too late."""
+    """The second request could only begin when the first has ended, which is too late."""
     entries = [entry(answer=100), entry(at=0.05, blocks=[2], deadline_ms=500.0)]
     assert run(entries, max_num_seqs=1).failures == {"timeout": 1}
     assert run(entries, max_num_seqs=2).failures == {}
 
 
 def test_high_priority_runs_first() -> None:
-    """A late urgent request overtakes the waiting ones."""
+    """An urgent request that arrives late overtakes the waiting ones."""
     entries = [entry(answer=50, blocks=[i], account="normal") for i in range(4)]
     entries.append(entry(at=0.05, answer=2, blocks=[9], account="urgent", priority="interactive"))
     keys = run(entries, policy="priority", max_num_seqs=1).keys
@@ -159,7 +161,7 @@ def test_different_blocks_share_no_prefix() -> None:
 
 @pytest.mark.parametrize("routing", ["least-loaded", "prefix", "round-robin"])
 def test_replicas_run_in_parallel(routing: str) -> None:
-    """As many as fit beside each other on one replica; on two each has half of them."""
+    """One replica runs as many requests as fit; of two replicas, each gets half of them."""
     entries = [entry(answer=20, blocks=[i]) for i in range(64)]
     one, two, four = (run(entries, replicas=n, max_num_seqs=4, routing=routing) for n in (1, 2, 4))
     assert two.wall_s == pytest.approx(one.wall_s / 2, rel=0.01)
@@ -168,7 +170,7 @@ def test_replicas_run_in_parallel(routing: str) -> None:
 
 
 def test_ram_tier_keeps_evicted_prefixes() -> None:
-    """One place in the cells, and two prompts in turn."""
+    """The cells hold one of two prompts that alternate."""
     entries = [entry(at=i, prompt=500, answer=1, blocks=[i % 2]) for i in range(6)]
     assert run(entries, max_num_seqs=1).cached_tokens == 0
     assert run(entries, max_num_seqs=1, ram_cache_tokens=10_000).cached_tokens == 4 * 499
@@ -176,9 +178,7 @@ def test_ram_tier_keeps_evicted_prefixes() -> None:
 
 @pytest.mark.parametrize("routing", ["prefix", "prefix-window"])
 def test_prefix_routing_prefers_replica_with_prefix(routing: str) -> None:
-    """Two talks of ten turns, one after the other: each stays where it began, and is moved when it
-    is crowded there.
-    """
+    """Two conversations of ten turns each stay on their replica, and move when it is crowded."""
     blocks = {"a": list(range(20)), "b": list(range(100, 120))}
     entries = [
         entry(
@@ -201,7 +201,7 @@ def test_prefix_routing_prefers_replica_with_prefix(routing: str) -> None:
 
 
 def test_least_loaded_replica_is_chosen() -> None:
-    """A long answer keeps its replica busy; all others find the other one."""
+    """A long answer keeps one replica busy, so all other requests go to the other one."""
     entries = [
         entry(answer=1000, blocks=[0]),
         *(entry(at=i + 1, answer=2, blocks=[i]) for i in range(9)),
@@ -213,16 +213,14 @@ def test_least_loaded_replica_is_chosen() -> None:
 
 
 def two_keys() -> list[Entry]:
-    """First 90 requests of one key, then 10 of another, all there from the beginning."""
+    """Return 90 requests of one key, then 10 of another, which all arrive at the beginning."""
     return [
         entry(answer=20, blocks=[i], account="heavy" if i < 90 else "light") for i in range(100)
     ]
 
 
 def test_fair_policy_differs_from_fcfs() -> None:
-    """The policy fair gives both the same; first come, first served lets the light key wait for the
-    heavy one.
-    """
+    """With "fair", both keys wait equally long; with "fcfs", the light key waits for the heavy one."""
     fair, fcfs = (run(two_keys(), policy=policy, max_num_seqs=2) for policy in ("fair", "fcfs"))
     assert fair.fairness.jain_index > 0.98
     assert fcfs.fairness.jain_index < 0.7
@@ -238,7 +236,9 @@ def test_fair_policy_differs_from_fcfs() -> None:
 
 
 def test_comparison_uses_selected_accounts() -> None:
-    """Only those named are compared; those that never wait together cannot be."""
+    """Only the given accounts are compared. Accounts that never wait at the same time cannot be
+    compared.
+    """
     entries = [*two_keys(), entry(at=1000, account="late")]
     assert run(entries, max_num_seqs=2).fairness.jain_index is None
     assert run(entries, max_num_seqs=2, keys=["heavy", "light"]).fairness.jain_index > 0.98
@@ -257,7 +257,7 @@ def test_overlap_of_intervals_is_computed() -> None:
 
 
 def test_costs_are_fitted_to_server_measurements(tmp_path: Path) -> None:
-    """What the answer to "explain" holds beside them is ignored."""
+    """Other fields in the answer of /scheduler are ignored."""
     file = tmp_path / "costs.json"
     rows = {"1": 0.03, "2": 0.04, "4": 0.06, "8": 0.1}
     file.write_text(
@@ -311,8 +311,8 @@ def test_invalid_costs_raise(tmp_path: Path, text: str, word: str) -> None:
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_synthetic_traces_can_be_read_again(tmp_path: Path, workload: str) -> None:
-    """The seed decides; a file gives back what was written; the rate is about what was asked
-    for.
+    """The seed determines the trace, a file returns what was written, and the mean rate is the
+    requested one.
     """
     entries = synthesize(workload, 500, 10.0, 3)
     assert entries == synthesize(workload, 500, 10.0, 3) != synthesize(workload, 500, 10.0, 4)
@@ -354,7 +354,7 @@ def test_same_seed_gives_same_results() -> None:
 
 
 class Shortest(FirstComeFirstServed):
-    """A policy from outside: short prompts first."""
+    """A policy from another module: short prompts first."""
 
     def group(self, seq):
         return seq.num_prompt_tokens
@@ -378,7 +378,9 @@ def test_stuck_scheduler_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
+    """Return a function that runs the command line in this process and returns exit code, stdout
+    and stderr.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(progress, "SILENCE", math.inf)  # a slow machine gets lines of progress
     monkeypatch.setattr(progress, "SHORT_SILENCE", math.inf)
@@ -397,7 +399,7 @@ def cllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def trace(cllm, tmp_path: Path) -> Path:
-    """Two keys, 40 requests, made by the command line."""
+    """Return a trace of 40 requests with two keys, made by the command line."""
     file = tmp_path / "trace.jsonl"
     code, out, err = cllm(
         "simulate", "synth", file, "--workload", "two-keys", "--requests", 40, "--rate", 20
@@ -408,7 +410,7 @@ def trace(cllm, tmp_path: Path) -> Path:
 
 
 def test_simulate_prints_json(cllm, trace: Path) -> None:
-    """One object and nothing else, the same each time."""
+    """stdout has one JSON object and nothing else, and it is the same each time."""
     options = ("--max-num-seqs", 2, "--replicas", 2, "--policy", "fcfs", "--ttft", 1000, "--json")
     code, out, _ = cllm("simulate", trace, *options)  # a slow machine tells its progress on stderr
     assert code == 0

@@ -1,4 +1,4 @@
-"""The stages from llama_decode to the socket: all of them do the same work."""
+"""The stages from llama_decode to the socket do the same work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def result(*medians: float) -> SizeResult:
 
 
 def test_loss_is_computed_between_stages() -> None:
-    """Against the stage before; what is faster has lost less than nothing."""
+    """Each stage is compared with the one before it; the loss of a faster stage is negative."""
     assert losses(result(100, 90, 90, 99)) == pytest.approx([0, 0.1, 0, -0.1])
 
 

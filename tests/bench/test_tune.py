@@ -1,4 +1,4 @@
-"""The search for settings: on machines that are made up, whose clock goes on by a second with each
+"""The search for settings, on simulated machines whose clock advances by a second with each
 measurement.
 """
 
@@ -46,7 +46,9 @@ KNOBS = [Knob(THREADS, [1, 2], FIGURES), Knob(UBATCH, [128, 256], FIGURES[:1])]
 
 
 class Machine:
-    """``speed`` of a choice, 100 tokens/s if it is 1; remembers what it was asked for."""
+    """A simulated machine. ``speed`` is the factor of a choice; 1 means 100 tokens/s. It records
+    what was measured.
+    """
 
     def __init__(self, speed: Callable[[Choice], float]) -> None:
         self.speed = speed
@@ -96,9 +98,7 @@ def test_search_finds_best_value_of_each_setting() -> None:
 def test_search_finds_optimum_without_noise(
     threads: dict[int, int], passes: dict[int, int]
 ) -> None:
-    """Where settings do not depend on each other, what is chosen is the best up to the least
-    gain.
-    """
+    """If settings are independent, the result is the optimum, up to the smallest gain that counts."""
 
     def speed(choice: Choice) -> float:
         return threads[choice[THREADS]] * passes[choice[UBATCH]]
@@ -109,7 +109,7 @@ def test_search_finds_optimum_without_noise(
 
 
 def test_candidates_are_measured_alternately() -> None:
-    """Each round has all of them, and every second one begins at the other end."""
+    """Each round measures all candidates, and every second round in reverse order."""
     machine = Machine(lambda choice: 1.0)
     machine.tune([Knob(THREADS, [1, 2], FIGURES[:1])], seconds=1)
     assert [choice[THREADS] for choice in machine.choices] == [4, 1, 2, 2, 1, 4, 4, 1, 2]
@@ -117,20 +117,20 @@ def test_candidates_are_measured_alternately() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_is_not_a_gain(seed: int) -> None:
-    """A machine on which nothing matters, and whose speed goes up and down by a tenth."""
+    """No setting has an effect on this machine, whose speed varies by a tenth."""
     noise = random.Random(seed)
     tuned = Machine(lambda choice: noise.uniform(0.9, 1.1)).tune()
     assert tuned.recommended == {} or tuned.after.gain > tuned.after.noise
 
 
 def test_gradual_slowdown_affects_all_candidates_equally() -> None:
-    """The machine gets slower and slower; the order of the settings does not matter."""
+    """The machine becomes slower and slower; the order of the settings does not matter."""
     machine = Machine(lambda choice: (1.2 if choice[THREADS] == 2 else 1) * 0.97**machine.now)
     assert machine.tune().recommended == {THREADS: 2}
 
 
 def test_gain_must_repeat_in_final_measurement() -> None:
-    """Otherwise it is reported but not recommended."""
+    """A gain that does not repeat is reported but not recommended."""
     machine = Machine(lambda choice: 1.5 if choice[THREADS] == 2 and machine.now <= 9 else 1.0)
     tuned = machine.tune(KNOBS[:1], seconds=10)
     assert tuned.chosen == {THREADS: 2}
@@ -139,14 +139,14 @@ def test_gain_must_repeat_in_final_measurement() -> None:
 
 
 def test_small_gains_are_ignored() -> None:
-    """A setting has its least gain."""
+    """Each setting has a smallest gain that counts."""
     machine = Machine(lambda choice: 1.05 if choice[THREADS] == 1 else 1.0)
     assert machine.tune([Knob(THREADS, [1], FIGURES)]).recommended == {THREADS: 1}
     assert machine.tune([Knob(THREADS, [1], FIGURES, least=0.1)]).recommended == {}
 
 
 def test_crashed_candidate_is_dropped() -> None:
-    """Its reason is kept, and the others go on; the settings as they are must work."""
+    """The reason is stored and the other candidates are measured. The current settings must work."""
 
     def speed(choice: Choice) -> float:
         if choice[THREADS] == 1:
@@ -180,7 +180,7 @@ def test_refused_candidate_is_not_chosen() -> None:
 
 
 def test_settings_without_time_are_skipped() -> None:
-    """What is begun gets its rounds; what is not begun is named."""
+    """A setting whose measurement has begun gets all rounds; the others are named as skipped."""
     machine = Machine(lambda choice: 1.0)
     tuned = machine.tune(seconds=3)
     assert tuned.skipped == [UBATCH]
@@ -193,7 +193,7 @@ def test_settings_without_candidates_are_skipped() -> None:
 
 
 def test_thread_counts_are_written_together() -> None:
-    """A null that follows the other one would change with it."""
+    """A thread count of null would follow the other one, so both are written."""
     start: Choice = {BATCH_THREADS: 4, THREADS: 4, UBATCH: 512}
     machine = Machine(lambda choice: 1.5 if choice[THREADS] == 2 else 1.0)
     tuned = search(
@@ -212,7 +212,9 @@ def test_thread_counts_are_written_together() -> None:
 
 
 def test_chosen_settings_reach_engine_parameters() -> None:
-    """Null is as many threads as there are cores, and the batch as many as one sequence."""
+    """A null thread count means one thread per core; a null batch size means the size of one
+    sequence.
+    """
     start = starting_choice(PARAMS, 6)
     assert start == {BATCH_THREADS: 6, THREADS: 6, UBATCH: 512, LAYOUT: "auto", KV_TYPE: "f16"}
     params = EngineParams(max_num_batched_tokens=100, options=Options(n_threads=2).model_dump())
@@ -227,7 +229,7 @@ def test_chosen_settings_reach_engine_parameters() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 6, 64])
 def test_candidates_depend_on_cores(cores: int) -> None:
-    """None twice, none that is there already, none that the work cannot tell from another."""
+    """No candidate appears twice, equals the current setting, or has no effect on the workload."""
     start = starting_choice(PARAMS, cores)
     tries = knobs(start, Works(ONE, MANY, MANY, MANY), cores, 512)
     assert [knob.key for knob in tries] == [BATCH_THREADS, THREADS, UBATCH, LAYOUT, KV_TYPE]
@@ -244,8 +246,8 @@ def test_candidates_depend_on_cores(cores: int) -> None:
 @pytest.mark.parametrize("tokens_per_s", [5.0, 300.0, 20_000.0])
 @pytest.mark.parametrize("seconds", [60.0, 600.0])
 def test_workload_sizes_fit_available_time(tokens_per_s: float, seconds: float) -> None:
-    """A measurement takes about a sixtieth of it, unless the machine is too slow for the least that
-    is worth it.
+    """A measurement takes about a sixtieth of the time, unless the machine is too slow for the
+    smallest useful workload.
     """
     found = works(lambda work: Speeds(tokens_per_s, tokens_per_s), 32, seconds)
     assert [work.num_seqs for work in found] == [1, 8, 8, 32]

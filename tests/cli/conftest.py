@@ -1,4 +1,4 @@
-"""The command line, run in the process of the tests: to start Python anew takes a second."""
+"""Runs the command line in the tests' process, because starting Python takes a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.observe import log
 
 
 class Result(NamedTuple):
-    """What a command did."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the person who runs the tests."""
+    """Remove all variables that the environment has for cLLM."""
     for variable in [name for name in os.environ if name.startswith("CLLM_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("COLUMNS", "200")
@@ -34,7 +34,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def cllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Result]:
-    """``cllm(*arguments, text="")`` runs a command; ``text`` is what it finds on stdin."""
+    """Return a function ``cllm(*arguments, text="")`` that runs a command with ``text`` on stdin."""
     monkeypatch.setattr(log, "configure", lambda level: None)  # it would outlive the test
 
     def run(*arguments: object, text: str = "") -> Result:

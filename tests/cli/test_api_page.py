@@ -1,4 +1,4 @@
-"""docs/api.md is what the code says, and leaves out nothing that OpenAI's own client can send."""
+"""docs/api.md follows from the code, and has all parameters that OpenAI's own client can send."""
 
 from pathlib import Path
 from typing import get_type_hints
@@ -35,7 +35,7 @@ def test_page_matches_the_code():
 
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_no_parameter_of_openai_is_unknown(path):
-    """Each is done, ignored or refused, and what is not done says why."""
+    """Each parameter is supported, ignored or rejected. The last two have a reason."""
     (model,) = (
         body_model(route) for route in routes() if route.path == path and "POST" in route.methods
     )
@@ -45,7 +45,7 @@ def test_no_parameter_of_openai_is_unknown(path):
 
 
 def test_every_route_with_a_body_declares_it():
-    """So that its parameters stand on the page, and in the OpenAPI document."""
+    """The parameters then appear on the page and in the OpenAPI document."""
     posts = [route for route in routes() if "POST" in route.methods and route.include_in_schema]
     silent = [route.path for route in posts if body_model(route) is None]
     assert [path for path in silent if not path.endswith(WITHOUT_BODY)] == []

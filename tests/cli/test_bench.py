@@ -90,7 +90,9 @@ def test_help_describes_bench_commands(cllm) -> None:
 
 
 def test_load_prints_json(cllm, server: str) -> None:
-    """One object and nothing else; model and key are found without being given."""
+    """stdout has one JSON object and nothing else. The command finds the model and the key by
+    itself.
+    """
     code, out, err = cllm("bench", "load", f"{server}/v1/", *LOAD, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -112,7 +114,7 @@ def test_load_prints_table(cllm, server: str) -> None:
 
 
 def test_diff_compares_two_reports(cllm, server: str, tmp_path: Path) -> None:
-    """What differs in the settings, and each figure with its ratio."""
+    """The comparison shows settings that differ, and each figure with its ratio."""
     for name, options in (
         ("a", ("--ttft", "5000")),
         ("b", ("--rate", "50", "--arrivals", "even", "--ttft", "5000")),
@@ -131,8 +133,8 @@ def test_diff_compares_two_reports(cllm, server: str, tmp_path: Path) -> None:
 
 
 def test_load_and_diff_write_pictures_and_pages(cllm, server: str, tmp_path: Path) -> None:
-    """Of a run and, from the reports alone, of two; a wrong name is told before anything is
-    measured.
+    """Pictures show one run, or two runs from their reports. A wrong file name is reported before
+    anything is measured.
     """
     files = ("--out", tmp_path / "a", "--plot", tmp_path / "a.svg", "--html", tmp_path / "a.html")
     assert cllm("bench", "load", server, *LOAD, *files)[0] == 0
@@ -163,7 +165,9 @@ def test_load_detects_ollama(cllm) -> None:
 
 
 def test_workloads_have_default_sizes(cllm, server: str) -> None:
-    """An overload comes at once, a shared prefix is most of a prompt, and what is given counts."""
+    """In an overload all requests arrive together; a shared prefix is most of a prompt. Given sizes
+    take precedence.
+    """
 
     def settings(*options: str) -> dict:
         code, out, _ = cllm("bench", "load", server, "--max-tokens", "2", *options, "--json")
@@ -184,7 +188,7 @@ def test_workloads_have_default_sizes(cllm, server: str) -> None:
 
 
 def test_options_override_preset(cllm, server: str) -> None:
-    """Its numbers are defaults."""
+    """The numbers of a preset are defaults."""
     code, out, _ = cllm(
         "bench", "load", server, "--preset", "seed-40x8x50", *LOAD[:2], *LOAD[4:], "--json"
     )
@@ -233,7 +237,7 @@ def test_url_is_normalized() -> None:
 
 
 def test_make_model_writes_file(cllm, tmp_path: Path) -> None:
-    """Prints what was made, and replaces nothing unasked."""
+    """The command prints what it made, and replaces a file only if asked to."""
     out_file = tmp_path / "tiny.gguf"
     arguments = ("bench", "make-model", "--shape", "tiny", "--quant", "f16", str(out_file))
     code, out, _ = cllm(*arguments)
@@ -253,7 +257,7 @@ def test_make_model_writes_file(cllm, tmp_path: Path) -> None:
 @pytest.mark.llama
 @pytest.mark.slow
 def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -> None:
-    """A table, or JSON; exit code 1 only if a stage loses more than the budget."""
+    """The result is a table or JSON. The exit code is 1 only if a stage loses more than the budget."""
     options = ["--sequences", "2", "--rounds", "1", "--max-tokens", "4", "--prompt-words", "3"]
     code, out, _ = cllm(
         "bench",
@@ -278,7 +282,7 @@ def test_stages_measures_every_stage(cllm, builtin_path: Path, tmp_path: Path) -
 
 
 def test_compare_rejects_invalid_options_before_measuring(cllm, tmp_path: Path) -> None:
-    """One line each, before anything is measured."""
+    """Each error is one line."""
     here = ("--out", tmp_path)
     (tmp_path / "wrong.json").write_text("[]")
     for options, word in (
@@ -309,7 +313,7 @@ def test_compare_reports_missing_peers(
 
 
 def test_compare_rewrites_page_from_results(cllm, tmp_path: Path) -> None:
-    """From the numbers alone; what missed its target is told."""
+    """The page follows from the stored numbers, and missed targets are marked."""
     run = {"num_seqs": 8, "round": 0, "num_requests": 16, "num_succeeded": 16}
     runs = [
         run | {"system": name, "output_tokens_per_s": speed}

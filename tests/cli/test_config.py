@@ -24,7 +24,7 @@ DOCS_PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No file of the person who runs the tests."""
+    """Change to a folder without settings files."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_help_imports_only_what_it_needs() -> None:
 
 
 def test_show_prints_valid_settings_file(cllm, tmp_path: Path) -> None:
-    """What show prints can be given back with --config."""
+    """The output of show is a valid file for --config."""
     (tmp_path / "in.yaml").write_text(
         "resources: {max_batch_size: 4}\ncache: {cleanup_interval: 5}\n"
     )
@@ -89,7 +89,7 @@ def test_show_prints_valid_settings_file(cllm, tmp_path: Path) -> None:
 
 
 def test_omitted_flags_keep_other_sources(cllm) -> None:
-    """A flag that was not typed leaves the option to the other sources."""
+    """If a flag is not given, the option comes from the other sources."""
     result = shown(
         cllm, "--context", "none", "--backend.llama-cpp.no-use-mmap", "--kv.max-memory-mb=5"
     )
@@ -106,14 +106,14 @@ def test_omitted_flags_keep_other_sources(cllm) -> None:
     "names", [{option.key: option.flag for option in OPTIONS.values()}, SHORT_NAMES]
 )
 def test_every_option_is_a_flag(cllm, names: dict[str, str]) -> None:
-    """Each option can be given under its own name, and some under a short one."""
+    """Each option has a flag with its own name, and some have a short one."""
     given = {key: OPTIONS[key].default for key in names}
     origins = shown(cllm, *(f"{names[key]}={value}" for key, value in given.items()))["origins"]
     assert {key for key, origin in origins.items() if origin == OPTIONS[key].flag} == set(names)
 
 
 def test_help_describes_option(cllm) -> None:
-    """--help has names, description, default and choices of each option."""
+    """--help shows the names, description, default and choices of each option."""
     code, out, _ = cllm("config", "show", "--help")
     assert code == 0
     for option in OPTIONS.values():
@@ -166,7 +166,7 @@ def test_help_describes_option(cllm) -> None:
     ],
 )
 def test_usage_errors_give_one_line(cllm, arguments: list[str], message: str) -> None:
-    """What cannot be understood is one line on stderr and exit code 2."""
+    """A usage error gives one line on stderr and exit code 2."""
     assert cllm(*arguments) == (2, "", message + "\n")
 
 
@@ -181,7 +181,7 @@ def test_usage_errors_give_one_line(cllm, arguments: list[str], message: str) ->
 def test_command_errors_set_exit_code(
     cllm, monkeypatch, error: BaseException, code: int, line: str
 ) -> None:
-    """An error that was foreseen is a line and an exit code, never a traceback."""
+    """An expected error gives one line and an exit code, never a traceback."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -191,7 +191,7 @@ def test_command_errors_set_exit_code(
 
 
 def test_closed_stdout_ends_command_quietly() -> None:
-    """A closed pipe ends the command without a word."""
+    """A closed pipe ends the command without a message."""
     reading, writing = os.pipe()
     os.close(reading)
     script = "from cllm.cli.main import main; main()"
@@ -207,7 +207,7 @@ def test_closed_stdout_ends_command_quietly() -> None:
 
 
 def test_model_can_be_positional() -> None:
-    """A command's positional model is the same as --model, and both together are refused."""
+    """A positional model equals --model; both together are rejected."""
     loaded = settings_from_flags(None, None, "a.gguf")
     assert (loaded.settings.model.path, loaded.origins["model.path"]) == ("a.gguf", "--model.path")
     with pytest.raises(StartupError, match=r'named twice: "a\.gguf" and --model "b\.gguf"'):

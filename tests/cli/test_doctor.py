@@ -1,4 +1,4 @@
-"""What the doctor says of a build that he cannot meet on this machine."""
+"""What ``cllm doctor`` says about builds that this machine does not have."""
 
 import subprocess
 import tomllib
@@ -25,7 +25,7 @@ from cllm.cli.probe import Probe, probe
     ],
 )
 def test_each_failure_suggests_a_fix(result, word):
-    """A crash and a wrong answer are cured by the compiler's switches."""
+    """For a crash and for a wrong answer, the fix is the compiler switches."""
     assert word in cure(result)
     assert result.passed == (word == "")
 
@@ -47,7 +47,7 @@ def test_each_failure_suggests_a_fix(result, word):
     ],
 )
 def test_suboptimal_build_suggests_build_command(compiler, switches, cpu, says):
-    """Where the compiler's switches or the CPU's vector extensions are not used."""
+    """The build lacks the compiler switches or does not use the CPU's vector extensions."""
     found = Probe(
         answer="72",
         system="CPU : AVX = 1 | AVX2 = 1 | FMA = 1 |",
@@ -58,13 +58,13 @@ def test_suboptimal_build_suggests_build_command(compiler, switches, cpu, says):
 
 
 def test_clang_is_not_recommended_for_avx512():
-    """The kernels for AVX-512 are as fast when GCC compiles them with the switches."""
+    """With the switches, GCC's AVX-512 kernels are as fast as clang's."""
     found = Probe(answer="72", system="AVX2 = 1 | AVX512 = 1 |", compiler="GCC", switches=SWITCHES)
     assert suggest_build(found, {"avx2", "avx512f"}) == "none known"
 
 
 def test_compiler_switches_agree_in_all_files():
-    """A person who builds by hand must get the build that was measured."""
+    """A build by hand must equal the build that was measured."""
     root = Path(__file__).resolve().parents[2]
     pyproject = tomllib.loads((root / "pyproject.toml").read_text())
     variables = pyproject["tool"]["uv"]["extra-build-variables"]["llama-cpp-python"]
@@ -78,7 +78,7 @@ def test_compiler_switches_agree_in_all_files():
 
 @pytest.mark.llama
 def test_library_reports_its_compiler():
-    """Whoever compiled it: its signature, and the switches if GCC was asked to record them."""
+    """It reports the compiler's signature, and the switches if GCC was told to record them."""
     from cllm.backends.llama_cpp.library import compiled
 
     compiler, switches = compiled()

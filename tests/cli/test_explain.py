@@ -1,4 +1,4 @@
-"""The output of cllm explain."""
+"""The output of ``cllm explain``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from cllm.scheduler.report import explain
 
 
 def test_waiting_sequences_are_listed_with_reasons(fake_engine):
-    """The head of the queue comes first with its reason, then sequences that wait for a prefix,
-    then those behind the head.
+    """The head of the queue comes first, then sequences that wait for a prefix, then those behind
+    the head.
     """
     engine = fake_engine(max_num_seqs=2, max_num_batched_tokens=64, context_length=256, length=100)
     prefix = [(7 * i) % 250 for i in range(100)]

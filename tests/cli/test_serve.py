@@ -1,4 +1,4 @@
-"""What ``cllm serve`` says before it serves."""
+"""The messages of ``cllm serve`` before it serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAKE = ("--backend.name", "fake")
 
 
 def one_line(result) -> str:
-    """The error of a start that could not work: exit code 2, one line, no trace."""
+    """Return the error of a start that fails, and check exit code 2 and the single line."""
     assert (result.code, result.out) == (2, ""), result.err
     (line,) = result.err.splitlines()
     assert line.startswith("cllm: ")
@@ -25,7 +25,7 @@ def one_line(result) -> str:
 
 
 def test_busy_port_gives_one_line(cllm):
-    """And the port's number is in it."""
+    """The line names the port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} " in one_line(cllm("serve", *FAKE, "--port", port))
@@ -42,7 +42,7 @@ def test_busy_port_gives_one_line(cllm):
     ],
 )
 def test_unreadable_model_gives_one_line(cllm, tmp_path: Path, content: bytes | None, words: str):
-    """Missing, empty, a web page, a pointer, garbage."""
+    """The file is missing, empty, a web page, a Git LFS pointer, or random bytes."""
     path = tmp_path / "model.gguf"
     if content is not None:
         path.write_bytes(content)
@@ -51,14 +51,14 @@ def test_unreadable_model_gives_one_line(cllm, tmp_path: Path, content: bytes | 
 
 @pytest.mark.llama
 def test_truncated_model_gives_one_line(cllm, builtin_path: Path, tmp_path: Path):
-    """With the size it should have."""
+    """The line states the size that the file should have."""
     path = tmp_path / "model.gguf"
     path.write_bytes(builtin_path.read_bytes()[:-1000])
     assert "incomplete" in one_line(cllm("serve", path))
 
 
 def test_unknown_option_gives_one_line(cllm, tmp_path: Path):
-    """A flag and a file each name what is wrong."""
+    """The error names the flag, or the file and its key."""
     assert "server.port" in one_line(cllm("serve", "--port", "70000"))
     path = tmp_path / "c.yaml"
     path.write_text("server:\n  prot: 1\n")
@@ -102,8 +102,8 @@ def test_reduced_sizes_are_reported(
 def test_progress_without_terminal_prints_few_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """A line at the beginning, one a quarter, and one where a quarter takes long; none if all of it
-    is quick.
+    """There is a line at the beginning and for each quarter, more for slow quarters, and none if
+    all of it is fast.
     """
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)

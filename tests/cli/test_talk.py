@@ -1,4 +1,4 @@
-"""``cllm generate`` and ``cllm chat`` as a person or a script runs them."""
+"""``cllm generate`` and ``cllm chat``, for people and scripts."""
 
 import json
 import subprocess
@@ -18,14 +18,14 @@ GREEDY = ("--temperature", "0")
 
 
 def test_generate_runs_as_process():
-    """The text and nothing else."""
+    """stdout has the text and nothing else."""
     command = [sys.executable, "-m", "cllm", "generate", "a", *FAKE, *GREEDY, "--max-tokens", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "bcd\n", "")
 
 
 def test_generate_prints_the_text(cllm):
-    """From an argument, or from stdin."""
+    """The prompt is an argument, or comes from stdin."""
     for arguments, text in ((("a",), ""), ((), "a"), (("-",), "a")):
         assert cllm("generate", *arguments, *FAKE, "--max-tokens", "3", *GREEDY, text=text) == (
             0,
@@ -39,7 +39,7 @@ def test_generate_prints_the_text(cllm):
 
 
 def test_generate_prints_json(cllm):
-    """One object, with the counts."""
+    """stdout has one JSON object with the token counts."""
     done = cllm("generate", "a", *FAKE, "--max-tokens", "3", *GREEDY, "--json")
     assert json.loads(done.out) == {
         "text": "bcd",
@@ -58,7 +58,7 @@ def test_generate_prints_json(cllm):
     ],
 )
 def test_generate_reports_invalid_arguments_in_one_line(cllm, arguments, word):
-    """Exit code 2, no trace."""
+    """The exit code is 2, and there is no traceback."""
     more = () if "--model" in arguments else FAKE
     done = cllm("generate", *arguments, *more)
     assert done.code == 2
@@ -67,7 +67,7 @@ def test_generate_reports_invalid_arguments_in_one_line(cllm, arguments, word):
 
 
 def test_chat_loads_model_without_server(cllm):
-    """Each line of stdin is a turn; a history is kept until /new."""
+    """Each line of stdin is a turn, and the history is kept until /new."""
     done = cllm(
         "chat", *FAKE, "--max-tokens", "2", *GREEDY, text="hi\n\n/new\nho\n/exit\nnot read\n"
     )
@@ -76,7 +76,7 @@ def test_chat_loads_model_without_server(cllm):
 
 
 def test_chat_handles_slash_commands_itself(cllm):
-    """They are commands, which the model is not asked about; a path is no command."""
+    """The model does not see slash commands. A path is not a command."""
     done = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/help\n/clear\n/exit\n")
     assert (done.code, done.out) == (0, f"{HELP}\n{HELP}\n")
     asked = cllm("chat", *FAKE, "--max-tokens", "2", *GREEDY, text="/etc/hosts\n")
@@ -86,7 +86,7 @@ def test_chat_handles_slash_commands_itself(cllm):
 
 @pytest.mark.llama
 def test_chat_answers_with_builtin_model(builtin_path, cllm):
-    """Two turns, the right answers."""
+    """Both turns get the right answers."""
     done = cllm(
         "chat", *GREEDY, "--context", "512", text="What is 27 plus 45?\nSpell the word garden.\n"
     )
@@ -112,8 +112,8 @@ def test_chat_reports_server_without_openai_api(cllm):
 
 
 class OpenAIStub(BaseHTTPRequestHandler):
-    """Streams the pieces in ``pieces`` and keeps the bodies it got; a piece that is no text is a
-    whole chunk.
+    """Streams ``pieces`` and records request bodies. A piece that is not text is sent as a whole
+    chunk.
     """
 
     pieces: ClassVar[list] = []
@@ -157,7 +157,7 @@ class StubServer(ThreadingHTTPServer):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """A server that speaks OpenAI's API, on the loopback."""
+    """Yield a server on the loopback interface that speaks OpenAI's API."""
     with StubServer(("127.0.0.1", 0), OpenAIStub) as server:
         server.bodies = []
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -169,8 +169,8 @@ def stub(monkeypatch):
 
 
 def test_generate_uses_server(cllm, monkeypatch, stub):
-    """It continues the prompt, by 256 tokens at most, or answers it; the server of the environment
-    is one as well.
+    """The server continues the prompt by at most 256 tokens, or answers it. The URL may come from
+    the environment.
     """
     end = {"choices": [{"text": "", "delta": {}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
@@ -203,7 +203,7 @@ def test_generate_uses_server(cllm, monkeypatch, stub):
     ],
 )
 def test_server_errors_give_one_line(cllm, monkeypatch, stub, pieces, status, out, words):
-    """What has come of the text is kept, on a line of its own."""
+    """Text that has arrived stays on a line of its own."""
     monkeypatch.setattr(OpenAIStub, "pieces", pieces)
     monkeypatch.setattr(OpenAIStub, "status", status)
     done = cllm("generate", "Dear", "--url", stub.url)
@@ -221,7 +221,7 @@ def test_server_errors_give_one_line(cllm, monkeypatch, stub, pieces, status, ou
     ],
 )
 def test_url_and_model_options_conflict(cllm, monkeypatch, command, arguments, word):
-    """The server has its own model; but a model that was named counts more than the server of the
+    """A server has its own model. A given model takes precedence over a server from the
     environment.
     """
     done = cllm(command, *arguments, "--url", "http://127.0.0.1:9", text="a")
@@ -234,7 +234,7 @@ def test_url_and_model_options_conflict(cllm, monkeypatch, command, arguments, w
 
 
 def test_prompt_starting_with_dash_needs_separator(cllm):
-    """A text that begins with a dash comes after two of them; a number is none that needs it."""
+    """The prompt follows "--". A negative number does not need it."""
     for option in ("--foo", "-x"):
         done = cllm("generate", option, *FAKE)
         assert (done.code, done.out) == (2, "")
@@ -250,7 +250,7 @@ def test_prompt_starting_with_dash_needs_separator(cllm):
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_server_options_are_rejected(cllm, command):
-    """Neither those of HTTP nor those that have another name here."""
+    """Options of HTTP are rejected, and options that have another name in this command."""
     out = cllm(command, "--help").out
     assert "--kv.max-memory-mb" in out
     for prefix in ("--server.", "--scheduler.", "--sampling.", "--log.", "--model.name"):
@@ -281,7 +281,7 @@ def test_doctor_passes_working_build(builtin_path, cllm):
 
 
 def test_unknown_variable_gives_warning(cllm, monkeypatch):
-    """One line on stderr, and the command goes on."""
+    """The warning is one line on stderr, and the command continues."""
     monkeypatch.setenv("CLLM_MODEL_PAHT", "m.gguf")
     done = cllm("generate", "a", *FAKE, *GREEDY, "--max-tokens", "3")
     assert (done.code, done.out) == (0, "bcd\n")

@@ -91,7 +91,6 @@ def test_help_describes_tune(cllm) -> None:
 def test_invalid_options_give_one_line_before_measuring(
     cllm, tmp_path: Path, monkeypatch, arguments: tuple[str, ...], words: str
 ) -> None:
-    """One line, before anything is measured."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.gguf").write_bytes(b"\xff\xfe")
     code, out, err = cllm("tune", *arguments)

@@ -88,7 +88,7 @@ def test_restart_finds_saved_prefixes(tmp_path):
 
 
 def test_saved_prefix_is_found_only_with_its_salt(tmp_path):
-    """Also after a restart. Each salt has its own file."""
+    """This holds after a restart too. Each salt has its own file."""
     first = start(tmp_path)
     for salt in ("", "a"):
         assert ask(first, LONG, salt)[1] == len(LONG) + 1
@@ -202,7 +202,7 @@ def test_temporary_files_go_at_the_next_start_unless_they_are_being_written(tmp_
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
 def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, error):
-    """Else its entry would stay, and would keep the file of the same tokens for ever."""
+    """Otherwise its entry would keep a file of the same tokens alive."""
 
     def fail(data: memoryview) -> list[int]:
         raise error

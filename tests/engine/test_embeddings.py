@@ -92,7 +92,7 @@ def test_higher_class_is_embedded_first(fake_engine) -> None:
 
 @pytest.mark.parametrize("prompts", [0, 6])
 def test_decoding_keeps_its_target_and_embeddings_progress(fake_engine, prompts) -> None:
-    """Also while prompts could use the rest of each step."""
+    """Prompts that could use the rest of each step do not stop the embeddings."""
     target = 0.1
     fake = fake_engine(
         costs=COSTS,

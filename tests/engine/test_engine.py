@@ -79,7 +79,7 @@ def test_engine_blocks_only_without_work():
 
 
 def test_each_step_sends_one_message():
-    """With all tokens of the step, and the state of the engine after it."""
+    """The message has all tokens of the step, and the state of the engine after it."""
     sent = run(Script([add("A", [1]), add("B", [7])], [], []), length=2)
     assert [[(o.request_id, o.token) for o in outputs] for outputs, _ in sent] == [
         [("A", 2), ("B", 8)],
@@ -127,7 +127,7 @@ def test_commands_are_executed_in_order():
 
 
 def test_close_ends_loop():
-    """Even while a sequence is running. Later commands are ignored."""
+    """It ends while a sequence is running, and later commands are ignored."""
     script = Script([add("A", [1])], [Close(), add("B", [1])])
     sent = run(script, length=9)
     assert tokens(sent, "A") == [2]
@@ -175,8 +175,8 @@ def test_operations_of_failed_batch_are_done_later():
 
 
 def test_seed_gives_same_text_alone_and_with_neighbours(fake_engine):
-    """With a temperature that makes the fake backend's tokens random, and with neighbours that
-    arrive, finish and preempt.
+    """The temperature makes the fake backend's tokens random; neighbours arrive, finish and
+    preempt.
     """
     lonely = fake_engine(length=30)
     lonely.add("A", [1, 2, 3], seed=7, temperature=5.0, max_tokens=30, ignore_eos=True, n=2)

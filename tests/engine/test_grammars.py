@@ -231,7 +231,7 @@ def test_grammar_is_compiled_once(monkeypatch):
 
 
 def test_least_recently_used_grammars_are_evicted():
-    """Those that were not asked for longest."""
+    """Grammars that were used recently stay."""
     answers = Answers()
     for i in range(MAX_GRAMMARS + 5):
         answers.ask(f"r{i}", grammar=f'start: "x{i}"')

@@ -78,7 +78,7 @@ LONG = [*range(40)]
 
 
 def test_prompt_logprobs_do_not_use_prefix_cache(fake_engine):
-    """But later requests can reuse the prompt's own cells."""
+    """Later requests can still reuse the prompt's own cells."""
     engine = fake_engine()
     for name, params in (("A", {}), ("B", {"prompt_logprobs": 0}), ("C", {})):
         engine.add(name, [*LONG, 3], max_tokens=1, **params)
@@ -170,7 +170,7 @@ def test_accepted_draft_tokens_have_logprobs(fake_engine):
     [{"mirostat": 2}, {"dry_multiplier": 1.0}, {"xtc_probability": 0.5}, {"min_tokens": 9}],
 )
 def test_speculation_keeps_text(fake_engine, params):
-    """Also with stateful sampling steps."""
+    """This holds for stateful sampling steps too."""
 
     def text(speculation: str) -> list[int]:
         engine = fake_engine(length=30, engine_speculation=speculation)
@@ -184,8 +184,8 @@ def test_speculation_keeps_text(fake_engine, params):
 
 
 def test_different_salts_share_no_prefix(fake_engine):
-    """Neither in idle cells, nor while a prefix is computed, nor in RAM. Requests with the same
-    salt share as usual.
+    """They share neither idle cells, nor a prefix that is being computed, nor RAM. Equal salts
+    share as usual.
     """
     engine = fake_engine()
     cached = {}

@@ -36,7 +36,7 @@ def test_layout_changes_when_loss_reaches_cost_of_change():
 
 
 def test_shared_prefix_changes_layout_to_unified():
-    """But not while a sequence decodes, because it would come back with cells of its own."""
+    """It does not change while a sequence decodes, because that would return with cells of its own."""
     shared = make_chooser()
     shared.observe(SHARED, 1000, unified=False)
     assert not shared.wants_change(SHARED, 0, unified=False, decoding=True)

@@ -80,7 +80,7 @@ def count_found(ledger: Ledger, tokens: list[int]) -> int:
 
 
 def test_cells_move_from_free_to_held_to_idle():
-    """As the text form of the ledger shows. The three numbers add up."""
+    """The text form of the ledger shows them, and the three numbers add up."""
     ledger = Ledger(num_cells=64, cells_per_seq=64, max_num_seqs=2)
     assert str(ledger) == "<Ledger 64: held 0 idle 0 free 64>"
     seq, num_found, operations = lease(ledger, [1, 2, 3])
@@ -107,7 +107,7 @@ def test_lease_raises_if_all_seq_ids_are_leased():
 
 
 def test_longest_idle_prefix_is_found():
-    """Of those that begin like the prompt, the one that shares most of it."""
+    """Among prefixes that begin like the prompt, the one that shares most tokens is chosen."""
     ledger = Ledger(num_cells=384, cells_per_seq=128, max_num_seqs=3)
     seqs = [start(ledger, [i]) for i in range(3)]
     for seq, tokens in zip(seqs, [LONG[:20], [*LONG[:30], 7, 7], [8] * 20], strict=True):
@@ -143,7 +143,7 @@ def test_few_surplus_tokens_are_dropped_instead_of_copying():
 
 
 def test_last_prompt_token_is_recomputed():
-    """Even if the whole prompt is cached, because its logits are needed."""
+    """Its logits are needed, even if the whole prompt is cached."""
     ledger = Ledger(64, 64, 1)
     run_and_release(ledger, LONG)
     seq, num_found, operations = lease(ledger, LONG)
@@ -202,7 +202,7 @@ def test_prefix_of_running_sequence_is_shared():
 
 
 def test_only_computed_tokens_are_copied():
-    """From a sequence whose prompt is still being computed."""
+    """The source is a sequence whose prompt is still being computed."""
     ledger = Ledger(128, 100, 2, UNIFIED)
     start(ledger, LONG, 30)
     assert ledger.match(LONG)[:2] == (30, ledger._leased[0])
@@ -300,7 +300,7 @@ def test_recurrent_state_in_flight_is_found_later():
     ids=["too short to be saved", "too large for RAM", "not saved when it was there", "gone"],
 )
 def test_state_that_will_not_be_saved_is_not_awaited(num_shared, num_computed, ram_bytes):
-    """What is not going to be saved is not promised."""
+    """``match`` promises only states that will be saved."""
     ledger = Ledger(400, 200, 2, CHECKPOINT, Tiers(ram_bytes, 0, 1))
     start(ledger, LONGER, num_computed)
     assert ledger.match([*LONGER[:num_shared], 1]) == Match()
@@ -310,7 +310,7 @@ def test_state_that_will_not_be_saved_is_not_awaited(num_shared, num_computed, r
 
 
 def test_idle_prefixes_are_evicted_least_recently_used_first():
-    """From their ends, and not one token at a time."""
+    """Several tokens at a time are evicted from their ends."""
     ledger = Ledger(num_cells=180, cells_per_seq=60, max_num_seqs=3)
     seqs = [start(ledger, [i] * 60) for i in range(3)]
     for i in (1, 0, 2):
@@ -332,7 +332,7 @@ def test_recurrent_state_is_evicted_as_a_whole():
 
 
 def test_parked_prefix_is_evicted_first():
-    """Before prefixes that were idle already."""
+    """It is evicted before prefixes that were idle already."""
     ledger = Ledger(100, 50, 3, UNIFIED)
     run_and_release(ledger, [1] * 40)
     end(ledger, start(ledger, [2] * 40), soon=True)
@@ -421,7 +421,7 @@ def make_ledger_with_ram(
 
 
 def test_evicted_prefix_is_loaded_from_ram():
-    """As much of it as is needed."""
+    """Only the needed part is loaded."""
     ledger = make_ledger_with_ram()
     run_and_release(ledger, LONGER)
     assert ledger.make_room(120) == [Save(0, 0), Trim(0, 0)]
@@ -471,7 +471,7 @@ def test_prefix_that_is_not_worth_saving_is_dropped(tokens, ram_bytes):
 
 
 def test_prefix_stored_elsewhere_is_not_saved():
-    """As part of another prefix in the cells or in RAM."""
+    """It is part of another prefix in the cells or in RAM."""
     ledger = make_ledger_with_ram()
     run_and_release(ledger, LONGER[:80])
     assert start(ledger, [*LONGER[:80], 1, 2]).seq_id == 0
@@ -551,7 +551,7 @@ def test_snapshot_being_loaded_is_not_evicted():
 
 
 def test_snapshot_being_loaded_is_not_replaced():
-    """Not even by a longer snapshot of a prefix that has to leave the cells for it."""
+    """A longer snapshot of a prefix that leaves the cells for it does not replace it either."""
     ledger = Ledger(600, 600, 1, Partitioned(), Tiers(1000, 0, 1))
     tokens = list(range(500))
     run_and_release(ledger, tokens[:400])

@@ -53,7 +53,7 @@ def test_match_may_end_inside_edge():
 
 
 def test_distinct_tokens_count_common_prefixes_once():
-    """What several paths begin with counts once, as far as one of them is counted."""
+    """A common beginning counts once, as far as one of its paths is counted."""
     tree = make_tree(a=[1, 2, 3, 4, 5], b=[1, 2, 3, 4, 5], c=[1, 2, 9], d=[])
     assert (
         tree.num_distinct({"a": 5, "b": 2, "c": 3, "d": 0})

@@ -37,7 +37,7 @@ def test_snapshot_size_has_fixed_and_per_token_parts():
 
 
 def test_least_recently_used_snapshots_leave_ram():
-    """As few as necessary."""
+    """As few as possible leave."""
     tiers = Tiers(100, 0, 1)
     snapshots = [save(tiers, 30) for _ in range(3)]
     tiers.touch(snapshots[0])
@@ -49,7 +49,7 @@ def test_least_recently_used_snapshots_leave_ram():
 
 
 def test_make_room_returns_none_if_impossible():
-    """For more than all RAM, or if it would evict one that is needed or being read. Nothing
+    """The request exceeds all RAM, or would evict a snapshot that is needed or being read. Nothing
     changes.
     """
     tiers = Tiers(100, 100, 1)
@@ -114,7 +114,7 @@ def test_file_larger_than_budget_does_not_count():
 
 
 def test_forget_removes_snapshot_from_all_tiers():
-    """And frees its bytes."""
+    """Its bytes are freed."""
     tiers = Tiers(100, 100, 1)
     snapshot = save(tiers, 40)
     tiers.record_written(snapshot)

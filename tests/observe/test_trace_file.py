@@ -101,7 +101,9 @@ def request(prompt: list[int], **changes) -> Request:
 
 
 def test_recorder_writes_one_line_per_answer(tmp_path: Path) -> None:
-    """With lengths, times and classes. An answer without tokens is recorded with its max_tokens."""
+    """The line has lengths, times and classes. An answer without tokens is recorded with its
+    max_tokens.
+    """
     file = tmp_path / "trace.jsonl"
     with closing(Recorder(file)) as recorder:
         recorder.record(

@@ -51,7 +51,7 @@ def expected_retry_after(seconds):
 
 
 def test_retry_after_is_at_most_ten_minutes():
-    """Also for embeddings, which have no reservations."""
+    """This holds for embeddings too, which have no reservations."""
     assert QueueFull("an hour of work waits", "seconds", 3600.0).retry_after == LONGEST_WAIT
 
 
@@ -66,7 +66,7 @@ def test_queue_position_counts_requests_without_slot():
 
 @pytest.mark.parametrize("num_started", [0, 2, 4])
 def test_number_of_waiting_requests_meets_limit_exactly(num_started):
-    """Whether or not the running requests have their first token. Each end admits one more."""
+    """It does not matter whether running requests have their first token. Each end admits one more."""
     backlog = make_backlog(requests=10)
     running = [ask() for _ in range(num_started)]
     for request in running:
@@ -141,7 +141,7 @@ def test_service_rate_is_measured_while_all_slots_are_taken(num_waiting):
 
 
 def test_estimate_includes_prompt_computation():
-    """By the engine's costs of steps and prompt tokens."""
+    """The estimate uses the engine's costs of steps and prompt tokens."""
     backlog = make_backlog()
     backlog.observe(Stats(num_seq_ids=CAPACITY, step_seconds=0.5, prompt_token_seconds=0.01))
     assert backlog.estimate_position(ask(length=10)) == QueuePosition(0, 0.6)
@@ -260,7 +260,7 @@ def test_load_ahead_depends_on_policy(policy, position):
 
 
 def test_ended_requests_leave_no_counts():
-    """Whether they ended before or after their first token, or with the engine."""
+    """They end before or after their first token, or with the engine."""
     backlog = make_backlog()
     for request in (ask(n=3), ask("a"), ask("b", BATCH)):
         backlog.record_submission(request)
@@ -312,8 +312,8 @@ def test_newcomers_cannot_take_reserved_place():
 
 
 def test_newcomers_always_get_half_of_queue():
-    """So no capacity is lost to clients that never return. Requests that can start immediately are
-    never rejected.
+    """Clients that never return therefore waste no capacity. Requests that can start immediately
+    are never rejected.
     """
     clock = Clock()
     backlog = make_backlog(requests=8, seconds_each=0.1, clock=clock)

@@ -72,7 +72,7 @@ def test_outbox_sends_one_message_for_a_step(pipe: tuple[BinaryIO, int]) -> None
 
 
 class Exits:
-    """What ``os._exit`` was called with. It returns, so the first code counts."""
+    """Records the argument of ``os._exit`` and returns, so the first code counts."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []

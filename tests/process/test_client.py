@@ -61,7 +61,7 @@ async def tokens(stream):
 
 
 def test_concurrent_requests_get_their_own_tokens():
-    """With more requests than sequence ids."""
+    """There are more requests than sequence ids."""
 
     async def test(client):
         streams = [ask(client, f"r{i}", [i], max_tokens=4) for i in range(5)]
@@ -180,7 +180,7 @@ def test_time_limits_of_request_end_it():
 
 
 def test_explain_answers_each_caller():
-    """Also if an earlier caller has been cancelled."""
+    """A cancelled earlier caller does not matter."""
 
     async def test(client):
         busy = [ask(client, f"busy{i}", [i], max_tokens=900, ignore_eos=True) for i in range(3)]
@@ -223,7 +223,7 @@ def test_dead_engine_fails_its_streams_and_restarts():
 
 
 def test_retry_after_engine_death_is_backoff_plus_load_time(monkeypatch):
-    """For ended streams, and for all requests until the engine is ready."""
+    """This holds for ended streams, and for all requests until the engine is ready."""
     monkeypatch.setattr("cllm.process.client.FIRST_BACKOFF", 2.0)
     now = 1000.0
 

@@ -47,7 +47,7 @@ def read(stream):
 
 
 def test_late_reader_gets_all_outputs_from_beginning():
-    """And then the rest together with the first reader, each under its own request id."""
+    """It then reads the rest together with the first reader, each under its own request id."""
     harness = Harness()
     first = harness.ask("a")
     harness.emit("a", 10, 11)
@@ -173,7 +173,7 @@ def test_full_queue_still_shares():
 
 
 def test_sharing_reader_gets_queue_position_of_shared_request():
-    """And position 0 once that request has started."""
+    """The position is 0 once that request has started."""
     harness = Harness(capacity=1)
     harness.ask("a", prompt=(1,))
     assert harness.ask("b", prompt=(2,)).queue_position.position == 1
@@ -227,7 +227,7 @@ def test_cached_result_is_returned_without_engine():
 
 @pytest.mark.parametrize("finish", ["error", "timeout"])
 def test_failed_results_are_not_cached(finish):
-    """Nor those of aborted requests."""
+    """Results of aborted requests are not cached either."""
     harness = Harness(results=8)
     harness.ask("a")
     harness.emit("a", 10)
@@ -248,7 +248,7 @@ def test_request_with_deadline_fills_result_cache():
 
 
 def test_seed_is_drawn_before_request_is_sent_to_engine():
-    """So that another engine can compute the same text. Greedy requests need no seed."""
+    """Another engine can then compute the same text. Greedy requests need no seed."""
     harness = Harness()
     prompt = [1, 2, 3]
     random, chosen = SamplingParams(temperature=1), SamplingParams(temperature=1, seed=5)
@@ -262,7 +262,7 @@ def test_seed_is_drawn_before_request_is_sent_to_engine():
 
 
 def test_engine_failure_reaches_all_readers():
-    """After the outputs that had arrived. No request remains."""
+    """They first get the outputs that had arrived. No request remains."""
     harness = Harness()
     streams = [harness.ask("a"), harness.ask("b")]
     harness.emit("a", 10)

@@ -56,7 +56,7 @@ def test_ticket_works_once_for_its_account_and_class_only():
 
 
 def test_due_clients_without_tickets_are_recognized():
-    """By the body, or by the account if it has a name and only one reservation."""
+    """They are recognized by the body, or by the account if it has a name and only one reservation."""
     desk = Desk()
     first, second = desk.reject(body=1), desk.reject(body=2)
     desk.reject("")
@@ -69,7 +69,7 @@ def test_due_clients_without_tickets_are_recognized():
 
 
 def test_request_without_ticket_is_new_in_groups_that_send_tickets():
-    """Until all clients of the group have gone. Groups of other bodies are not affected."""
+    """This lasts until all clients of the group have gone. Groups of other bodies are not affected."""
     desk = Desk()
     first, _, other = desk.reject(body=1), desk.reject(body=1), desk.reject(body=2)
     desk.now += 10.0
@@ -161,7 +161,7 @@ def test_early_retries_with_equal_bodies_keep_all_reservations():
 
 
 def test_load_of_returning_clients_is_summed_by_due_time():
-    """For each class separately."""
+    """Each class has its own sums."""
     desk = Desk()
     for account, seconds in (("a", 10.5), ("b", 21.0), ("a", 31.5)):
         desk.reject(account, seconds=seconds)
@@ -177,7 +177,7 @@ def test_load_of_returning_clients_is_summed_by_due_time():
 @pytest.mark.parametrize("weights", [{}, {"2": 3.0, "4": 0.5}])
 @pytest.mark.parametrize("num_turns", [0.5, 1.0, 2.5, 4.0, 7.0])
 def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):
-    """As if they were counted one by one, also after some have gone."""
+    """The result equals counting one by one, also after some have gone."""
     desk = Desk()
     for account in range(1, 6):
         for _ in range(account):

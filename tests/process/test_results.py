@@ -38,7 +38,7 @@ def test_digest_ignores_parameters_without_effect():
 
 
 def test_digest_covers_prompt_and_all_parameters():
-    """And nothing else."""
+    """It covers nothing else."""
     same = Request("other", [1, 2], SamplingParams(seed=1), "user-x", Priority.BATCH, 5.0)
     assert digest(same) == digest(ask(seed=1))
     different = [

@@ -198,7 +198,7 @@ def test_rejected_clients_are_served_at_next_try(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_returning_clients_are_served_before_newcomers(seed):
-    """Even while twice as many newcomers arrive as can be served."""
+    """This holds while twice as many newcomers arrive as can be served."""
     world, served, goodput = measure(seed, fresh=2.0)
     assert sum(client.num_tries > 1 for client in world.clients) > 2 * CROWD
     assert served >= 0.8
@@ -207,7 +207,9 @@ def test_returning_clients_are_served_before_newcomers(seed):
 
 @pytest.mark.parametrize("account", ["", "shared"])
 def test_clients_without_tickets_are_recognized(account):
-    """By their accounts or, if all have the same account, by the body that they send again."""
+    """They are recognized by their accounts or, if all have the same account, by the body that they
+    send again.
+    """
     _, served, goodput = measure(0, fresh=2.0, account=account, sends_ticket=False)
     assert served >= 0.8
     assert goodput >= 0.9
@@ -221,7 +223,7 @@ def test_newcomers_with_equal_body_cannot_take_reserved_places():
 
 
 def test_clients_are_rejected_again_without_reservations(monkeypatch):
-    """So the tests above measure the effect of reservations."""
+    """This shows that the tests above measure the effect of reservations."""
     monkeypatch.setattr(Reservations, "sum_load_within", lambda *_: QueueLoad())
     monkeypatch.setattr(Reservations, "find", lambda *_: None)
     assert measure(0)[1] < 0.1

@@ -1,4 +1,4 @@
-"""Which replica gets a request: the rules, one by one and under random requests."""
+"""Which replica gets a request: each rule, and random requests."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from cllm.core.batch import Batch, Row
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.core.sequence import Sequence
-from cllm.sampling.dry import MAX_MATCH, MAX_WINDOW, Past, add_dry, repetitions
+from cllm.sampling.dry import MAX_MATCH, MAX_WINDOW, History, add_dry, repetitions
 from cllm.sampling.pipeline import Sampler
 
 SIZE = 8
@@ -56,9 +56,9 @@ def reference(tokens: list[int], params: SamplingParams) -> dict[int, float]:
     st.integers(1, 6),
 )
 def test_like_the_reference(tokens, params, num_known):
-    """With few letters, so that texts repeat. Also while a text grows token by token."""
+    """The alphabet is small, so texts repeat. The text also grows token by token."""
     seq = Sequence(Request("A", tokens[:num_known], params), 0, 0, 10**6)
-    past = Past(params.dry_breakers)
+    past = History(params.dry_breakers)
     for token in [*tokens[num_known:], None]:
         row = np.zeros(SIZE, np.float32)
         add_dry(row, seq, past)
@@ -94,8 +94,8 @@ def test_dry_breaks_a_loop():
 
 @pytest.mark.parametrize("tokens", [[1] * 20_000, [1, 2] * 10_000, [*range(64)] * 300])
 def test_cost_per_token_is_bounded(tokens):
-    """For texts that repeat themselves all the time. The minimum CPU time of five runs counts."""
-    seq, past = sequence(tokens, dry_multiplier=1.0), Past(())
+    """The texts repeat themselves all the time. The minimum CPU time of five runs counts."""
+    seq, past = sequence(tokens, dry_multiplier=1.0), History(())
     row = np.zeros(100, np.float32)
     add_dry(row, seq, past)
     times = []

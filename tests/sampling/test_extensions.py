@@ -142,7 +142,7 @@ rows = st.tuples(
     st.lists(rows, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([30, 257, 600])
 )
 def test_like_the_reference(rows, seed, size):
-    """For the same uniform numbers, alone and in a batch."""
+    """The uniform numbers are the same; rows are sampled alone and in a batch."""
     seqs = [Sequence(Request("A", [1], params), 0, own_seed, 10**6) for params, own_seed in rows]
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), size)).astype(np.float32)
     tokens = sample(seqs, logits)
@@ -160,7 +160,7 @@ def test_like_the_reference(rows, seed, size):
 
 
 def test_equal_logits_keep_their_order():
-    """Also if one of them is minus zero."""
+    """Minus zero equals zero."""
     logits = np.array([-1, 0.0, -0.0, 3, 3, -np.inf, -1], np.float32)
     counts = {
         sample([sequence(seed, typical_p=0.999, temperature=5.0)], [logits])[0]
@@ -230,7 +230,7 @@ def test_mirostat_matches_its_paper(tau, eta, temperature, seed, size):
 
 
 def test_mirostat_restores_mu_when_a_position_is_sampled_again():
-    """After a rejected draft token or a failed step."""
+    """A draft token was rejected, or a step failed."""
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (40, 200)).astype(np.float32)
     plain, sampler = sequence(5, **params), Sampler()
@@ -277,7 +277,7 @@ def test_min_tokens_forbids_end_and_stop_tokens():
 
 
 def test_forced_token_does_not_change_mu():
-    """Also after draft tokens that went further."""
+    """Draft tokens that went further do not change it either."""
     params = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5}
     logits = np.random.default_rng(3).normal(0, 3, (8, 200)).astype(np.float32)
     one, other = Sampler(), Sampler()

@@ -50,7 +50,7 @@ def follow(text: str, *tokens: int):
 
 @given(st.sets(st.integers(0, 999)), st.integers(950, 1000))
 def test_forbid_sets_exactly_the_forbidden_logits(allowed, size):
-    """For vocabulary sizes of any remainder modulo eight."""
+    """The vocabulary sizes have all remainders modulo eight."""
     mask = np.zeros(1000, bool)
     mask[list(allowed)] = True
     row = np.random.default_rng(size).normal(0, 2, size).astype(np.float32)

@@ -28,7 +28,7 @@ def expected(logits: np.ndarray) -> list[float]:
 
 @given(st.integers(0, 20), st.integers(0, 2**32), st.sampled_from([20, 300, 2000]))
 def test_logprobs_ignore_penalties_bias_and_temperature(num_top, seed, size):
-    """For the chosen token and for the most probable ones."""
+    """This holds for the chosen token and for the most probable ones."""
     logits = np.random.default_rng(seed).normal(0, 4, (2, size)).astype(np.float32)
     plain = sequence(temperature=0)
     asking = sequence(

@@ -1,4 +1,4 @@
-"""From logits to tokens, compared with a slow reference that follows the documented order of steps."""
+"""Sampling, compared with a slow reference that follows the documented order of steps."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ rows = st.tuples(
     st.sampled_from([40, 41, 257, 1000]),
 )
 def test_tokens_match_the_reference(rows, seed, size):
-    """For the same uniform numbers, alone and in a batch of rows with different params."""
+    """The uniform numbers are the same; rows are sampled alone and in a batch with different
+    params.
+    """
     seqs = [
         sequence(params, own_seed, tuple(prompt), tuple(output))
         for params, own_seed, prompt, output in rows
@@ -192,7 +194,7 @@ def test_exactly_the_tokens_of_the_reference_can_be_drawn(monkeypatch, params, s
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1, "temperature": 5.0}])
 def test_greedy_takes_the_first_of_the_most_probable_tokens(params):
-    """Whatever the seed and the other rows."""
+    """The seed and the other rows do not matter."""
     logits = [np.array([0, 5, 5, 1], np.float32), np.array([9, 5, 5, 1], np.float32)]
     greedy = [sequence(SamplingParams(**params), seed) for seed in range(2)]
     assert sample(greedy, logits) == [1, 0]
@@ -232,7 +234,7 @@ def test_tiny_temperature_is_greedy_without_overflow(temperature):
 
 
 def test_logit_of_minus_infinity_is_never_drawn():
-    """With and without other steps."""
+    """Other sampling steps are on or off."""
     logits = np.full(600, -np.inf, np.float32)
     logits[[7, 300, 599]] = 0.5
     for params in ({}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 10}):
@@ -242,7 +244,7 @@ def test_logit_of_minus_infinity_is_never_drawn():
 
 @given(st.integers(0, 2**64 - 1), st.lists(rows, max_size=4), st.integers(0, 4))
 def test_token_does_not_depend_on_other_rows(seed, others, place):
-    """Nor on the row's position in the batch."""
+    """It does not depend on the row's position in the batch either."""
     logits = (
         np.random.default_rng(seed % 1000).normal(0, 2, (len(others) + 1, 300)).astype(np.float32)
     )

@@ -38,7 +38,7 @@ def test_end_of_reasoning_is_forced_after_the_budget(output, expected) -> None:
 
 
 def test_budget_counts_from_the_start_of_reasoning() -> None:
-    """Only if reasoning starts with one of the first tokens."""
+    """It counts only if reasoning starts with one of the first tokens."""
     assert forced([7, 5, 5], begin=OPEN) is None
     assert forced([7, 5, 5, 5], begin=OPEN) == 9
     assert forced([5, 5, 7, 5, 5], begin=OPEN) is None

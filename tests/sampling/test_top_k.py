@@ -47,7 +47,7 @@ def test_vocabulary_of_151936_logits(k):
     "size", [NUM_BLOCKS * 40 - 1, NUM_BLOCKS * 40, NUM_BLOCKS * 40 + 1, NUM_BLOCKS * 41 - 1]
 )
 def test_largest_value_is_found_at_any_position(size):
-    """Also after the last whole block."""
+    """Positions after the last whole block count too."""
     for at in (0, 39, 40, size // 2, size - 2, size - 1):
         row = np.zeros(size, np.float32)
         row[at] = 1

@@ -106,7 +106,7 @@ def test_weight_scales_share():
 
 
 def test_output_tokens_are_charged():
-    """With OUTPUT_WEIGHT."""
+    """Each costs OUTPUT_WEIGHT prompt tokens."""
     policy = Fair({})
     seq = sequence("a")
     policy.arrived(policy.group(seq))
@@ -201,9 +201,7 @@ def test_forgotten_account_is_charged_from_floor(monkeypatch):
     )
 )
 def test_rank_of_waiting_account_never_falls(events):
-    """Whatever is served, forgotten or returns meanwhile, also if sequences are served out of
-    order.
-    """
+    """Accounts are served, forgotten and return, and sequences are served out of order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cllm.scheduler.policy.MAX_COUNTERS", 6)
         policy, ranks = Fair({"3": 5.0}), {}
@@ -292,7 +290,7 @@ def test_unknown_policy_raises_startup_error(name):
     )
 )
 def test_queue_returns_each_waiting_sequence_once(events):
-    """Whatever arrives, leaves and returns. The length of the queue is right, too."""
+    """Sequences arrive, leave and return. The length of the queue stays right."""
     waiting, inside, served = Waiting(Fair({})), set(), []
     for account, priority, take in events:
         if take and inside:

@@ -1,5 +1,5 @@
-"""Promises of the README, under random requests: a prefix is computed once, and an account with many
-requests does not hold up another one.
+"""Promises of the README, under random requests: a prefix is computed once, an account with many
+requests does not hold up another one, and a seed gives the same text alone and with others.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.core.request import Priority
 from cllm.kv_cache.ledger import MIN_SHARED_TOKENS
 
 SYSTEM = 80  # tokens of a shared prefix
@@ -96,3 +97,72 @@ def test_hundred_requests_of_one_account_do_not_hold_up_one_of_another(
     assert len(begun() - before - {"L"}) <= num_seqs, "those begun in the same step included"
     engine.finish(max_steps=20_000)
     assert set(engine.ends().values()) == {"length"}
+
+
+@given(
+    st.tuples(st.lists(st.integers(0, 250), min_size=1, max_size=20), st.integers(0, 2**63)),
+    st.lists(
+        st.tuples(
+            st.integers(1, 20),  # prompt tokens
+            st.integers(1, 30),  # new tokens
+            st.integers(0, 5),  # steps before it arrives
+            st.sampled_from(Priority),
+            st.booleans(),  # whether it is cancelled
+        ),
+        max_size=10,
+    ),
+    st.integers(0, 20),
+    st.sampled_from(["off", "prompt_lookup"]),
+    st.sampled_from([80, 256, None]),  # cells of the pool; None: each sequence has its own
+)
+@settings(max_examples=25)
+def test_seed_gives_same_text_alone_and_with_others(
+    fake_engine,
+    seeded: tuple[list[int], int],
+    others: list[tuple[int, int, int, Priority, bool]],
+    arrival: int,
+    speculation: str,
+    num_cells: int | None,
+) -> None:
+    """The others arrive, finish, preempt and are cancelled. The pool is overcommitted."""
+    prompt, seed = seeded
+    wanted = {"seed": seed, "temperature": 5.0, "max_tokens": 30, "ignore_eos": True, "n": 2}
+
+    def make_engine(num_cells: int | None):
+        return fake_engine(
+            length=64,
+            context_length=64,
+            num_cells=num_cells,
+            max_num_seqs=4,
+            max_num_batched_tokens=8,
+            engine_speculation=speculation,
+        )
+
+    alone = make_engine(256)
+    alone.add("A", prompt, **wanted)
+    alone.finish()
+
+    crowd = make_engine(num_cells)
+    crowd.scheduler.length_estimates.output = 4
+    for number, (size, output, num_steps, priority, _) in enumerate(others):
+        for _ in range(num_steps):
+            crowd.step()
+        crowd.add(
+            f"R{number}",
+            [(number + i) % 250 for i in range(size)],
+            priority=priority,
+            max_tokens=output,
+            temperature=5.0,
+            seed=number,
+        )
+    for _ in range(arrival):
+        crowd.step()
+    crowd.add("A", prompt, **wanted)
+    crowd.step()
+    for number, (*_, cancelled) in enumerate(others):
+        if cancelled:
+            crowd.abort(f"R{number}")
+    crowd.finish()
+    for index in range(2):
+        assert crowd.tokens("A", index) == alone.tokens("A", index)
+    assert len(alone.tokens("A")) == 30

@@ -138,5 +138,5 @@ def test_scenario_is_computed_as_described(path, fake_engine, update_scenarios):
 
 
 def test_folder_contains_scenarios():
-    """So that a folder that has moved does not count as passing."""
+    """Without this test, a folder that has moved would pass."""
     assert SCENARIOS

@@ -1,4 +1,4 @@
-"""What each step computes, and for which requests, as the batches that reach the fake backend."""
+"""What each step computes, and for which requests, seen in the batches of the fake backend."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_rows_are_sorted_by_seq_id(fake_engine):
 
 
 def test_max_tokens_ends_sequence_with_length(fake_engine):
-    """As many tokens as asked for, and the reason is length."""
+    """The sequence has max_tokens tokens, and the reason is length."""
     engine = fake_engine(length=9)
     engine.add("A", [1], max_tokens=3)
     engine.finish()
@@ -157,7 +157,7 @@ def test_max_tokens_ends_sequence_with_length(fake_engine):
 
 
 def test_context_length_limits_prompt_and_output(fake_engine):
-    """Also if more tokens were requested."""
+    """The limit holds if more tokens were requested."""
     engine = fake_engine(context_length=16, length=99)
     for name, size in (("A", 10), ("B", 15)):
         engine.add(name, LONG[:size], max_tokens=50)
@@ -167,7 +167,7 @@ def test_context_length_limits_prompt_and_output(fake_engine):
 
 
 def test_prompt_that_can_never_fit_ends_with_error(fake_engine):
-    """Before anything is leased, although the sender should have checked it."""
+    """Nothing is leased for it. The sender should have checked it."""
     engine = fake_engine(context_length=16)
     request = Request("A", LONG[:16], SamplingParams(n=2))
     assert [output.finish for output in engine.engine.handle(Add(request))] == ["error", "error"]
@@ -254,7 +254,7 @@ def test_sequence_parked_in_step_gets_no_row(fake_engine):
 
 
 def test_parked_sequence_waits_at_head_of_queue(fake_engine):
-    """Before sequences that have never run."""
+    """It waits in front of sequences that have never run."""
     engine = fake_engine(
         context_length=60, num_cells=61, max_num_seqs=2, max_num_batched_tokens=64, length=30
     )
@@ -332,7 +332,7 @@ def test_abort_with_index_ends_only_that_sequence(fake_engine):
 
 
 def test_abort_of_unknown_request_does_nothing(fake_engine):
-    """Or of one that has ended."""
+    """The request never existed or has ended."""
     engine = fake_engine(length=1)
     engine.add("A", [1])
     engine.finish()
@@ -411,7 +411,7 @@ def test_fcfs_parks_no_sequence(fake_engine):
 
 
 def test_lower_class_yields_its_cells(fake_engine):
-    """Also to a sequence that waits for cells, not for a seq_id."""
+    """It also yields to a sequence that waits for cells and not for a seq_id."""
     engine = fake_engine(context_length=100, num_cells=100, max_num_seqs=4, length=90)
     engine.add("A", [1] * 40, priority=Priority.BATCH, max_tokens=50)
     engine.step()
@@ -645,7 +645,7 @@ def test_random_arrivals_and_aborts_leave_nothing(fake_engine, limits, events):
 
 @given(limits, st.lists(st.integers(1, 30), min_size=2, max_size=6))
 def test_decoding_sequence_gets_token_in_each_step(fake_engine, limits, lengths):
-    """Until it ends, unless it is parked, whatever arrives."""
+    """It gets one until it ends or is parked, whatever requests arrive."""
     engine = fake_engine(context_length=40, **limits)
     for i, length in enumerate(lengths):
         engine.add(str(i), [1] * length, max_tokens=5)
@@ -676,7 +676,7 @@ def test_queue_timeout_ends_when_first_sequence_starts(fake_engine):
 
 
 def test_estimated_wait_ignores_cached_tokens(fake_engine):
-    """For forty requests that share a long cached prompt."""
+    """Forty requests share a long cached prompt."""
     costs = Costs(step=0.01, row=0.001, token=0.001)
     engine = fake_engine(
         context_length=2048, max_num_seqs=4, max_num_batched_tokens=512, costs=costs

@@ -87,8 +87,8 @@ def test_accepted_draft_tokens_save_steps(fake_engine):
 )
 @pytest.mark.parametrize("prompts", [[REPEATING], [REPEATING, [1, 2, 3, 1, 2], [5] * 9]])
 def test_speculation_keeps_text(fake_engine, params, prompts):
-    """Also when draft tokens are rejected and sampling is random, because each position has its own
-    random number.
+    """Draft tokens are rejected and sampling is random, but each position has its own random
+    number.
     """
     off, on = (
         run(fake_engine, how, prompts, ignore_eos=True, **params)

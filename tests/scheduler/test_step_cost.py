@@ -36,7 +36,7 @@ def test_efficient_prefill_takes_as_long_as_twenty_steps():
 
 
 def test_partial_tile_costs_a_whole_one():
-    """And changes the estimate less than a whole one."""
+    """It changes the estimate less than a whole tile does."""
     cost = StepCost(64)
     for tokens in [64, 128, 65, 100] * 10:
         cost.observe(0, tokens, 0.5 * -(-tokens // 64))
@@ -65,7 +65,7 @@ def test_number_of_rows_above_all_seen_is_estimated_from_largest():
 
 
 def test_budget_is_whole_tiles():
-    """Without the offset of the layout; if nothing worth a tile is left, one tile more."""
+    """The layout's offset is not included. If less than a tile is left, the budget is one tile."""
     cost = StepCost(10)
     cost.observe(1, 0, 0.05)
     cost.observe(0, 100, 0.1)

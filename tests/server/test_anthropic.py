@@ -101,7 +101,7 @@ def test_stream_has_the_same_message_as_the_whole_answer(client):
 
 
 def test_raw_events_and_text_stream_have_the_same_text(client):
-    """With ``stream=True``, and with the client's text_stream."""
+    """The request uses ``stream=True``, or the client's text_stream."""
     with client.messages.create(messages=SUM, stream=True, **ASKED) as events:
         parts = [event.delta.text for event in events if event.type == "content_block_delta"]
     assert "".join(parts) == "72"
@@ -253,7 +253,7 @@ def test_tool_arguments_are_streamed_in_pieces(client):
 
 
 def test_tool_choice_forces_names_or_forbids_a_call(client):
-    """With the types any, tool and none."""
+    """The types are any, tool and none."""
     asked = {"messages": SUM, "tools": TOOLS, **ASKED}
     forced = client.messages.create(tool_choice={"type": "any"}, **asked)
     assert {block.type for block in forced.content} == {"tool_use"}
@@ -316,8 +316,8 @@ class Person(pydantic.BaseModel):
 
 
 def test_output_schema_is_enforced_or_rejected(client):
-    """With the client's typed parser and with a JSON schema. A schema that cannot be enforced is
-    rejected.
+    """The schema comes from the client's typed parser, or is JSON. A schema that cannot be enforced
+    is rejected.
     """
     asked = [{"role": "user", "content": "Tell me of a person."}]
     parsed = client.messages.parse(messages=asked, output_format=Person, **ASKED)

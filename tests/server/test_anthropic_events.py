@@ -98,7 +98,7 @@ class Replayed(SimpleNamespace):
 
 @given(answers())
 def test_streamed_and_whole_messages_match_the_deltas(answer):
-    """For all channels and all ways to cut their texts."""
+    """This holds for all channels, and however their texts are cut."""
     steps, expected = answer
     events = MessageEvents(generation(), "m", "req_1")
     data = events.begin() + b"".join(map(events.deltas, steps)) + events.end()

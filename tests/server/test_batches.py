@@ -457,7 +457,7 @@ def test_batch_finishes_after_a_crash_between_its_output_files(start_server, tmp
 
 @pytest.mark.parametrize("model", ["fake", "another"])
 def test_expired_batch_keeps_its_answers(start_server, tmp_path, model):
-    """Also if the batch is for a model that the server does not have."""
+    """This includes a batch for a model that the server does not have."""
     write_earlier_records(
         tmp_path, {"status": "in_progress", "expires_at": int(time.time()) - 1, "model": model}
     )

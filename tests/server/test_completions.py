@@ -194,7 +194,7 @@ def test_best_of_returns_the_most_probable_choices(ask):
     ],
 )
 def test_unsupported_combination_is_rejected_with_the_field(ask, params, param):
-    """With the field that is at fault."""
+    """The error names the field."""
     with pytest.raises(openai.BadRequestError) as refused:
         ask(**params)
     assert refused.value.param == param

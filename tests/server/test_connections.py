@@ -94,8 +94,8 @@ def read_all(connection):
 
 
 def test_slow_head_gets_408(monkeypatch):
-    """Even if bytes keep arriving. Time spent on an answer, or before the next request, does not
-    count.
+    """It is rejected even if bytes keep arriving. Time for an answer, or before the next request,
+    does not count.
     """
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
 
@@ -264,7 +264,7 @@ def test_rejected_request_keeps_its_connection_if_it_is_complete(fake_server):
     ("pause", "timeout", "size"), [(0.05, LIMIT, 10**9), (LIMIT, 0.2, 10**9), (LIMIT, LIMIT, 10**6)]
 )
 def test_discarding_a_rejected_body_is_limited(monkeypatch, pause, timeout, size):
-    """By the pause between two parts, by time, and by bytes."""
+    """The limits are the pause between two parts, the time, and the bytes."""
     monkeypatch.setattr(http_protocol, "LINGER_PAUSE", min(pause, timeout))
     monkeypatch.setattr(http_protocol, "LINGER_TIMEOUT", timeout)
     monkeypatch.setattr(http_protocol, "LINGER_BYTES", size)
@@ -308,7 +308,7 @@ def test_failing_application_gets_500(version):
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("delay", [0, 0.1])
 def test_half_closed_connection_gets_its_answer(fake_server, stream, delay):
-    """Also if the client closes its side in the middle of a stream. Nothing is logged."""
+    """The client may close its side in the middle of a stream. Nothing is logged."""
     log = fake_server.log
     request = LONG % (60, stream)
     with connect(fake_server) as connection:
@@ -323,7 +323,7 @@ def test_half_closed_connection_gets_its_answer(fake_server, stream, delay):
 
 
 def test_half_closed_connection_gets_all_pipelined_answers():
-    """Then the server closes it."""
+    """The server then closes it."""
 
     async def run():
         async with serving(answering(0.1)) as (address, connections):
@@ -496,7 +496,7 @@ def test_120_idle_connections_fit_64_file_descriptors(start_server):
 
 
 def test_soft_limit_of_open_files_is_raised():
-    """To the hard limit, up to a maximum."""
+    """It is raised to the hard limit, up to a maximum."""
     code = (
         "import resource; from cllm.server.connections import raise_descriptor_limit;"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"

@@ -250,7 +250,7 @@ def test_body_other_than_a_json_object_gets_400(fake_server, data):
 
 
 def test_other_invalid_requests_have_the_dialects_form(fake_server):
-    """Too large, wrong content type, method, route, model or version."""
+    """The body is too large, or the content type, method, route, model or version is wrong."""
     client = fake_server.client
     large = {**ANTHROPIC, "messages": [{"role": "user", "content": "a" * 1_000_001}]}
     check_anthropic(client.post("/v1/messages", json=large), 413, "request_too_large")

@@ -18,7 +18,7 @@ from conftest import PATIENCE
 from pydantic_core import to_json
 
 from cllm.backends.fake.backend import TOKEN_VECTORS
-from cllm.server.vectors import written
+from cllm.server.vectors import encode_vectors
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def right(text: str) -> np.ndarray:
 
 
 def test_openai_package_decodes_embeddings(client) -> None:
-    """By default it requests base64 and decodes it."""
+    """The package requests base64 by default and decodes it."""
     texts = [f"text number {i}" for i in range(100)]
     answer = client.embeddings.create(model="fake", input=texts)
     assert [item.index for item in answer.data] == list(range(100))
@@ -195,7 +195,7 @@ def test_encoding_many_vectors_does_not_block_other_requests():
 
     async def run():
         running = asyncio.create_task(other())
-        data = await written(
+        data = await encode_vectors(
             np.ones((160, 2), np.float32), lambda i, vector: to_json([i, *vector.tolist()])
         )
         running.cancel()

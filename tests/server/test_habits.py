@@ -433,7 +433,7 @@ def test_strict_mode_checks_the_fields_of_every_tool_choice(start_server):
     ],
 )
 def test_constraints_in_other_servers_forms_are_enforced(builtin_server, wish, answer):
-    """On OpenAI's three routes; none is silently ignored."""
+    """OpenAI's three routes enforce them; no constraint is silently ignored."""
     post = builtin_server.client.post
     assert (
         post(CHAT, json={"messages": ASK, **wish}).json()["choices"][0]["message"]["content"]

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from cllm.server.anthropic.schema import MessagesBody
-from cllm.server.body import explain
+from cllm.server.body import first_fault
 from cllm.server.ollama.schema import ChatBody as OllamaChatBody
 from cllm.server.openai.embeddings import EmbeddingsBody
 from cllm.server.openai.response_schema import ResponseBody
@@ -209,7 +209,7 @@ def test_body_with_millions_of_errors_is_rejected_at_the_first(model, field, val
     with pytest.raises(pydantic.ValidationError) as caught:
         model.model_validate({**good, field: value})
     assert caught.value.error_count() < 10
-    assert explain(caught.value).param.startswith(field)
+    assert first_fault(caught.value).param.startswith(field)
 
 
 def test_unknown_parameters_are_ignored(fake_server):
@@ -239,7 +239,9 @@ def test_max_tokens_beyond_the_context_ends_with_length(fake_server):
 def test_too_long_prompt_gets_400_with_its_length_and_the_limit(
     fake_server, length, status, stream
 ):
-    """Before any byte is streamed. A prompt that leaves room for one token is accepted."""
+    """The answer comes before any byte is streamed. A prompt that leaves room for one token is
+    accepted.
+    """
     answer = fake_server.client.post(
         "/v1/completions", json={"prompt": "a" * length, "max_tokens": 1, "stream": stream}
     )
@@ -253,7 +255,7 @@ def test_too_long_prompt_gets_400_with_its_length_and_the_limit(
 
 
 def test_body_over_the_limit_gets_413(fake_server):
-    """By its Content-Length, and also when it is sent in chunks."""
+    """The size is known from Content-Length, or found while chunks arrive."""
     large = json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_001}]}).encode()
     headers = {"content-type": "application/json"}
     announced = fake_server.client.post(CHAT, content=large, headers=headers)

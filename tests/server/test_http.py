@@ -136,7 +136,7 @@ def test_200_header_fields_are_served(fake_server):
 
 
 def test_endless_head_gets_431(fake_server):
-    """Before it ends, because the server keeps it in memory until then."""
+    """The answer comes before the head ends, because the server keeps the head in memory."""
     with connect(fake_server) as connection:
         connection.sendall(HEAD + b"x-large: ")
         for _ in range(1000):

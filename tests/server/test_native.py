@@ -52,7 +52,7 @@ def test_encode_returns_token_ids_and_their_number(fake_server):
 
 
 def test_root_names_the_routes(fake_server):
-    """For users who open the address in a browser."""
+    """Users may open the address in a browser."""
     answer = fake_server.client.get("/").json()
     assert answer["model"] == "fake"
     assert {"/v1/chat/completions", "/generate", "/metrics"} <= set(answer["paths"])

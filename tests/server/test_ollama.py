@@ -49,7 +49,7 @@ def test_stream_has_the_same_text_as_the_whole_answer(client):
 
 
 def test_requests_stream_by_default(builtin_server):
-    """As NDJSON."""
+    """The stream is NDJSON."""
     body = {"model": MODEL, "messages": SUM}
     answer = builtin_server.client.post("/api/chat", json=body)
     assert answer.headers["content-type"] == "application/x-ndjson"
@@ -58,7 +58,7 @@ def test_requests_stream_by_default(builtin_server):
 
 
 def test_generate_equals_a_chat_with_one_message(client):
-    """With a system prompt and without; streamed and whole."""
+    """Cases are with and without a system prompt, streamed and whole."""
     assert client.generate(MODEL, SUM[0]["content"], options=GREEDY).response == "72"
     assert (
         client.generate(MODEL, SUM[0]["content"], system="Answer shortly.", options=GREEDY).response
@@ -132,7 +132,7 @@ def test_integers_with_a_decimal_point_are_accepted(client):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_logprobs_are_returned_for_each_token(client, streamed):
-    """With the most probable alternatives."""
+    """They include the most probable alternatives."""
     asked = {"options": GREEDY, "logprobs": True, "top_logprobs": 3}
     chat = client.chat(MODEL, SUM, stream=streamed, **asked)
     generate = client.generate(MODEL, SUM[0]["content"], stream=streamed, **asked)
@@ -145,7 +145,7 @@ def test_logprobs_are_returned_for_each_token(client, streamed):
 
 
 def test_repeat_penalty_acts_unless_its_window_is_zero(client):
-    """On a text that repeats itself."""
+    """The prompt makes the model repeat itself."""
     asked = [{"role": "user", "content": "Repeat: river river river river"}]
     plain = client.chat(MODEL, asked, options=GREEDY).message.content
     penalized = client.chat(MODEL, asked, options={**GREEDY, "repeat_penalty": 5.0}).message.content
@@ -173,7 +173,7 @@ def test_concurrent_async_requests_get_their_own_answers(builtin_server):
 
 
 def test_the_model_is_listed_and_shown(client, builtin_path):
-    """With the details from the GGUF header."""
+    """The details come from the GGUF header."""
     (listed,) = client.list().models
     assert listed.model == f"{MODEL}:latest"
     assert listed.size == builtin_path.stat().st_size
@@ -296,7 +296,7 @@ def test_tool_call_and_result_round_trip(client, streamed):
 
 
 def test_thinking_is_separated_from_the_text(client):
-    """With true and with a level. Without think there is none."""
+    """``think`` is true or a level. If it is missing, there is no thinking."""
     for think in (True, "low"):
         answer = client.chat(MODEL, SUM, think=think, options=GREEDY).message
         assert answer.content == "72"

@@ -66,7 +66,7 @@ def test_several_choices_are_complete(client, model):
 
 
 def test_stop_string_ends_the_text_before_it(client, model):
-    """Also across tokens, streamed or not. The sequence is freed."""
+    """The string may span tokens, streamed or not. The sequence is freed."""
     stop = ["6 1", " 17 18"]  # inside of "16 17" never, so " 17 18" is the one
     answer = client.chat.completions.create(
         model=model, messages=COUNT, temperature=0, stop=[stop[1]]
@@ -81,7 +81,7 @@ def test_stop_string_ends_the_text_before_it(client, model):
 
 
 def test_max_tokens_ends_with_length(client, model):
-    """With both names of the parameter; max_completion_tokens takes precedence."""
+    """The parameter has two names; max_completion_tokens takes precedence."""
     answer = client.chat.completions.create(
         model=model, messages=COUNT, max_completion_tokens=5, max_tokens=50
     )
@@ -90,7 +90,7 @@ def test_max_tokens_ends_with_length(client, model):
 
 
 def test_equal_seeds_give_equal_texts(client, model):
-    """At a high temperature; different seeds give different texts."""
+    """The temperature is high; different seeds give different texts."""
 
     def babble(seed):
         answer = client.chat.completions.create(
@@ -137,7 +137,7 @@ def test_completions_accept_texts_and_token_ids(client, model, builtin_server):
 
 
 def test_errors_raise_the_clients_own_exceptions(client, model):
-    """With the field and the code."""
+    """The exceptions have the field and the code."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=model, messages=SUM, temperature=-1)
     assert refused.value.param == "temperature"

@@ -61,7 +61,7 @@ def test_models_and_embeddings_match_the_clients_types(builtin_server, fake_serv
 
 
 def test_errors_have_all_four_keys(builtin_server):
-    """For every kind of error, on every route."""
+    """This holds for every kind of error, on every route."""
     client = builtin_server.client
     answers = [
         client.post("/v1/chat/completions", json={"messages": MESSAGES, "temperature": -1}),

@@ -51,7 +51,7 @@ def test_every_route_documents_its_bodies_and_answers(document) -> None:
 
 
 def test_examples_are_valid(document) -> None:
-    """For request bodies and answers. Every request body has an example."""
+    """Bodies and answers are checked. Every request body has an example."""
     schemas = document["components"]["schemas"]
     for name, schema in schemas.items():
         for shown in schema.get("examples", []):

@@ -320,7 +320,7 @@ def test_queue_timeout_names_the_limit_that_expired(narrow_server, path, limit, 
 
 
 def test_deadline_ends_a_running_request(narrow_server):
-    """After some tokens. A queue timeout does not end a running request."""
+    """It ends after some tokens. A queue timeout does not end a running request."""
 
     async def test(ask):
         answer = await ask(deadline_ms=3000, **ENDLESS)
@@ -360,7 +360,9 @@ def with_service(test, clock=time.monotonic, context_length=None, **limits):
 
 
 def test_unavailable_service_gets_503_with_retry_after():
-    """Before the first byte of a stream, in every dialect. The metrics count each reason."""
+    """The answer comes before the first byte of a stream, in every dialect. The metrics count each
+    reason.
+    """
 
     async def refuse(client, reason):
         for path in ("/v1/completions", "/generate", "/generate_stream"):
@@ -418,7 +420,7 @@ def test_large_requests_beyond_the_bound_get_503_with_retry_after(path, kind, mo
 
 
 def test_ticket_of_a_rejection_reserves_a_queue_place():
-    """For one retry, when it is due. The metrics count how tickets were used."""
+    """The ticket is valid for one retry, when it is due. The metrics count how tickets were used."""
     now = 1000.0
 
     def generation(i):

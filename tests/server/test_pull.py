@@ -54,14 +54,14 @@ def test_pull_without_stream_gets_one_answer(client):
     "name", ["/etc/passwd", "llama3.2", "../x.gguf", "http://evil.example/o/models", "o/models"]
 )
 def test_pull_rejects_other_sources_than_the_hub(client, name):
-    """Neither local files nor other servers."""
+    """Local files and other servers are rejected."""
     with pytest.raises(ollama.ResponseError, match=r"hf\.co/owner/repo") as raised:
         client.pull(name)
     assert raised.value.status_code == 400
 
 
 def test_missing_model_is_reported(client):
-    """With an error status, or in the stream once it has begun."""
+    """The answer has an error status or, once the stream has begun, an error line."""
     with pytest.raises(ollama.ResponseError, match="There is no model o/missing") as raised:
         client.pull("hf.co/o/missing")
     assert raised.value.status_code == 404

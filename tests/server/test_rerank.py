@@ -128,7 +128,7 @@ def test_reranker_ranks_and_rejects_other_requests(start_server, tiny_model) -> 
 
 @pytest.mark.llama
 def test_encoder_model_embeds_texts_up_to_its_context(start_server, tiny_model) -> None:
-    """Without a generating model."""
+    """The server has no generating model."""
     server = start_server("--model.path", str(tiny_model("bert")))
     answer = server.client.post("/v1/embeddings", json={"input": [[7], [7] * 512]}).json()
     assert [len(item["embedding"]) for item in answer["data"]] == [64, 64]

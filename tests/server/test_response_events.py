@@ -13,7 +13,7 @@ from cllm.core.params import SamplingParams
 from cllm.errors import EngineError
 from cllm.server.openai.response_items import MessageItem, messages_of
 from cllm.server.openai.response_stream import ResponseEvents
-from cllm.server.openai.response_tools import Called, extract_input
+from cllm.server.openai.response_tools import ToolTarget, extract_input
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta
 
@@ -156,8 +156,8 @@ def test_fault_ends_the_stream_with_a_failed_response_that_is_not_stored():
 
 PATCH = '*** Begin Patch\n+a "b"\n*** End Patch'
 CALLED = {
-    "apply_patch": Called("apply_patch", is_custom=True),
-    "mcp__docs__find": Called("find", "mcp__docs__"),
+    "apply_patch": ToolTarget("apply_patch", is_custom=True),
+    "mcp__docs__find": ToolTarget("find", "mcp__docs__"),
 }
 
 

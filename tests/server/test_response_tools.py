@@ -104,7 +104,7 @@ def test_streaming_helper_of_the_client_assembles_a_call(client):
 
 
 def test_tool_choice_forbids_or_limits_calls(create):
-    """With none and with allowed_tools."""
+    """The values are none and allowed_tools."""
     assert [item.type for item in create(ASK, tools=DECLARED, tool_choice="none").output] == [
         "message"
     ]
@@ -140,7 +140,7 @@ class Sum(pydantic.BaseModel):
 
 
 def test_client_parses_a_structured_answer(client):
-    """By the client, into its user's own type."""
+    """The client returns the type that its user declared."""
     response = client.responses.parse(
         model="cllm-builtin", input=SUM, text_format=Sum, max_output_tokens=50
     )

@@ -80,7 +80,7 @@ def test_streaming_helper_of_the_client_returns_the_response(client, model):
 
 
 def test_conversation_continues_from_a_previous_response(client, model, known_questions):
-    """By its id, or by sending all items again: the prompt is the same."""
+    """The request has its id, or all items again: the prompt is the same."""
     question = next(q for q in known_questions(40, 1) if len(q.messages) == 1 and not q.tools)
     first = client.responses.create(model=model, input="What is the capital of France?", **GREEDY)
     then = client.responses.create(

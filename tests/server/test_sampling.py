@@ -20,7 +20,7 @@ from cllm.server.body import Body
 from cllm.server.native.routes import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
 from cllm.server.openai.schema import ChatBody
-from cllm.server.sampling import build_params, offers, values_of
+from cllm.server.sampling import build_params, is_offered, values_of
 from cllm.service import Service
 
 BODIES: dict[str, type[Body]] = {
@@ -52,7 +52,7 @@ def test_declared_parameter_is_a_field_with_its_help_and_bounds(dialect, paramet
 
 
 def test_fields_of_the_body_class_override_declared_parameters():
-    @offers("native", integer=Integer, min_p="More of it.")
+    @is_offered("native", integer=Integer, min_p="More of it.")
     class Asked(Body):
         """Asked for."""
 

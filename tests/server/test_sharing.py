@@ -191,7 +191,7 @@ def test_requests_with_a_deadline_do_not_share_with_requests_without(narrow_serv
 
 
 def test_repeated_request_gets_the_cached_result(caching_server):
-    """Without an engine step; all prompt tokens are reported as cached, and the result can be
+    """No engine step is needed; all prompt tokens are reported as cached, and the result can be
     streamed.
     """
 

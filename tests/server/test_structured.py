@@ -148,7 +148,7 @@ def test_text_format_constrains_nothing(fake):
     ],
 )
 def test_vllm_constraints_are_enforced(fake, style, kind, value, pattern):
-    """For chats and for completions."""
+    """This holds for chats and completions."""
     body = {f"guided_{kind}": value} if style == "guided" else {style: {kind: value}}
     for text in texts(chat(fake, extra_body=body, temperature=50.0, n=3)):
         assert re.fullmatch(pattern, text)
@@ -202,7 +202,7 @@ def test_two_constraints_are_rejected(fake):
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_unenforceable_constraint_is_rejected_with_the_field(fake, body, param, sign, stream):
-    """Before the first byte; the answer is never free text."""
+    """The error comes before the first byte; the answer is never free text."""
     error = refusal(fake, extra_body=body, stream=stream)
     assert (error.param, error.type) == (param, "invalid_request_error")
     assert sign in error.message
@@ -310,7 +310,7 @@ def test_objects_have_only_declared_properties(fake):
 
 
 def test_numbers_have_a_limited_length(fake):
-    """With a model that would write digits forever."""
+    """The model would write digits forever."""
     bias = {str(ord(digit)): 100 for digit in "123456789"}
     schema = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
     (text,) = texts(

@@ -128,7 +128,7 @@ def test_streamed_call_has_id_and_name_first(choice, create) -> None:
     ],
 )
 def test_first_chunk_of_a_pure_call_has_no_content(more, create) -> None:
-    """As in OpenAI's streams: the first content is null for a call, and an empty text for a text."""
+    """OpenAI's first chunk has null for a call, and an empty text for a text."""
     chunks = [
         chunk.choices[0].delta
         for chunk in create(ASK, tools=DECLARED, stream=True, **more)
@@ -353,7 +353,7 @@ def test_structured_output_follows_free_reasoning(create) -> None:
 
 
 def test_stop_strings_apply_to_the_text_only(create) -> None:
-    """Not to reasoning, and not to the arguments of a call."""
+    """They do not apply to reasoning and to the arguments of a call."""
     answer = create(SUM, extra_body=THINK, stop=["=", "2"])
     assert answer.choices[0].message.content == "7"
     assert "=" in answer.choices[0].message.reasoning_content

@@ -17,7 +17,7 @@ def identify(answer):
 
 
 def test_line_truncated_by_a_crash_is_removed(tmp_path):
-    """So its request is computed again, and has one answer."""
+    """Its request is computed again, and has one answer."""
     answers = Answers(tmp_path, "batch_1")
     answers.add(line("a"), succeeded=True)
     answers.add(line("b"), succeeded=True)

@@ -32,7 +32,7 @@ def test_files_are_listed_in_creation_order(store):
 
 
 def test_incomplete_files_are_deleted_at_the_start(tmp_path):
-    """After a crash between any two steps of creating a file. Files of other programs stay."""
+    """The crash happens between any two steps of creating a file. Files of other programs stay."""
     folder = tmp_path / "files"
     with opened(tmp_path) as store:
         file = put(store, b"content")

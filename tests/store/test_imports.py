@@ -107,7 +107,7 @@ Store(Path(sys.argv[1]), 10, 10_000)._open()
 
 @pytest.mark.parametrize("num_calls", [0, 1, 3, 4, 5, 7])
 def test_interrupted_import_is_repeated(tmp_path, num_calls):
-    """Before its transaction is committed, and while the JSON files are deleted."""
+    """It is interrupted before its transaction is committed, or while the JSON files are deleted."""
     write_records(tmp_path)
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(num_calls)]
     assert subprocess.run(command, check=False, timeout=60).returncode == 9
@@ -115,7 +115,7 @@ def test_interrupted_import_is_repeated(tmp_path, num_calls):
 
 
 def test_deleted_file_does_not_come_back(tmp_path):
-    """Even if its old record could not be deleted."""
+    """Its old record could not be deleted."""
     write_records(tmp_path)
     old = (tmp_path / "files" / "file-2.json").read_bytes()
     with opened(tmp_path) as store:

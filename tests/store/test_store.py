@@ -10,7 +10,7 @@ from cllm.store.store import Store
 
 
 def test_folder_belongs_to_one_server(tmp_path):
-    """Until that server ends, normally or not."""
+    """It is free again when that server ends, normally or not."""
 
     async def main():
         first, second = Store(tmp_path, 1, 1), Store(tmp_path, 1, 1)

@@ -13,14 +13,14 @@ from cllm.text.arguments import (
     Object,
     Pairs,
     Reader,
-    escaped,
-    num_begun,
+    count_begun,
+    escape,
     object_of,
     types_of,
-    unescaped,
+    unescape,
     value_of,
 )
-from cllm.text.form import Tags
+from cllm.text.model_family import Tags
 
 QUOTE = '<|"|>'
 TAGS = Tags(key_open="<k=", key_close=">", value_close="</k>", trim=True)
@@ -170,7 +170,7 @@ def test_a_key_that_never_ends_ends_the_arguments() -> None:
     [("a<", "<b>", 1), ("a<b", "<b>", 2), ("a<b>", "<b>", 0), ("a", "<b>", 0), ("<<", "<<<", 2)],
 )
 def test_beginning_of_a_mark(text: str, mark: str, count: int) -> None:
-    assert num_begun(text, mark) == count
+    assert count_begun(text, mark) == count
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_values_without_quotes(text: str, types: set[str], value: object) -> Non
 
 
 def test_escapes() -> None:
-    assert json.loads(f'"{escaped(chr(34) + chr(92) + chr(10) + "é")}"') == '"\\\né'
+    assert json.loads(f'"{escape(chr(34) + chr(92) + chr(10) + "é")}"') == '"\\\né'
     wanted = {r"\n": "\n", r"\0": "\0", r"\x7f": "\x7f", r"\"": '"', r"\z": r"\z", "\\\n": ""}
-    assert {text: json.loads(f'"{unescaped(text)}"') for text in wanted} == wanted
-    assert json.loads(f'"{unescaped(chr(92) + "Uffffffff")}"') == r"\Uffffffff"
+    assert {text: json.loads(f'"{unescape(text)}"') for text in wanted} == wanted
+    assert json.loads(f'"{unescape(chr(92) + "Uffffffff")}"') == r"\Uffffffff"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from call_texts import CALLING, TOOLS, WEATHER, WORDS, grammar_of, with_thoughts
 
 from cllm.errors import BadRequest
 from cllm.text.chat import Channel
-from cllm.text.form import forms
+from cllm.text.model_family import load_families
 from cllm.text.parser import Parser
 
 
@@ -17,10 +17,10 @@ def follows(grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_forced_call_allows_only_declared_tools_with_valid_arguments(name: str) -> None:
-    """Written as the form writes calls, and read by the parser as that call."""
+    """Written as the family writes calls, and read by the parser as that call."""
     grammar, call = grammar_of(with_thoughts(name)), WEATHER[name]
     assert follows(grammar, call)
-    parser = Parser(forms()[name], TOOLS)
+    parser = Parser(load_families()[name], TOOLS)
     parts = [part for part in parser.feed(call) + parser.flush() if part.channel == Channel.CALL]
     assert "".join(part.name for part in parts) == "get_weather"
     assert json.loads("".join(part.text for part in parts)) == {"city": "Oslo", "days": 2}
@@ -36,45 +36,45 @@ def test_forced_call_allows_only_declared_tools_with_valid_arguments(name: str) 
 
 @pytest.mark.parametrize("name", CALLING)
 def test_reasoning_may_precede_a_forced_call(name: str) -> None:
-    """Where the message may begin with reasoning, and where it begins inside it."""
-    form, call = with_thoughts(name), WEATHER[name]
-    if form.header:
+    """The message begins with reasoning, or inside it."""
+    family, call = with_thoughts(name), WEATHER[name]
+    if family.header:
         thought = f"<|channel|>analysis<|message|>a < b<|end|><|start|>assistant{call}"
     else:
-        thought = f"{form.reasoning.open}\na < b\n{form.reasoning.close}\n\n{call}"
-        inside = grammar_of(form, inside=True)
-        assert follows(inside, thought.removeprefix(form.reasoning.open))
+        thought = f"{family.reasoning.open}\na < b\n{family.reasoning.close}\n\n{call}"
+        inside = grammar_of(family, inside=True)
+        assert follows(inside, thought.removeprefix(family.reasoning.open))
         assert not follows(inside, call)
-    assert follows(grammar_of(form, thinks=True), thought)
-    assert follows(grammar_of(form, thinks=True), call)
-    assert not follows(grammar_of(form), thought)
+    assert follows(grammar_of(family, thinks=True), thought)
+    assert follows(grammar_of(family, thinks=True), call)
+    assert not follows(grammar_of(family), thought)
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
 def test_parallel_calls_are_allowed_on_request(name: str) -> None:
-    form, call = forms()[name], WEATHER[name]
-    how = form.calls
+    family, call = load_families()[name], WEATHER[name]
+    how = family.calls
     inner = call.removeprefix(how.begin).removesuffix(how.end or "\0")
     both = how.begin + inner + how.between + inner + how.end
-    assert follows(grammar_of(form), both)
-    assert not follows(grammar_of(form, parallel=False), both)
+    assert follows(grammar_of(family), both)
+    assert not follows(grammar_of(family, parallel=False), both)
 
 
 @pytest.mark.parametrize("name", ["hermes", "harmony"])
 def test_answer_grammar_leaves_reasoning_and_calls_free(name: str) -> None:
     """A call may take the place of the constrained text."""
-    form = with_thoughts(name)
-    begin = form.header.final if form.header else ""
+    family = with_thoughts(name)
+    begin = family.header.final if family.header else ""
     thought = (
         "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
-        if form.header
+        if family.header
         else "<think>x</think>\n"
     )
-    grammar = grammar_of(form, answer='start: "yes" | "no"', thinks=True)
+    grammar = grammar_of(family, answer='start: "yes" | "no"', thinks=True)
     for text in (f"{begin}yes", f"{thought}{begin}no", WEATHER[name], thought + WEATHER[name]):
         assert follows(grammar, text), text
     assert not follows(grammar, f"{begin}maybe")
-    assert not follows(grammar_of(form, answer='start: "yes"', calls=False), WEATHER[name])
+    assert not follows(grammar_of(family, answer='start: "yes"', calls=False), WEATHER[name])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_unquoted_values_follow_the_schema(
     name: str, schema: dict, good: str, bad: str | None
 ) -> None:
     tool = {"f": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
-    grammar = grammar_of(forms()[name], tool)
+    grammar = grammar_of(load_families()[name], tool)
     frame = {
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>{}</parameter>\n</function>\n</tool_call>",
         "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
@@ -123,5 +123,5 @@ def test_unquoted_values_follow_the_schema(
 )
 def test_schema_that_cannot_be_enforced_is_rejected(name: str, schema: dict) -> None:
     with pytest.raises(BadRequest) as caught:
-        grammar_of(forms()[name], {"f": schema})
+        grammar_of(load_families()[name], {"f": schema})
     assert caught.value.param == "tools"

@@ -181,7 +181,7 @@ def test_failing_template_is_a_bad_request(source):
     "source", ["{{ 1 / 0 }}", "{{ tools | tojson }}", "{{ messages[0].content.encode('no') }}"]
 )
 def test_unusual_python_errors_of_a_template_are_a_bad_request(source):
-    """Also tools that are nested too deeply."""
+    """Tools that are nested too deeply are one, too."""
     tools = deep = {}
     for _ in range(2000):
         deep["x"] = deep = {}
@@ -229,7 +229,7 @@ def test_tools_and_variables_reach_the_template():
 
 
 def test_tools_are_available_as_xml_tools():
-    """For SmolLM3's template only."""
+    """Only SmolLM3's template uses this name."""
     source = "{% if xml_tools %}{{ xml_tools[0].name }}{% else %}none{% endif %}"
     template = ChatTemplate(FakeVocabulary(), source)
     assert (template.render([], [{"name": "x"}]), template.render([], [])) == ("x", "none")

@@ -12,7 +12,7 @@ from cllm.errors import BadRequest
 from cllm.observe.metrics import Metrics
 from cllm.service import Service
 from cllm.text.chat import Channel, Chat
-from cllm.text.chat_form import ChatForm
+from cllm.text.chat_format import ChatFormat
 from cllm.text.chat_template import CUT, FENCES
 
 ASKED = {"role": "user", "content": "Q"}
@@ -149,7 +149,7 @@ def read(template: str, field: str, text: str, tools=TOOLS, **options) -> list[t
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = template
     chat = Chat([{"role": "assistant", "content": "", field: "x"}], tools, **options).continuing()
-    plan, _, _ = ChatForm(vocabulary).plan_output([1], chat, SamplingParams())
+    plan, _, _ = ChatFormat(vocabulary).plan_output([1], chat, SamplingParams())
     parser = plan.parser()
     return [
         (part.channel, part.name or part.text) for part in (*parser.feed(text), *parser.flush())
@@ -190,7 +190,7 @@ def test_continued_text_is_not_parsed_as_a_bare_call():
     vocabulary = FakeVocabulary()
     vocabulary.chat_template = LLAMA
     chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-    assert ChatForm(vocabulary).plan_output([1], chat, SamplingParams()) == (
+    assert ChatFormat(vocabulary).plan_output([1], chat, SamplingParams()) == (
         None,
         SamplingParams(),
         None,
@@ -198,12 +198,12 @@ def test_continued_text_is_not_parsed_as_a_bare_call():
 
 
 def test_grammar_constrains_the_continued_text():
-    """Without reasoning before it, and without a call in its place."""
+    """There is no reasoning before it, and no call in its place."""
     for template in (HERMES, HARMONY):
         vocabulary = FakeVocabulary()
         vocabulary.chat_template = template
         chat = Chat([{"role": "assistant", "content": "x"}], TOOLS).continuing()
-        _, params, bound = ChatForm(vocabulary).plan_output(
+        _, params, bound = ChatFormat(vocabulary).plan_output(
             [1], chat, SamplingParams(grammar='start: "a"')
         )
         assert (params.grammar, bound) == ('start: "a"', None)

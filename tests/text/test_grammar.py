@@ -14,8 +14,8 @@ from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest
 from cllm.sampling.grammar import Grammar
 from cllm.text.call_grammar import BoundMessage, Tool
-from cllm.text.form import forms
 from cllm.text.grammar import MAX_TEXT, Checker, Constraint, Special, bytes_tokenizer
+from cllm.text.model_family import load_families
 
 BYTES = bytes_tokenizer({}, 257)
 CHECKER = Checker(Special(300, {257: "<|im_start|>", 280: "</think>"}), MAX_LEXER_STATES)
@@ -155,7 +155,7 @@ def test_messages_may_name_special_tokens_of_the_vocabulary():
     def message(token: int) -> dict:
         control = {"<tool_call>": token}
         return msgspec.to_builtins(
-            BoundMessage(forms()["hermes"], {"f": Tool({})}, control, calls=True)
+            BoundMessage(load_families()["hermes"], {"f": Tool({})}, control, calls=True)
         )
 
     assert "<[280]>" in lark("message", message(280))
@@ -164,7 +164,7 @@ def test_messages_may_name_special_tokens_of_the_vocabulary():
 
 
 def test_regex_matching_takes_linear_time():
-    """With patterns that make backtracking engines hang."""
+    """The patterns make backtracking engines hang."""
     matcher = Grammar(lark("regex", "^(a+)+$"), BYTES).matcher()
     for _ in range(5000):
         matcher.consume(ord("a"))

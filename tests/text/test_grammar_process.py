@@ -17,9 +17,9 @@ from conftest import PATIENCE
 from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar, grammar_process, workers
 from cllm.text.call_grammar import BoundMessage, Tool
-from cllm.text.form import forms
-from cllm.text.grammar import Checked, Constraint, Special
+from cllm.text.grammar import CheckedGrammar, Constraint, Special
 from cllm.text.grammar_process import GrammarProcess
+from cllm.text.model_family import load_families
 
 NUMBER = Constraint("json_schema", {"type": "integer"})
 
@@ -149,7 +149,7 @@ def test_optional_calls_are_constrained_as_far_as_possible(case):
 
     def message(*, strict: bool) -> BoundMessage:
         tools = {name: Tool(schema, strict) for name, schema in schemas.items()}
-        return BoundMessage(forms()["hermes"], tools, calls=True, is_loose=True)
+        return BoundMessage(load_families()["hermes"], tools, calls=True, is_loose=True)
 
     async def use(process):
         bound = await process.bind(message(strict=False))
@@ -171,12 +171,12 @@ INTEGER = {
 }
 
 
-def loose(tools: dict[str, Tool], form: str = "hermes") -> BoundMessage:
-    return BoundMessage(forms()[form], tools, calls=True, is_loose=True)
+def loose(tools: dict[str, Tool], family: str = "hermes") -> BoundMessage:
+    return BoundMessage(load_families()[family], tools, calls=True, is_loose=True)
 
 
 def test_strict_function_is_enforced_next_to_oversized_ones():
-    """Of the others only the names are constrained. A strict function that is too large is
+    """Only the names of the others are constrained. A strict function that is too large is
     rejected.
     """
 
@@ -187,7 +187,7 @@ def test_strict_function_is_enforced_next_to_oversized_ones():
         assert bound.unenforced == ("parameters",)
         with pytest.raises(BadRequest):
             await process.bind(loose({"f": Tool(INTEGER), "g": Tool(large, True)}))
-        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != Checked(
+        assert await process.bind(loose({"f": Tool(large, True)}, "qwen3_coder")) != CheckedGrammar(
             "", ("tools",)
         )
 
@@ -203,7 +203,7 @@ def test_optional_calls_do_not_wait_long_for_other_grammars(monkeypatch):
     async def use(process):
         async with process._turn:
             strict = asyncio.create_task(process.bind(loose({"f": Tool(INTEGER, True)})))
-            assert await process.bind(loose({"f": Tool(INTEGER)})) == Checked("", ("tools",))
+            assert await process.bind(loose({"f": Tool(INTEGER)})) == CheckedGrammar("", ("tools",))
             assert not strict.done()
         assert (await strict).grammar
         assert (await process.bind(loose({"f": Tool(INTEGER)}))).grammar
@@ -233,7 +233,7 @@ def test_unexpected_errors_are_not_cached(monkeypatch):
     async def use(process):
         with pytest.raises(EngineError, match="KeyError"):
             await process.check(NUMBER, "field")
-        assert await process.bind(loose({"f": Tool(INTEGER)})) == Checked("", ("tools",))
+        assert await process.bind(loose({"f": Tool(INTEGER)})) == CheckedGrammar("", ("tools",))
         assert not process._known
 
     Checks().run(use)

@@ -258,7 +258,7 @@ OPEN = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_objects_with_properties_are_closed(name):
-    """So that no model invents or repeats names."""
+    """No model can then invent or repeat names."""
     schema, good, bad = CLOSED[name]
     assert [text for text in good if not allows(schema, text)] == []
     assert [text for text in bad if allows(schema, text)] == []
@@ -457,7 +457,7 @@ def test_supported_keywords_are_enforced(name):
 
 
 def test_union_of_references_is_told_apart_by_a_constant():
-    """As pydantic writes a union."""
+    """This is how pydantic writes a union."""
     kinds = {
         kind: {
             "type": "object",
@@ -471,7 +471,7 @@ def test_union_of_references_is_told_apart_by_a_constant():
 
 
 def test_dependencies_of_older_drafts_are_enforced():
-    """As in drafts before 2019-09."""
+    """These drafts are older than 2019-09."""
     schema = {
         "type": "object",
         "properties": {"a": True, "b": True},
@@ -499,7 +499,7 @@ def test_bounds_beyond_float_precision_are_exact(kind, bound):
 
 
 def test_items_as_a_list_are_enforced():
-    """As in drafts before 2020-12."""
+    """Drafts before 2020-12 write it in this way."""
     schema = {
         "type": "array",
         "items": [{"const": 1}, {"const": 2}],
@@ -515,7 +515,7 @@ def test_items_as_a_list_are_enforced():
 
 
 def test_boolean_exclusive_limits_are_enforced():
-    """As in draft 4."""
+    """Draft 4 writes them in this way."""
     schema = {
         "type": "integer",
         "minimum": 2,
@@ -541,7 +541,7 @@ def test_properties_are_written_in_the_order_of_the_schema():
 
 
 def test_white_space_is_limited():
-    """At most one blank, after a comma or a colon."""
+    """One blank is allowed after a comma or a colon."""
     grammar = CHECKER.check(
         Constraint("json_schema", FEATURES["constants in objects"]), "x"
     ).grammar
@@ -688,9 +688,7 @@ def test_fault_of_an_invalid_schema_is_named(schema: dict, why: str) -> None:
 
 
 def test_unenforceable_keywords_are_not_schema_faults() -> None:
-    """Also unknown keywords, and null for absent values. A schema that is nested too deeply has a
-    fault.
-    """
+    """Unknown keywords, and null for absent values, are not faults either. Too deep nesting is one."""
     schema = {
         "not": {"type": "string"},
         "x-mine": 5,

@@ -1,4 +1,4 @@
-"""Free text in which only tool calls are constrained, for every form, over vocabularies with and
+"""Free text in which only tool calls are constrained, for every family, over vocabularies with and
 without control tokens for its marks.
 """
 
@@ -10,13 +10,13 @@ import pytest
 from call_texts import CALLING, TOOLS, WEATHER, WORDS, grammar_of, with_thoughts
 
 from cllm.text.chat import Channel
-from cllm.text.form import Form, forms
+from cllm.text.model_family import ModelFamily, load_families
 from cllm.text.parser import Parser
 
 THEN = "<|end|><|start|>assistant"
-SAY = forms()["harmony"].header.final
-BARE = [name for name in CALLING if forms()[name].calls.bare]
-# Forms in which a mark alone does not begin a call yet.
+SAY = load_families()["harmony"].header.final
+BARE = [name for name in CALLING if load_families()[name].calls.bare]
+# Families in which a mark alone does not begin a call yet.
 BRACKETS = [
     "apertus",
     "command",
@@ -26,26 +26,26 @@ BRACKETS = [
     "nemotron2",
     "tool_calls",
     "gigachat31",
-    "spoken",
+    "prompted",
 ]
 
 
 def main_mark(name: str) -> str:
-    calls = forms()[name].calls
+    calls = load_families()[name].calls
     return next(mark for mark in calls.open if (calls.begin + calls.write).startswith(mark))
 
 
 both = pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 
 
-def loose(form: Form, words, **options) -> str:
-    return grammar_of(form, words=words, strict=False, is_loose=True, **options)
+def loose(family: ModelFamily, words, **options) -> str:
+    return grammar_of(family, words=words, strict=False, is_loose=True, **options)
 
 
-def read(form: Form, text: str, **options) -> list[list[str]]:
+def read(family: ModelFamily, text: str, **options) -> list[list[str]]:
     """Return what the parser makes of a text: the names of its calls, and their arguments."""
     calls: list[list[str]] = []
-    parser = Parser(form, TOOLS, **options)
+    parser = Parser(family, TOOLS, **options)
     for part in parser.feed(text) + parser.flush():
         if part.channel == Channel.CALL:
             calls += [[part.name, ""]] if part.name else []
@@ -56,10 +56,10 @@ def read(form: Form, text: str, **options) -> list[list[str]]:
 @both
 @pytest.mark.parametrize("name", CALLING)
 def test_text_without_calls_is_free(name: str, words) -> None:
-    form = with_thoughts(name)
-    say = SAY if form.header else ""
+    family = with_thoughts(name)
+    say = SAY if family.header else ""
     for thinks in (False, True):
-        grammar = loose(form, words, thinks=thinks)
+        grammar = loose(family, words, thinks=thinks)
         for text in (
             "x",
             "a < b and { [ so on\n",
@@ -69,16 +69,16 @@ def test_text_without_calls_is_free(name: str, words) -> None:
             "🙂 é",
         ):
             assert words.follows(grammar, say + text), text
-    assert words.follows(loose(form, words), say)
+    assert words.follows(loose(family, words), say)
 
 
 @both
 @pytest.mark.parametrize("name", BRACKETS)
 def test_text_that_mentions_marks_is_free(name: str, words) -> None:
     """It only resembles a call."""
-    form = forms()[name]
+    family = load_families()[name]
     mark = main_mark(name)
-    grammar = loose(form, words)
+    grammar = loose(family, words)
     for text in (
         f"Calls begin with {mark}.",
         f"`{mark}` and `{mark}`",
@@ -86,30 +86,30 @@ def test_text_that_mentions_marks_is_free(name: str, words) -> None:
         f"{mark} is (not) a call",
     ):
         assert words.follows(grammar, text), text
-        assert read(form, text) == []
+        assert read(family, text) == []
 
 
 @both
 @pytest.mark.parametrize("name", CALLING)
 def test_valid_calls_are_allowed(name: str, words) -> None:
     """Alone, after text, and after another call."""
-    form, call = with_thoughts(name), WEATHER[name]
-    grammar = loose(form, words)
+    family, call = with_thoughts(name), WEATHER[name]
+    grammar = loose(family, words)
     assert words.follows(grammar, call)
-    if not form.calls.bare:
+    if not family.calls.bare:
         assert words.follows(
-            grammar, f"{SAY}I look.{THEN}{call}" if form.header else f"I look.\n{call}"
+            grammar, f"{SAY}I look.{THEN}{call}" if family.header else f"I look.\n{call}"
         )
-        assert words.follows(grammar, f"{call}{THEN if form.header else ' and '}{call}")
+        assert words.follows(grammar, f"{call}{THEN if family.header else ' and '}{call}")
 
 
 @both
 @pytest.mark.parametrize("name", CALLING)
 def test_calls_must_have_declared_names_and_valid_arguments(name: str, words) -> None:
-    form, call = with_thoughts(name), WEATHER[name]
-    grammar = loose(form, words)
+    family, call = with_thoughts(name), WEATHER[name]
+    grammar = loose(family, words)
     wrong = [call.replace("2", '"x"'), call.replace("city", "town")]
-    if not form.calls.bare or name == "spoken":
+    if not family.calls.bare or name == "prompted":
         wrong.append(call.replace("get_weather", "get_news"))
     for text in wrong:
         assert words.refuses(grammar, text), text
@@ -118,16 +118,16 @@ def test_calls_must_have_declared_names_and_valid_arguments(name: str, words) ->
 @both
 @pytest.mark.parametrize("name", BARE)
 def test_json_that_names_no_declared_function_is_text(name: str, words) -> None:
-    """For example, an answer in JSON."""
-    form = forms()[name]
+    """An answer in JSON is an example."""
+    family = load_families()[name]
     for text in (
         '{"name": "Anna", "age": 30}',
         '[{"name": "x"}]',
         '{"name": "get_news", "parameters": 5}',
         "[get_news(1)]",
     ):
-        assert words.follows(loose(form, words), text)
-        assert read(form, text) == []
+        assert words.follows(loose(family, words), text)
+        assert read(family, text) == []
 
 
 @both
@@ -145,38 +145,38 @@ def test_json_that_names_no_declared_function_is_text(name: str, words) -> None:
     ],
 )
 def test_call_may_begin_with_other_white_space_or_headers(name: str, text: str, words) -> None:
-    grammar = loose(forms()[name], words)
+    grammar = loose(load_families()[name], words)
     assert words.follows(grammar, text)
-    assert read(forms()[name], text) == [["get_time", "{}"]]
-    if not forms()[name].calls.bare:
+    assert read(load_families()[name], text) == [["get_time", "{}"]]
+    if not load_families()[name].calls.bare:
         assert words.refuses(grammar, text.replace("get_time", "get_news"))
 
 
 @both
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
 def test_calls_after_free_reasoning_are_constrained(name: str, words) -> None:
-    form, call = with_thoughts(name), WEATHER[name]
-    begin, end = form.reasoning.open, form.reasoning.close
+    family, call = with_thoughts(name), WEATHER[name]
+    begin, end = family.reasoning.open, family.reasoning.close
     wrong = call.replace("2", '"x"')
-    thinks, inside = loose(form, words, thinks=True), loose(form, words, inside=True)
+    thinks, inside = loose(family, words, thinks=True), loose(family, words, inside=True)
     for thought in ("hm", f"I could write {wrong}", ""):
         assert words.follows(thinks, begin + thought)  # cut off by the end of the text
         assert words.follows(inside, thought)
         for text in (call, "hello", ""):
             assert words.follows(thinks, f"{begin}{thought}{end}\n{text}")
             assert words.follows(inside, f"{thought}{end}\n{text}")
-        if not form.calls.bare:
+        if not family.calls.bare:
             assert words.refuses(thinks, f"{begin}{thought}{end}\n{wrong}")
             assert words.refuses(inside, f"{thought}{end}\n{wrong}")
 
 
 def test_message_with_headers_may_have_several_calls() -> None:
-    words, form, call = WORDS["few"], forms()["harmony"], WEATHER["harmony"]
+    words, family, call = WORDS["few"], load_families()["harmony"], WEATHER["harmony"]
     thought = (
         "<|channel|>analysis<|message|>I write to=functions.get_news now.<|end|><|start|>assistant"
     )
     said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-    grammar = loose(form, words, thinks=True)
+    grammar = loose(family, words, thinks=True)
     for text in (
         thought + call,
         thought + said + call,
@@ -187,7 +187,7 @@ def test_message_with_headers_may_have_several_calls() -> None:
         assert words.follows(grammar, text.removesuffix("<|start|>assistant")), text
     assert words.refuses(grammar, thought + call.replace("get_weather", "get_weather2"))
     assert words.refuses(grammar, thought + call.replace("get_weather", "get_"))
-    begun = loose(form, words, begun=True)
+    begun = loose(family, words, begun=True)
     assert words.follows(begun, f" goes on<|end|><|start|>assistant{call}")
     assert words.refuses(begun, f" goes on<|end|><|start|>assistant{call.replace('city', 'town')}")
 
@@ -195,24 +195,24 @@ def test_message_with_headers_may_have_several_calls() -> None:
 @both
 @pytest.mark.parametrize("name", CALLING)
 def test_resampling_turns_wrong_calls_into_valid_ones(name: str, words) -> None:
-    """Where the grammar rejects a token of a wrong call, a random allowed token replaces it."""
-    form, call, rng = with_thoughts(name), WEATHER[name], random.Random(name)
-    grammar = loose(form, words, thinks=bool(form.reasoning))
+    """If the grammar rejects a token of a wrong call, a random allowed token replaces it."""
+    family, call, rng = with_thoughts(name), WEATHER[name], random.Random(name)
+    grammar = loose(family, words, thinks=bool(family.reasoning))
     for wrong in (
         ("get_weather", "get_news"),
         ("get_weather", "x"),
         ("2", '"x"'),
         ("city", "town"),
     ):
-        said = "" if form.calls.bare else f"{SAY}I look.{THEN}" if form.header else "I look.\n"
+        said = "" if family.calls.bare else f"{SAY}I look.{THEN}" if family.header else "I look.\n"
         matcher, tokens = words.matcher(grammar), []
         for token in words.encode(said + call.replace(*wrong)):
             mask = int.from_bytes(matcher.compute_bitmask(), "little")
             allowed = [i for i in range(words.eos_token_id) if mask >> i & 1]
             tokens.append(token if token in allowed else rng.choice(allowed))
             assert matcher.consume_token(tokens[-1])
-        calls = read(form, words.decode(tokens))
-        assert calls or form.calls.bare or form.header
+        calls = read(family, words.decode(tokens))
+        assert calls or family.calls.bare or family.header
         for called, arguments in calls:
             assert called in TOOLS
             if matcher.is_accepting():
@@ -233,7 +233,9 @@ OPEN_SCHEMAS = {
     "anyOf": ({"anyOf": [{"properties": CITY | NUMBER}, {"properties": CITY}]}, True),
     "allOf": ({"type": "object", "allOf": [{"properties": CITY}, {"properties": NUMBER}]}, True),
 }
-NO_JSON = [name for name in CALLING if not forms()[name].calls.writes_json and name != "apertus"]
+NO_JSON = [
+    name for name in CALLING if not load_families()[name].calls.writes_json and name != "apertus"
+]
 
 
 @pytest.mark.parametrize("schema", OPEN_SCHEMAS)
@@ -242,7 +244,7 @@ def test_function_without_listed_arguments_accepts_any(name: str, schema: str) -
     words, unenforced = WORDS["few"], set()
     for options in ({"is_loose": True}, {}):
         grammar = grammar_of(
-            forms()[name],
+            load_families()[name],
             {"get_weather": OPEN_SCHEMAS[schema][0]},
             words,
             False,
@@ -255,12 +257,12 @@ def test_function_without_listed_arguments_accepts_any(name: str, schema: str) -
 
 @pytest.mark.parametrize("name", NO_JSON)
 def test_optional_arguments_may_be_in_any_order(name: str) -> None:
-    """Also before the required ones."""
-    form, words = forms()[name], WORDS["few"]
+    """They may come before the required ones, too."""
+    family, words = load_families()[name], WORDS["few"]
     properties = NUMBER | CITY | {"more": {"type": "boolean"}}
     for required in (["days"], ["city"], ["city", "days"], []):
         tools = {"get_weather": {"type": "object", "properties": properties, "required": required}}
-        grammar = loose(form, words, tools=tools)
+        grammar = loose(family, words, tools=tools)
         assert words.follows(grammar, WEATHER[name]) == (required != ["city", "days"]), required
 
 
@@ -288,9 +290,9 @@ def test_strict_is_best_effort_in_forms_without_json(name: str, keyword: str) ->
     }
     words, unenforced = WORDS["few"], set()
     grammar = grammar_of(
-        forms()[name], {"get_weather": schema}, words, True, unenforced, is_loose=True
+        load_families()[name], {"get_weather": schema}, words, True, unenforced, is_loose=True
     )
-    if "$keywords" not in forms()[name].calls.write:  # those values are JSON
+    if "$keywords" not in load_families()[name].calls.write:  # those values are JSON
         assert words.follows(grammar, WEATHER[name])
         assert keyword in unenforced
     assert words.refuses(grammar, WEATHER[name].replace("2", '"x"'))
@@ -299,7 +301,7 @@ def test_strict_is_best_effort_in_forms_without_json(name: str, keyword: str) ->
 @both
 @pytest.mark.parametrize("name", ["lfm2", "pythonic"])
 def test_brackets_in_strings_do_not_end_free_arguments(name: str, words) -> None:
-    grammar = loose(forms()[name], words, names_only=True)
+    grammar = loose(load_families()[name], words, names_only=True)
     for arguments in ('city="a) b", days=[1, (2)]', "city='it (\\' is', more={'a': \")]\"}", ""):
         assert words.follows(grammar, WEATHER[name].replace('city="Oslo", days=2', arguments)), (
             arguments

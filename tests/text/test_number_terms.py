@@ -77,7 +77,7 @@ def test_number_of_digits_is_limited(text: str, integer: bool, number: bool) -> 
 
 
 def test_bounds_with_more_digits_widen_the_digit_limit() -> None:
-    """So the limit never excludes an integer within the bounds."""
+    """The limit therefore never excludes an integer within the bounds."""
     low, high = Bound(Decimal(10**29)), Bound(Decimal(10**30 + 7))
     terminal = number_terminal(low, high, integer=True)
     assert all(matches(terminal, str(value)) for value in (10**29, 10**30 - 1, 10**30 + 7))

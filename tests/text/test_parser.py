@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.text.chat import Channel
-from cllm.text.form import Form, form_of, forms
+from cllm.text.model_family import ModelFamily, find_family, load_families
 from cllm.text.parser import Parser
 
 SCHEMA = {
@@ -26,18 +26,20 @@ SCHEMA = {
     },
 }
 TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA, "x": {}}
-CALLING = sorted(name for name, form in forms().items() if form.calls)
-THINK = forms()["think"].reasoning
+CALLING = sorted(name for name, family in load_families().items() if family.calls)
+THINK = load_families()["think"].reasoning
 
 
-def with_thoughts(name: str) -> Form:
-    form = forms()[name]
-    return form if form.reasoning or form.header else Form((), form.calls, THINK)
+def with_thoughts(name: str) -> ModelFamily:
+    family = load_families()[name]
+    return family if family.reasoning or family.header else ModelFamily((), family.calls, THINK)
 
 
-def read(form: Form, chunks: list[str], tools=TOOLS, **options) -> list[tuple[str, str, int, str]]:
+def read(
+    family: ModelFamily, chunks: list[str], tools=TOOLS, **options
+) -> list[tuple[str, str, int, str]]:
     """Return the parts, merged where they belong together: channel, name, ordinal, text."""
-    parser = Parser(form, tools, **options)
+    parser = Parser(family, tools, **options)
     merged: list[list] = []
     for part in [part for chunk in chunks for part in parser.feed(chunk)] + parser.flush():
         if (
@@ -57,9 +59,9 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
-def written(form: Form, calls: list[tuple[str, dict]]) -> str:
-    """Return ``calls`` as a model writes them, built from the form."""
-    how = form.calls
+def written(family: ModelFamily, calls: list[tuple[str, dict]]) -> str:
+    """Return ``calls`` as a model writes them, built from the family."""
+    how = family.calls
 
     def bare(value) -> str:
         if isinstance(value, str):
@@ -87,7 +89,7 @@ def written(form: Form, calls: list[tuple[str, dict]]) -> str:
         }
         return re.sub(r"\$(\w+)", lambda match: words[match[1]], how.write)
 
-    opener = form.header.open[0] + "assistant" if form.header else how.between
+    opener = family.header.open[0] + "assistant" if family.header else how.between
     return how.begin + opener.join(one(i, *call) for i, call in enumerate(calls)) + how.end
 
 
@@ -116,18 +118,18 @@ places = st.lists(st.integers(0, 10**6), max_size=12)
 @settings(max_examples=60, deadline=None)
 def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
     """Reasoning, text and calls, each call's arguments as one JSON object, in any chunking."""
-    form = with_thoughts(name)
-    if form.header:
-        start = form.header.open[0] + "assistant"
+    family = with_thoughts(name)
+    if family.header:
+        start = family.header.open[0] + "assistant"
         message = f"<|channel|>analysis<|message|>{thought}<|end|>{start}"
         message += f"<|channel|>commentary<|message|>{said}<|end|>{start}" if said.strip() else ""
     else:
-        message = f"{form.reasoning.open}\n{thought}\n{form.reasoning.close}\n\n{said}\n"
-    if form.calls.bare:  # nothing is said before
+        message = f"{family.reasoning.open}\n{thought}\n{family.reasoning.close}\n\n{said}\n"
+    if family.calls.bare:  # nothing is said before
         said = ""
-        message = f"{form.reasoning.open}\n{thought}\n{form.reasoning.close}\n\n"
-    message += written(form, calls)
-    parts = read(form, [message])
+        message = f"{family.reasoning.open}\n{thought}\n{family.reasoning.close}\n\n"
+    message += written(family, calls)
+    parts = read(family, [message])
     expected = [("reasoning", thought.strip())] * bool(thought.strip()) + [
         ("text", said.strip())
     ] * bool(said.strip())
@@ -136,12 +138,12 @@ def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
     assert [(part[1], part[2], json.loads(part[3])) for part in read_calls] == [
         (name, i, arguments) for i, (name, arguments) in enumerate(calls)
     ]
-    assert read(form, cut(message, places)) == parts
-    assert read(form, list(message)) == parts
+    assert read(family, cut(message, places)) == parts
+    assert read(family, list(message)) == parts
 
 
 def pieces_of(name: str) -> list[str]:
-    form = with_thoughts(name)
+    family = with_thoughts(name)
     words = [
         "get_weather",
         "x",
@@ -158,9 +160,9 @@ def pieces_of(name: str) -> list[str]:
         ":",
         ",",
     ]
-    whole = written(form, [("get_weather", {"city": "Oslo", "days": 2})])
+    whole = written(family, [("get_weather", {"city": "Oslo", "days": 2})])
     halves = [whole[: len(whole) // 2], whole[len(whole) // 2 :], whole]
-    return sorted(form.marks) + [mark[:-1] for mark in sorted(form.marks)] + words + halves
+    return sorted(family.marks) + [mark[:-1] for mark in sorted(family.marks)] + words + halves
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -170,18 +172,20 @@ def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
     """Broken calls, partial marks, and marks in unexpected places."""
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
     inside = data.draw(st.booleans())
-    form = with_thoughts(name)
-    parts = read(form, [message], inside=inside)
-    assert read(form, list(message), inside=inside) == parts
-    assert read(form, cut(message, data.draw(places)), inside=inside) == parts
+    family = with_thoughts(name)
+    parts = read(family, [message], inside=inside)
+    assert read(family, list(message), inside=inside) == parts
+    assert read(family, cut(message, data.draw(places)), inside=inside) == parts
 
 
-@pytest.mark.parametrize("name", [name for name in CALLING if not forms()[name].header])
+@pytest.mark.parametrize("name", [name for name in CALLING if not load_families()[name].header])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_marks_are_text_without_tools_and_reasoning(name, data) -> None:
     message = "".join(data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12)))
-    parts = read(Form((), forms()[name].calls), cut(message, data.draw(places)), tools={})
+    parts = read(
+        ModelFamily((), load_families()[name].calls), cut(message, data.draw(places)), tools={}
+    )
     assert "".join(part[3] for part in parts) == message
     assert {part[0] for part in parts} <= {Channel.TEXT}
 
@@ -209,7 +213,7 @@ def test_marks_are_text_without_tools_and_reasoning(name, data) -> None:
     ],
 )
 def test_text_that_resembles_a_call_is_text(name: str, message: str) -> None:
-    assert read(forms()[name], list(message)) == [(Channel.TEXT, "", 0, message)]
+    assert read(load_families()[name], list(message)) == [(Channel.TEXT, "", 0, message)]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_text_that_resembles_a_call_is_text(name: str, message: str) -> None:
 )
 def test_variants_of_calls_are_read(name: str, message: str, expected: str) -> None:
     for chunks in ([message], list(message)):
-        assert [(part[0], part[3]) for part in read(forms()[name], chunks)] == [
+        assert [(part[0], part[3]) for part in read(load_families()[name], chunks)] == [
             (Channel.CALL, expected)
         ]
 
@@ -302,7 +306,7 @@ def test_python_keyword_arguments_become_json(written: str, expected: dict) -> N
     """In any chunking. Text after the closing bracket is not touched."""
     message = f"<|tool_call_start|>[x{written}, get_time(city='a')]<|tool_call_end|>so"
     for chunks in ([message], list(message)):
-        first, second, text = read(forms()["lfm2"], chunks)
+        first, second, text = read(load_families()["lfm2"], chunks)
         assert (first[1], json.loads(first[3])) == ("x", expected)
         assert (second[1], second[3]) == ("get_time", '{"city": "a"}')
         assert text == (Channel.TEXT, "", 0, "so")
@@ -310,12 +314,12 @@ def test_python_keyword_arguments_become_json(written: str, expected: dict) -> N
 
 def test_declared_call_ends_unclosed_reasoning() -> None:
     """In families whose models forget to close it. Calls of other functions are reasoning."""
-    form = with_thoughts("kimi")
+    family = with_thoughts("kimi")
     call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     for chunk in (list, lambda text: [text]):
-        parts = read(form, chunk("hm " + call.format("get_time")), inside=True)
+        parts = read(family, chunk("hm " + call.format("get_time")), inside=True)
         assert parts == [(Channel.REASONING, "", 0, "hm"), (Channel.CALL, "get_time", 0, "{}")]
-        parts = read(form, chunk("hm " + call.format("no_tool") + "</think>so"), inside=True)
+        parts = read(family, chunk("hm " + call.format("no_tool") + "</think>so"), inside=True)
         assert [part[0] for part in parts] == [Channel.REASONING, Channel.TEXT]
         assert "no_tool" in parts[0][3]
 
@@ -323,17 +327,17 @@ def test_declared_call_ends_unclosed_reasoning() -> None:
 @pytest.mark.parametrize("chunk", [list, lambda text: [text]])
 def test_marks_around_text_are_dropped(chunk) -> None:
     """Reasoning after text is recognized if its mark cannot be text."""
-    form = forms()["command"]
+    family = load_families()["command"]
     message = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>"
     expected = [(Channel.REASONING, "", 0, "a"), (Channel.TEXT, "", 0, "b")]
-    assert read(form, chunk(message)) == read(form, chunk(message), tools={}) == expected
+    assert read(family, chunk(message)) == read(family, chunk(message), tools={}) == expected
     message = "b<|channel>thought\na<channel|>c<channel|>"
     expected = [
         (Channel.TEXT, "", 0, "b"),
         (Channel.REASONING, "", 0, "a"),
         (Channel.TEXT, "", 0, "c"),
     ]
-    assert read(forms()["gemma4"], chunk(message)) == expected
+    assert read(load_families()["gemma4"], chunk(message)) == expected
 
 
 @pytest.mark.parametrize("broken", ['{"a": 1}', '{"a": 1', '{"a": 1}}}'])
@@ -341,20 +345,20 @@ def test_text_after_a_badly_closed_call_is_kept(broken: str) -> None:
     """Brackets are missing, or there are too many."""
     message = f'<tool_call>{{"name": "x", "arguments": {broken}\n</tool_call>\nAnd so on.'
     for chunks in ([message], list(message)):
-        call, *text = read(forms()["hermes"], chunks)
+        call, *text = read(load_families()["hermes"], chunks)
         assert json.loads(call[3]) == {"a": 1}
         assert "".join(part[3] for part in text).endswith("And so on.")
 
 
 def test_marks_in_another_channel_are_not_special() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
-    form = with_thoughts("hermes")
-    assert read(form, [f"<think>{call}</think>a"]) == [
+    family = with_thoughts("hermes")
+    assert read(family, [f"<think>{call}</think>a"]) == [
         (Channel.REASONING, "", 0, call),
         (Channel.TEXT, "", 0, "a"),
     ]
-    assert read(form, ["a <think> b"]) == [(Channel.TEXT, "", 0, "a <think> b")]
-    assert read(form, ["hm</think>a"], inside=True) == [
+    assert read(family, ["a <think> b"]) == [(Channel.TEXT, "", 0, "a <think> b")]
+    assert read(family, ["hm</think>a"], inside=True) == [
         (Channel.REASONING, "", 0, "hm"),
         (Channel.TEXT, "", 0, "a"),
     ]
@@ -362,7 +366,7 @@ def test_marks_in_another_channel_are_not_special() -> None:
 
 def test_parser_is_done_after_the_maximum_number_of_calls() -> None:
     call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
-    parser = Parser(forms()["hermes"], TOOLS, max_calls=1)
+    parser = Parser(load_families()["hermes"], TOOLS, max_calls=1)
     assert [part.name for part in parser.feed(call + call)] == ["x"]
     assert parser.done
     assert parser.feed(call) == parser.flush() == []
@@ -391,9 +395,9 @@ def test_parser_is_done_after_the_maximum_number_of_calls() -> None:
 def test_form_is_chosen_by_the_template(
     template: str, open_mark: str | None, begin: str | None
 ) -> None:
-    form = form_of(template)
-    assert (form.reasoning.open if form.reasoning else None) == open_mark
-    assert begin in form.calls.write + form.calls.pair if begin else form.calls is None
+    family = find_family(template)
+    assert (family.reasoning.open if family.reasoning else None) == open_mark
+    assert begin in family.calls.write + family.calls.pair if begin else family.calls is None
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -402,9 +406,9 @@ def test_cost_per_token_is_constant(name: str, kind: str) -> None:
     """Four times the tokens take about four times as long. If the parser looked back, it would be
     sixteen times in every attempt.
     """
-    form = forms()[name]
-    head, _, _ = written(form, [("get_weather", {"city": "Oslo"})]).partition("slo")
-    opener = form.calls.open[0] if form.calls.open else form.header.open[0]
+    family = load_families()[name]
+    head, _, _ = written(family, [("get_weather", {"city": "Oslo"})]).partition("slo")
+    opener = family.calls.open[0] if family.calls.open else family.header.open[0]
     begin, token = {
         "text": ("", "word "),
         "argument": (head, "word "),
@@ -413,7 +417,7 @@ def test_cost_per_token_is_constant(name: str, kind: str) -> None:
     }[kind]
 
     def seconds(num_tokens: int) -> float:
-        parser = Parser(form, TOOLS)
+        parser = Parser(family, TOOLS)
         parser.feed(begin)
         begun = time.process_time()
         for _ in range(num_tokens):
@@ -444,15 +448,17 @@ UNDECLARED = {
 @pytest.mark.parametrize("said", ["", "I call. "])
 def test_call_of_an_undeclared_function_is_text(name: str, text: str, said: str) -> None:
     """In any form and order. The calls after it are read."""
-    form = forms()[name]
+    family = load_families()[name]
     for chunks in ([said + text], [*(said + text)]):
-        assert read(form, chunks) == [(Channel.TEXT, "", 0, said + text)]
-    call = written(form, [("get_time", {})])
+        assert read(family, chunks) == [(Channel.TEXT, "", 0, said + text)]
+    call = written(family, [("get_time", {})])
     assert [
-        part[1] for part in read(form, [said + text + "\n", call]) if part[0] == Channel.CALL
+        part[1] for part in read(family, [said + text + "\n", call]) if part[0] == Channel.CALL
     ] == ["get_time"]
 
 
 def test_message_to_an_undeclared_function_is_text() -> None:
-    parts = read(forms()["harmony"], [written(forms()["harmony"], [("y", {"a": 1})])])
+    parts = read(
+        load_families()["harmony"], [written(load_families()["harmony"], [("y", {"a": 1})])]
+    )
     assert parts == [(Channel.TEXT, "", 0, '{"a": 1}')]

@@ -49,7 +49,7 @@ def with_renderer(source, use):
 
 
 def test_worker_renders_like_the_template_in_process():
-    """With fences, tools and variables. Errors have the template's words."""
+    """The texts have fences, tools and variables. Errors have the template's words."""
     source = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ enable_thinking }}"
     here = ChatTemplate(vocabulary(source)).render(MESSAGES, TOOLS, enable_thinking=True)
     there = with_renderer(
@@ -62,7 +62,7 @@ def test_worker_renders_like_the_template_in_process():
 
 
 def test_few_processes_render_many_texts():
-    """Also at the same time. Each text goes to its caller."""
+    """Texts are rendered at the same time, and each one goes to its caller."""
 
     async def use(renderer):
         texts = await asyncio.gather(*(render(renderer, f"<{i}>") for i in range(40)))

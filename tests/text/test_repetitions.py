@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cllm.text.repetitions import LARK, MAX_EXPANSION, REGEX, expands_too_far, products
+from cllm.text.repetitions import LARK, MAX_EXPANSION, REGEX, expands_too_far, repetition_products
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from cllm.text.repetitions import LARK, MAX_EXPANSION, REGEX, expands_too_far, p
     ],
 )
 def test_counts_of_nested_repetitions_multiply(pattern: str, nested: int) -> None:
-    assert products(pattern, REGEX)[1] == nested
+    assert repetition_products(pattern, REGEX)[1] == nested
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_counts_of_nested_repetitions_multiply(pattern: str, nested: int) -> Non
     ],
 )
 def test_only_counts_outside_texts_and_comments_multiply(grammar: str, nested: int) -> None:
-    assert products(grammar, LARK)[1] == nested
+    assert repetition_products(grammar, LARK)[1] == nested
 
 
 def test_limit_applies_to_nested_counts() -> None:

@@ -19,7 +19,7 @@ from conftest import PATIENCE
 from cllm.environment import child_environment
 from cllm.errors import BadRequest, EngineError
 from cllm.text import workers
-from cllm.text.worker import READY, Reply, frame, to_json
+from cllm.text.worker import READY, Reply, encode_frame, to_json
 from cllm.text.workers import Workers
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop]
@@ -103,7 +103,7 @@ def test_worker_answers_with_a_text(run, text):
 
 
 def test_few_processes_answer_many_questions(run):
-    """Also at the same time. Each answer goes to its caller."""
+    """Questions are answered at the same time, and each answer goes to its caller."""
 
     async def use(made):
         texts = [f"<{i}>" for i in range(40)]
@@ -302,7 +302,7 @@ def test_cancelled_start_leaves_no_process(run, prepare):
 
 @pytest.mark.parametrize("seconds", [None, 0.0, 0.002, 0.02, 0.3])
 def test_close_fails_running_waiting_and_later_questions(run, seconds):
-    """At any point of a start."""
+    """The process may be at any point of its start."""
 
     async def use(made):
         if seconds is None:
@@ -354,9 +354,9 @@ def test_worker_ends_with_its_parent():
         "prepare",
         "1",
     ]
-    begin = frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
+    begin = encode_frame(to_json({"chat_template": "x", "control_tokens": [], "special_texts": {}}))
     done = subprocess.run(command, input=begin, capture_output=True, check=True, timeout=PATIENCE)
-    assert (done.stdout, done.stderr) == (frame(READY), b"")
+    assert (done.stdout, done.stderr) == (encode_frame(READY), b"")
 
 
 def test_reply_has_a_text_or_an_error():

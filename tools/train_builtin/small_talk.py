@@ -83,7 +83,7 @@ def disguise(rng: random.Random, text: str) -> str:
     """Return ``text`` as somebody else might type it."""
     if text[0] in string.punctuation:
         return text
-    if rng.random() < 0.15 and len(text) > 3:
+    if len(text) > 3 and rng.random() < (0.3 if len(text) < 12 else 0.15):
         text = misspell(rng, text)
     case = rng.random()
     if case < 0.4:
@@ -189,8 +189,23 @@ VOWELS = [*"aeiou", *"aeiou", "ai", "ea", "ia", "ie", "oo", "y"]
 CODAS = ["", "", "", *"nrslxtmdkz", "ck", "ll", "nd", "ng", "rt", "ss", "tte", "us", "ine", "son"]
 
 
+ALL_WORDS = sorted(
+    {
+        word
+        for lines in WORDINGS.values()
+        for word in re.findall("[a-z]{3,}", " ".join(lines).lower())
+    }
+)
+
+
 def pseudo_word(rng: random.Random) -> str:
-    """Return a word that nobody knows, so that the model learns to copy any word."""
+    """Return a word that nobody knows, so that the model learns to copy any word.
+
+    Half of them are made of two real words, because they contain tokens that syllables do not.
+    """
+    if rng.random() < 0.5:
+        first, second = rng.choices(ALL_WORDS, k=2)
+        return first[: rng.randint(1, 5)] + second[-rng.randint(1, 5) :]
     word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3)))
     return rng.choice(["", "", rng.choice("aeiou")]) + word + rng.choice(CODAS)
 
@@ -229,7 +244,9 @@ def order(rng: random.Random) -> Order:
             x = x if rng.random() < 0.4 else x[0].upper() + x[1:]
             system = rng.choice(WORDINGS["with a first word"]).format(x=x)
             return Order(system, lambda q: f"{x}, {q.answer}", plain + talk)
-    name = rng.choice(PARTS["first name"]) if rng.random() < 0.2 else pseudo_word(rng).capitalize()
+    # NAMES are single tokens, which the model only copies if it has practised that
+    names = rng.choice([PARTS["first name"], NAMES, [pseudo_word(rng).capitalize()]])
+    name = rng.choice(names)
     written = name if rng.random() < 0.85 else name.lower()
     return Order(
         rng.choice(WORDINGS["with a name"]).format(x=written),

@@ -130,6 +130,21 @@ PHASES = [  # the last three add small talk to a model trained by the ones befor
         raw=0.02,
         idle_tools=0.15,
     ),
+    # names were copied, except tokens that no practised name contained
+    Phase(
+        600,
+        1.0e-3,
+        (40, 160),
+        0.04,
+        {"sums": 6, "tools": 6, "capitals": 2, "counting": 2, "unknown": 3, "cannot": 3}
+        | {"worded_sums": 4, "unclear": 3, "other_model": 3, "help": 3, "what_can_you_do": 3}
+        | {"greeting": 2, "goodbye": 3, "maker": 2, "human": 2, "complaint": 2, "how_are_you": 2}
+        | {"repeated_word": 3},
+        talk=0.65,
+        orders=0.3,
+        raw=0.02,
+        idle_tools=0.15,
+    ),
 ]
 
 

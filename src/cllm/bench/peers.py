@@ -203,6 +203,7 @@ def locked_package() -> dict[str, Any]:
 
 
 def find_cmake(folder: Path) -> str:
+    """Return a cmake, installed if there is none. Raises StartupError."""
     if system := shutil.which("cmake"):
         return system
     private = folder / "cmake"

@@ -1,4 +1,4 @@
-"""The quality that another form of a model loses: how far its next-token distributions are from the
+"""The quality that another quantization of a model loses: how far its next-token distributions are from the
 original's.
 
 Mean Kullback-Leibler divergence and top-1 agreement over the positions of a text, as in llama.cpp's

@@ -1,9 +1,9 @@
 """Tries other types for the weights: what they gain in speed on this machine, and what they cost in
 quality.
 
-A form of a model is named by the types of its body and its head, such as Q4_0+Q6_K. The head is the
-matrix that computes the logits. It is used for every decoded token, and it is large if the
-vocabulary is. Its best type differs from CPU to CPU. So heads are tried first, with the body
+A quantization of a model is named by the types of its body and its head, such as Q4_0+Q6_K. The
+head is the matrix that computes the logits. It is used for every decoded token, and it is large if
+the vocabulary is. Its best type differs from CPU to CPU. So heads are tried first, with the body
 unchanged, and then bodies with the best head.
 """
 
@@ -29,15 +29,15 @@ from cllm.models.gguf import TENSOR_TYPES, GgufHeader, format_size, read_header
 HEADS = ("Q4_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 BODIES = {"Q4_0": "Q4_0", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
 """llama.cpp's file type -> the tensor type of most of its weights."""
-SIZE_LIMIT = 1.1  # times the original's size; a larger form would pay for speed with memory
-KL_LIMIT = 0.03  # nats; a form above it is not recommended, but --write-as accepts it
+SIZE_LIMIT = 1.1  # times the original's size; a larger one would pay for speed with memory
+KL_LIMIT = 0.03  # nats; one above it is not recommended, but --write-as accepts it
 SHARE_OF_ROOM = 1.2  # free space that is needed, as a multiple of the bytes to write
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its completed share, 0 to 1."""
 
 
-class Form(msgspec.Struct, frozen=True):
+class Quantization(msgspec.Struct, frozen=True):
     """The types of a model's body and head. ``body`` is a file type, or the original's tensor type
     for an unchanged body.
     """
@@ -50,7 +50,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Requantized(msgspec.Struct, frozen=True):
-    """One form compared with the original. quality is None if it could not be measured."""
+    """One quantization compared with the original. quality is None if it could not be measured."""
 
     form: str
     num_bytes: int
@@ -67,35 +67,40 @@ class Requantized(msgspec.Struct, frozen=True):
         )
 
 
-def original_form(header: GgufHeader) -> Form:
-    """Return the form of the model as it is. The body's type is the type of most of its bytes."""
+def original_quantization(header: GgufHeader) -> Quantization:
+    """Return the quantization of the model as it is. The body's type is the type of most of its
+    bytes."""
     head = head_name(header)
     sizes = Counter[str]()
     for tensor in header.tensors:
         if tensor.name != head:
             sizes[tensor.type] += tensor.num_bytes
-    return Form(
+    return Quantization(
         sizes.most_common(1)[0][0],
         next(tensor.type for tensor in header.tensors if tensor.name == head),
     )
 
 
-def read_form(text: str, header: GgufHeader) -> Form:
-    """Return the form named "BODY+HEAD". Raises StartupError listing the known types."""
+def read_quantization(text: str, header: GgufHeader) -> Quantization:
+    """Return the quantization named "BODY+HEAD". Raises StartupError listing the known types."""
     body, _, head = text.partition("+")
-    known, heads = {*BODIES, original_form(header).body}, possible_heads(header)
+    known, heads = {*BODIES, original_quantization(header).body}, possible_heads(header)
     if body not in known or head not in heads:
         raise StartupError(
             f"{text} is not a quantization: write BODY+HEAD, with BODY one of "
             f"{', '.join(sorted(known))} and HEAD one of {', '.join(heads)}"
         )
-    return Form(body, head)
+    return Quantization(body, head)
 
 
-def heads_to_try(header: GgufHeader) -> list[Form]:
-    original = original_form(header)
-    return small_ones(
-        [Form(original.body, head) for head in possible_heads(header) if head != original.head],
+def heads_to_try(header: GgufHeader) -> list[Quantization]:
+    original = original_quantization(header)
+    return limit_sizes(
+        [
+            Quantization(original.body, head)
+            for head in possible_heads(header)
+            if head != original.head
+        ],
         header,
     )
 
@@ -109,24 +114,25 @@ def possible_heads(header: GgufHeader) -> list[str]:
     return [head for head in HEADS if row % blocks[head] == 0]
 
 
-def bodies_to_try(header: GgufHeader, head: str) -> list[Form]:
-    original = original_form(header)
-    return small_ones(
-        [Form(body, head) for body, kind in BODIES.items() if kind != original.body], header
+def bodies_to_try(header: GgufHeader, head: str) -> list[Quantization]:
+    original = original_quantization(header)
+    return limit_sizes(
+        [Quantization(body, head) for body, kind in BODIES.items() if kind != original.body], header
     )
 
 
-def small_ones(forms: list[Form], header: GgufHeader) -> list[Form]:
-    """Return the forms whose estimated size is at most SIZE_LIMIT times the original's."""
+def limit_sizes(forms: list[Quantization], header: GgufHeader) -> list[Quantization]:
+    """Return the quantizations whose estimated size is at most SIZE_LIMIT times the original's."""
     return [
         form for form in forms if estimated_bytes(form, header) <= SIZE_LIMIT * header.tensor_bytes
     ]
 
 
-def estimated_bytes(form: Form, header: GgufHeader) -> int:
-    """Return the size that the form would have if all matrices of its body had the same type."""
+def estimated_bytes(form: Quantization, header: GgufHeader) -> int:
+    """Return the size that the quantization would have if all matrices of its body had the same
+    type."""
     blocks = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
-    head, kept = head_name(header), original_form(header).body == form.body
+    head, kept = head_name(header), original_quantization(header).body == form.body
     total = 0
     for tensor in header.tensors:
         name = form.head if tensor.name == head else BODIES.get(form.body, form.body)
@@ -139,12 +145,15 @@ def estimated_bytes(form: Form, header: GgufHeader) -> int:
     return total
 
 
-def write_form(source: Path, target: Path, form: Form, progress: Callable[[float], None]) -> None:
-    """Write ``source`` in another form to ``target``, which may be incomplete after an error.
+def write_quantization(
+    source: Path, target: Path, form: Quantization, progress: Callable[[float], None]
+) -> None:
+    """Write ``source`` in another quantization to ``target``, which may be incomplete after an
+    error.
 
     Raises StartupError with llama.cpp's reason.
     """
-    body = None if form.body == original_form(read_header(source)).body else form.body
+    body = None if form.body == original_quantization(read_header(source)).body else form.body
     quantize(source, target, body, head=form.head, threads=None, progress=progress)
 
 
@@ -165,12 +174,12 @@ def workplace(num_bytes: int) -> Iterator[Path]:
         yield Path(folder)
 
 
-def try_forms(
+def try_quantizations(
     bench: Bench,
     params: EngineParams,
     figures: list[Figure],
     tokens: list[int],
-    forms: list[Form] | None,
+    forms: list[Quantization] | None,
     folder: Path,
     progress: Progress,
 ) -> list[Requantized]:
@@ -187,11 +196,13 @@ def try_forms(
     except CandidateError as error:
         raise StartupError(f"cannot measure the original's quality: {error}") from None
 
-    def tried(form: Form) -> Requantized:
+    def tried(form: Quantization) -> Requantized:
         file = folder / "candidate.gguf"
         try:
             try:
-                write_form(source, file, form, lambda share: progress(f"writing {form}", share))
+                write_quantization(
+                    source, file, form, lambda share: progress(f"writing {form}", share)
+                )
             except StartupError as error:
                 return Requantized(str(form), 0, Outcome({}), Outcome({}, failure=str(error)), None)
             candidate = msgspec.structs.replace(params, path=str(file))
@@ -218,12 +229,16 @@ def try_forms(
         return [tried(form) for form in forms]
     found = [tried(form) for form in heads_to_try(header)]
     best = best_of(found)
-    head = original_form(header).head if best is None else read_form(best.form, header).head
+    head = (
+        original_quantization(header).head
+        if best is None
+        else read_quantization(best.form, header).head
+    )
     return found + [tried(form) for form in bodies_to_try(header, head)]
 
 
 def best_of(found: list[Requantized]) -> Requantized | None:
-    """Return the fastest recommended form, or None if there is none."""
+    """Return the fastest recommended quantization, or None if there is none."""
     return max(
         (one for one in found if one.recommended), key=lambda one: one.outcome.gain, default=None
     )

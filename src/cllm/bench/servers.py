@@ -151,8 +151,9 @@ def llama_server(
 def ollama(
     program: Path, model: Path, threads: int, num_seqs: int, context: int
 ) -> Iterator[Server]:
-    """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary
-    folder.
+    """Start a separate ``ollama serve`` that knows only this model, as MODEL in a temporary folder.
+
+    Raises StartupError.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()

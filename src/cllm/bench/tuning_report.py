@@ -13,7 +13,7 @@ from cllm.bench.console import print_lines
 from cllm.bench.quality import Quality
 from cllm.bench.requantize import Requantized
 from cllm.bench.tune import Choice, Outcome, Tuned
-from cllm.config_sources import Loaded, plant, value_at
+from cllm.config_sources import LoadedConfig, plant, value_at
 from cllm.models.gguf import format_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     recommended_form: str | None
 
 
-def format_yaml(loaded: Loaded, report: Report) -> str:
+def format_yaml(loaded: LoadedConfig, report: Report) -> str:
     """Return YAML with the given and the chosen settings, for cllm serve --config."""
     import yaml
 

@@ -223,6 +223,7 @@ def load(
 
 
 def checked_key(key: str | None) -> str | None:
+    """Return the API key. Raises StartupError if no header can contain it."""
     if key and not (key.isascii() and key.isprintable()):
         raise StartupError("the API key contains characters that HTTP headers do not allow")
     return key

@@ -19,7 +19,7 @@ from cllm.cli.settings_flags import (
 from cllm.config import OPTIONS, Option
 from cllm.config_file import ALIASES, NOT_NEEDED
 from cllm.config_file import show as shown
-from cllm.config_sources import Loaded, value_at
+from cllm.config_sources import LoadedConfig, value_at
 
 app = App(name="config", help="Show the effective settings and describe all of them.")
 
@@ -53,7 +53,7 @@ def api() -> None:
     print(api_page.render_page(), end="")
 
 
-def as_json(loaded: Loaded) -> str:
+def as_json(loaded: LoadedConfig) -> str:
     content = {
         "settings": loaded.settings.model_dump(),
         "origins": loaded.origins,
@@ -62,7 +62,7 @@ def as_json(loaded: Loaded) -> str:
     return json.dumps(content, indent=2)
 
 
-def as_lines(loaded: Loaded) -> str:
+def as_lines(loaded: LoadedConfig) -> str:
     lines = {
         key: f"{key}: {shown(value_at(loaded.settings, key), width=30_000)}" for key in OPTIONS
     }

@@ -43,6 +43,7 @@ def explain(
 
 
 def fetch(url: str, steps: int) -> bytes:
+    """Return the server's answer. Raises StartupError, or CLLMError if it is not a cLLM server."""
     import httpx2
 
     key = os.environ.get("CLLM_API_KEY")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from cllm.config_sources import Loaded
+from cllm.config_sources import LoadedConfig
 from cllm.core.model_info import ModelInfo
 
 NUM_SEQS, CONTEXT = "scheduler.max_num_seqs", "model.max_context_length"
 
 
-def print_notes(loaded: Loaded) -> None:
+def print_notes(loaded: LoadedConfig) -> None:
     """Print on stderr the notes about settings that do not apply as written."""
     for note in loaded.notes:
         print("cllm:", note, file=sys.stderr)
 
 
-def remarks(loaded: Loaded, info: ModelInfo) -> Iterator[str]:
+def remarks(loaded: LoadedConfig, info: ModelInfo) -> Iterator[str]:
     """Yield a line for each requested size that does not apply, or that the model was not trained
     for.
     """

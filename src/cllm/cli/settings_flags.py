@@ -21,7 +21,7 @@ from cyclopts import Group, Parameter
 
 from cllm.config import OPTIONS, Option
 from cllm.config_file import show
-from cllm.config_sources import Loaded, load_settings
+from cllm.config_sources import LoadedConfig, load_settings
 from cllm.errors import StartupError
 
 SHORT_NAMES = {
@@ -88,7 +88,7 @@ else:
 
 def settings_from_flags(
     config: Path | None, flags: Mapping[str, object] | None, model: str | None = None
-) -> Loaded:
+) -> LoadedConfig:
     """Return the effective settings of a command, from its flags and the environment.
 
     model: the positional argument of commands that have one. Raises StartupError.

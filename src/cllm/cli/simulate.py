@@ -264,6 +264,7 @@ def read_costs(text: str) -> Costs:
 
 
 def read_measured(path: Path) -> Measured:
+    """Return the measured costs. Raises StartupError."""
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=Measured)
     except OSError as error:

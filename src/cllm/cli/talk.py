@@ -19,7 +19,7 @@ from cllm.cli.progress import open_bar
 from cllm.cli.remarks import print_notes, remarks
 from cllm.cli.settings_flags import settings_from_flags
 from cllm.config import OPTIONS
-from cllm.config_sources import Loaded
+from cllm.config_sources import LoadedConfig
 from cllm.core.params import PARAMETERS, SamplingParams
 from cllm.errors import CLLMError, StartupError
 
@@ -107,7 +107,7 @@ def make_talker(
 class Local:
     """A model in this process."""
 
-    def __init__(self, loaded: Loaded, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, loaded: LoadedConfig, sampling: Mapping[str, Any]) -> None:
         """Load the model, with a progress bar on stderr. Raises StartupError."""
         from cllm.llm import LLM
 

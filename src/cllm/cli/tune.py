@@ -18,15 +18,15 @@ from cllm.bench.measure import Bench, CandidateError
 from cllm.bench.quality import TEXT, Quality
 from cllm.bench.requantize import (
     SIZE_LIMIT,
-    Form,
+    Quantization,
     Requantized,
     best_of,
     estimated_bytes,
-    original_form,
-    read_form,
-    try_forms,
+    original_quantization,
+    read_quantization,
+    try_quantizations,
     workplace,
-    write_form,
+    write_quantization,
 )
 from cllm.bench.tune import (
     KV_KL_LIMIT,
@@ -46,7 +46,7 @@ from cllm.cli.progress import Bar, open_bar
 from cllm.cli.remarks import print_notes
 from cllm.cli.settings_flags import ConfigFlag, ModelArgument, ModelFlags, settings_from_flags
 from cllm.config import Settings
-from cllm.config_sources import Loaded
+from cllm.config_sources import LoadedConfig
 from cllm.engine.build import build_vocabulary, fit_memory
 from cllm.engine.params import EngineParams
 from cllm.engine.settings import engine_params
@@ -133,11 +133,13 @@ def tune(
         raise StartupError(f"backend.name is {backend}; only llama_cpp can be tuned")
     check_options(options)
     subject = find_subject(loaded.settings, options)
-    form = read_form(options.write_as, subject.header) if options.write_as else None
+    form = read_quantization(options.write_as, subject.header) if options.write_as else None
     tuning = measure(subject, form, options)
     show(tuning.report(time.monotonic() - begun), loaded, options)
     if options.write:
-        write_copy(subject.path, options.write, form or chosen_form(tuning.forms, subject.header))
+        write_copy(
+            subject.path, options.write, form or chosen_quantization(tuning.forms, subject.header)
+        )
 
 
 class Subject(NamedTuple):
@@ -165,9 +167,9 @@ def find_subject(settings: Settings, options: TuneOptions) -> Subject:
     return Subject(path, header, params, tokens[:MAX_TEXT_TOKENS])
 
 
-def measure(subject: Subject, form: Form | None, options: TuneOptions) -> Tuning:
-    """Measure the settings and, with --requantize, other forms of the model: ``form``, or those
-    worth trying.
+def measure(subject: Subject, form: Quantization | None, options: TuneOptions) -> Tuning:
+    """Measure the settings and, with --requantize, other quantizations of the model: ``form``, or
+    those worth trying.
     """
     with (
         workplace(bytes_needed(subject, form) if options.requantize else 0) as folder,
@@ -244,15 +246,15 @@ class Tuning:
             "" if quality.kl <= KV_KL_LIMIT else f"it changes answers too much: {in_words(quality)}"
         )
 
-    def requantize(self, form: Form | None) -> None:
-        """Measure ``form``, or those worth trying, with the chosen settings."""
+    def requantize(self, form: Quantization | None) -> None:
+        """Measure ``quantization``, or those worth trying, with the chosen settings."""
         params = applied(self.params, self.start | self.tuned.recommended)
         figures, forms = final_figures(self.works), None if form is None else [form]
 
         def progress(text: str, share: float) -> None:
             self.bar.update(share, text)
 
-        self.forms = try_forms(
+        self.forms = try_quantizations(
             self.bench, params, figures, self.tokens, forms, self.folder, progress
         )
 
@@ -268,13 +270,13 @@ class Tuning:
             settings=self.tuned,
             recommended=self.tuned.recommended,
             kv_quality=self.kv_quality,
-            original_form=None if forms is None else str(original_form(header)),
+            original_form=None if forms is None else str(original_quantization(header)),
             forms=forms or [],
             recommended_form=best.form if best else None,
         )
 
 
-def bytes_needed(subject: Subject, form: Form | None) -> int:
+def bytes_needed(subject: Subject, form: Quantization | None) -> int:
     """Return the disk space for a candidate and the original's logits, in bytes."""
     header = subject.header
     candidate = SIZE_LIMIT * header.tensor_bytes if form is None else estimated_bytes(form, header)
@@ -299,6 +301,7 @@ def check_options(options: TuneOptions) -> None:
 
 
 def read_text(path: Path) -> str:
+    """Return the text on which quality is judged. Raises StartupError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -307,7 +310,7 @@ def read_text(path: Path) -> str:
         raise StartupError(f"--text {path} is not UTF-8") from None
 
 
-def show(report: Report, loaded: Loaded, options: TuneOptions) -> None:
+def show(report: Report, loaded: LoadedConfig, options: TuneOptions) -> None:
     """Print the report, and print or write the YAML."""
     yaml, out = format_yaml(loaded, report), options.out
     print_report(report)
@@ -320,13 +323,13 @@ def show(report: Report, loaded: Loaded, options: TuneOptions) -> None:
         print(yaml, end="")
 
 
-def chosen_form(forms: list[Requantized] | None, header: GgufHeader) -> Form | None:
+def chosen_quantization(forms: list[Requantized] | None, header: GgufHeader) -> Quantization | None:
     best = best_of(forms or [])
-    return None if best is None else read_form(best.form, header)
+    return None if best is None else read_quantization(best.form, header)
 
 
-def write_copy(source: Path, target: Path, form: Form | None) -> None:
-    """Write the copy completely or not at all. Exits with 1 if no form is worth writing."""
+def write_copy(source: Path, target: Path, form: Quantization | None) -> None:
+    """Write the copy completely or not at all. Exits with 1 if no quantization is worth writing."""
     if form is None:
         print(
             "cllm: no quantization is faster with little loss of quality, so no copy was written",
@@ -339,7 +342,7 @@ def write_copy(source: Path, target: Path, form: Form | None) -> None:
             tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder,
         ):
             copy = Path(folder) / "copy.gguf"
-            write_form(source, copy, form, bar.update)
+            write_quantization(source, copy, form, bar.update)
             copy.replace(target)
     except OSError as error:
         raise StartupError(f"cannot write {target}: {error.strerror}") from None

@@ -52,7 +52,7 @@ class Candidate(msgspec.Struct, frozen=True):
     prompt_token_seconds: float = 1.0
 
 
-class Booked:
+class BookedLoad:
     """The load of one replica. num_tokens: prompt tokens that it probably has to compute."""
 
     __slots__ = ("accounts", "num_requests", "num_tokens")
@@ -70,10 +70,10 @@ class Booking:
 
     __slots__ = ("_account", "_booked", "num_tokens", "number")
 
-    def __init__(self, number: int, booked: Booked, num_tokens: int, account: str) -> None:
+    def __init__(self, number: int, booked: BookedLoad, num_tokens: int, account: str) -> None:
         self.number = number
         self.num_tokens = num_tokens
-        self._booked: Booked | None = booked
+        self._booked: BookedLoad | None = booked
         self._account = account
         booked.num_requests += 1
         booked.num_tokens += num_tokens
@@ -116,7 +116,9 @@ class Router:
         self._max_queue_seconds = max_queue_seconds
         self._rng = random.Random(seed)
         self._turn = -1
-        self._booked: defaultdict[int, Booked] = defaultdict(Booked)  # by number of the replica
+        self._booked: defaultdict[int, BookedLoad] = defaultdict(
+            BookedLoad
+        )  # by number of the replica
         # block -> bits of the replicas that have it, least recently used first
         self._table: OrderedDict[int, int] = OrderedDict()
 
@@ -125,7 +127,7 @@ class Router:
         """The number of prefixes in the table."""
         return len(self._table)
 
-    def booked(self, number: int) -> Booked:
+    def booked(self, number: int) -> BookedLoad:
         """Return the load of a replica."""
         return self._booked[number]
 

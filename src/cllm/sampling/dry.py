@@ -17,7 +17,7 @@ LARGEST = 1e30  # penalty; the sum of two stays within the range of float32
 Tokens = npt.NDArray[np.int32]
 
 
-class Past:
+class History:
     """The tokens of a sequence in an array that grows with it."""
 
     def __init__(self, breakers: tuple[int, ...]) -> None:
@@ -39,7 +39,7 @@ class Past:
         return self._array[: self._length]
 
 
-def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: Past) -> None:
+def add_dry(row: npt.NDArray[np.float32], seq: Sequence, past: History) -> None:
     """Subtract the penalties from the logits ``row``, shape (vocabulary,).
 
     If the last n tokens occurred before and were followed by t, then t loses multiplier * base **

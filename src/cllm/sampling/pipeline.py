@@ -23,7 +23,7 @@ from cllm.core.output import FAILED, NO_TOKEN, Logprobs
 from cllm.core.params import SamplingParams
 from cllm.core.sequence import Matcher, Sequence
 from cllm.errors import EngineError
-from cllm.sampling.dry import Past, add_dry
+from cllm.sampling.dry import History, add_dry
 from cllm.sampling.extensions import Mirostat, draw_extended
 from cllm.sampling.grammar import allowed_ids, forbid
 from cllm.sampling.logprobs import distribution
@@ -49,7 +49,7 @@ class Sampler:
     def __init__(self, end_tokens: Collection[int] = ()) -> None:
         """``end_tokens``: the tokens that min_tokens suppresses."""
         self._end_tokens = [*end_tokens]
-        self._pasts: WeakKeyDictionary[Sequence, Past] = WeakKeyDictionary()
+        self._pasts: WeakKeyDictionary[Sequence, History] = WeakKeyDictionary()
         self._mirostats: WeakKeyDictionary[Sequence, Mirostat] = WeakKeyDictionary()
         # from the last call, by row of the logits; if requested
         self.logprobs: dict[int, Logprobs] = {}
@@ -150,7 +150,7 @@ class Sampler:
             penalize(row, seq)
         if params.uses_dry:
             if seq not in self._pasts:
-                self._pasts[seq] = Past(params.dry_breakers)
+                self._pasts[seq] = History(params.dry_breakers)
             add_dry(row, seq, self._pasts[seq])
         if params.logit_bias:
             add_bias(row, params.logit_bias)

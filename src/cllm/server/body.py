@@ -53,7 +53,7 @@ def stop_at_first_fault(schema: Any) -> None:
             stop_at_first_fault(inner)
 
 
-def at_most(count: int) -> pydantic.BeforeValidator:
+def limit_entries(count: int) -> pydantic.BeforeValidator:
     """Return a validator that limits an object to ``count`` entries.
 
     It counts them before they are validated, because each entry can have a fault.
@@ -89,14 +89,14 @@ class Body(pydantic.BaseModel):
         return schema
 
 
-class Shape(pydantic.BaseModel):
+class ResponseModel(pydantic.BaseModel):
     """Base of answer models.
 
     They are used only for the OpenAPI document: answers are not validated.
     """
 
 
-class ErrorObject(Shape):
+class ErrorObject(ResponseModel):
     """OpenAI's error object. All four keys are always present."""
 
     message: str
@@ -105,11 +105,11 @@ class ErrorObject(Shape):
     code: str | None
 
 
-class Error(Shape):
+class Error(ResponseModel):
     error: ErrorObject
 
 
-def documented(
+def describe_route(
     body: type[Body] | None = None,
     answer: type[pydantic.BaseModel] | None = None,
     *,
@@ -120,12 +120,12 @@ def documented(
     """Return the ``openapi_extra`` of a route that reads its body and writes its answer itself, as
     in
 
-    @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
+    @router.post("/v1/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingList))
 
     body: the model given to ``read_body``; None if the route reads no body. answer: the model of a
-    200 answer, a Shape; fields with a default may be missing. takes: the media type of the body.
-    stream: the media type of a streamed answer, if the route can stream. error: the model of 4xx
-    and 5xx answers, in the dialect's form. The models must be defined at module level. A class
+    200 answer, a ResponseModel; fields with a default may be missing. takes: the media type of the
+    body. stream: the media type of a streamed answer, if the route can stream. error: the model of
+    4xx and 5xx answers, in the dialect's form. The models must be defined at module level. A class
     gives its example with ``model_config = example(name=value)``; every body has one. The route's
     docstring is its description.
 
@@ -223,7 +223,7 @@ def read_value(value: dict[str, Any], model: type[Model], call: Call) -> Model:
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
-        raise explain(error) from None
+        raise first_fault(error) from None
 
 
 def check_type(content_type: str) -> None:
@@ -326,6 +326,7 @@ class Pace:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
+    """Return the JSON object. Raises BadRequest."""
     try:
         value = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -338,7 +339,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
+def rename_parameters(names: Mapping[str, str]) -> Iterator[None]:
     """Rename sampling parameters in errors to the dialect's ``names``."""
     try:
         yield
@@ -361,7 +362,7 @@ def field_path(location: tuple[int | str, ...]) -> list[int | str]:
     return [part for part in location if isinstance(part, int) or is_field(part)]
 
 
-def explain(error: pydantic.ValidationError) -> BadRequest:
+def first_fault(error: pydantic.ValidationError) -> BadRequest:
     """Return the first fault of a body, with the field's path as OpenAI writes it."""
     faults = error.errors(include_url=False, include_input=False)
     # a value that fits no member of a union has a fault for each; the deepest belongs to the member

@@ -49,7 +49,7 @@ class Fault(NamedTuple):
     ticket: str = ""
 
 
-Form = Callable[[Fault, str], tuple[int, dict[str, Any]]]
+ErrorFormat = Callable[[Fault, str], tuple[int, dict[str, Any]]]
 """Takes a fault and the request id; returns the status and the body of a dialect's answer."""
 
 
@@ -57,7 +57,7 @@ class Dialect(NamedTuple):
     """Recognizes the requests of a dialect, and builds their error answers."""
 
     knows: Callable[[Request], bool]
-    form: Form
+    form: ErrorFormat
 
 
 def describe(error: Exception) -> Fault:
@@ -105,7 +105,7 @@ def describe_in_stream(error: Exception) -> Fault:
     return describe(error)
 
 
-def openai_form(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
+def openai_error(fault: Fault, _: str = "") -> tuple[int, dict[str, Any]]:
     """Return the status and OpenAI's error object, which always has its four keys."""
     error = {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}
     return fault.status, {"error": error}
@@ -116,7 +116,7 @@ def error_event(error: Exception) -> bytes:
 
     The stream then ends.
     """
-    return b"data: " + pydantic_core.to_json(openai_form(describe_in_stream(error))[1]) + b"\n\n"
+    return b"data: " + pydantic_core.to_json(openai_error(describe_in_stream(error))[1]) + b"\n\n"
 
 
 def allowed_methods(request: Request) -> list[str]:
@@ -130,7 +130,7 @@ def install(app: FastAPI, dialects: Sequence[Dialect] = ()) -> None:
     """Answer every error of ``app`` in the form of the request's dialect."""
 
     def answer(request: Request, fault: Fault) -> Response:
-        form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_form)
+        form = next((dialect.form for dialect in dialects if dialect.knows(request)), openai_error)
         status, content = form(fault, request_id(request))
         headers = (
             {"retry-after": str(max(1, math.ceil(fault.retry_after)))}

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cllm.server.connections import Connections
-from cllm.server.errors import Fault, openai_form
+from cllm.server.errors import Fault, openai_error
 from cllm.server.request_id import HEADERS, IS_INCOMPLETE, new_request_id
 from cllm.server.sse import PROBE
 
@@ -248,7 +248,7 @@ class Protocol(HttpToolsProtocol):
                 self.transport.abort()
                 return
             self._disconnect(self.cycle)  # its body is what is invalid
-        content = to_json(openai_form(Fault(status, message, code="invalid_http"))[1])
+        content = to_json(openai_error(Fault(status, message, code="invalid_http"))[1])
         request_id = new_request_id().encode()
         head: list[tuple[bytes, Any]] = [
             *self.server_state.default_headers,

@@ -25,7 +25,7 @@ MEDIA_TYPES = ("takes", "stream")  # entries of an operation's x-models that are
 
 
 def install(app: FastAPI) -> None:
-    """Let ``app.openapi`` include what routes declare with ``documented``.
+    """Let ``app.openapi`` include what routes declare with ``describe_route``.
 
     It is built once, on the first request.
     """
@@ -33,13 +33,13 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = filled(generate())
+            app.openapi_schema = add_schemas(generate())
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def filled(document: dict[str, Any]) -> dict[str, Any]:
+def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
     """Return ``document`` with the schemas of all models that its operations name."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     named = [
@@ -58,7 +58,7 @@ def filled(document: dict[str, Any]) -> dict[str, Any]:
     # replaces the framework's error form
     document["components"] = {"schemas": definitions.get("$defs", {})}
     for operation, roles in zip(operations, named, strict=True):
-        fill(
+        add_operation_schemas(
             operation,
             {
                 role: references[models[name], "validation"]
@@ -84,7 +84,7 @@ def model_of(name: str) -> type[pydantic.BaseModel]:
     return model
 
 
-def fill(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+def add_operation_schemas(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     """Add the schemas of one operation to it."""
     responses = operation["responses"]
     responses.pop("422", None)

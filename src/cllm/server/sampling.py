@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=Body)
 SCHEMA_TYPES = {int: "integer", float: "number", bool: "boolean"}
 
 
-def offers(
+def is_offered(
     dialect: str, *, integer: Any = int, **notes: str
 ) -> Callable[[type[Model]], type[Model]]:
     """Return a decorator for a body: it adds a field for each sampling parameter that ``dialect``

@@ -13,7 +13,7 @@ from pydantic import Field
 from cllm.errors import BadRequest
 from cllm.server.body import Body
 from cllm.service import Service
-from cllm.text.grammar import FREE, Checked, Constraint
+from cllm.text.grammar import FREE, CheckedGrammar, Constraint
 
 
 class JsonSchema(Body):
@@ -101,7 +101,7 @@ class ConstrainedBody(Body):
     grammar_: Annotated[str | None, Field(alias="grammar")] = None
     ebnf: str | None = None
 
-    async def grammar(self, service: Service) -> Checked:
+    async def grammar(self, service: Service) -> CheckedGrammar:
         """Return the constraint on the answer. Raises BadRequest if there is more than one or it
         cannot be enforced, and EngineError if too many grammars are being checked.
         """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cllm.answer import Generation
-from cllm.server.body import Shape
+from cllm.server.body import ResponseModel
 
 
-class Timings(Shape):
+class Timings(ResponseModel):
     """Times in milliseconds.
 
     ``cache_n``: prompt tokens from the cache. ``prompt_ms`` includes time in the queue.

@@ -13,7 +13,7 @@ from cllm.embedding import Vectors
 AT_ONCE = 16  # vectors encoded before the event loop may run other tasks
 
 
-async def written(
+async def encode_vectors(
     vectors: Vectors, write: Callable[[int, npt.NDArray[np.float32]], bytes]
 ) -> bytes:
     """Encode each vector with ``write`` and join them with commas. Other tasks run in between,

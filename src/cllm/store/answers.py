@@ -17,7 +17,7 @@ Identify = Callable[[bytes], tuple[str, dict[str, int]]]
 """Takes an answer; returns the id of its request, and its numbers of tokens by kind."""
 
 
-class Answered(NamedTuple):
+class AnsweredRequests(NamedTuple):
     """The ids of the requests that have an answer, and the tokens of all answers together."""
 
     completed: set[str]
@@ -53,7 +53,7 @@ class Answers:
                 append_whole(path, b"".join(taken))
                 del lines[: len(taken)]
 
-    def answered(self, identify: Identify) -> Answered:
+    def answered(self, identify: Identify) -> AnsweredRequests:
         """Return which requests have an answer, and their tokens.
 
         Remove lines that a crash has cut off.
@@ -63,7 +63,7 @@ class Answers:
         completed, failed = (
             set(ids_in(path, identify, usage)) for path in (self.output, self.errors)
         )
-        return Answered(completed, failed, dict(usage))
+        return AnsweredRequests(completed, failed, dict(usage))
 
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.output, self.errors) if path.exists())

@@ -79,7 +79,7 @@ def of_any_type(alternatives: Alternatives) -> list[Alternative]:
     return own_alternatives({}) if alternatives is None else alternatives
 
 
-def joined(options: Iterable[Alternatives]) -> Alternatives:
+def join_options(options: Iterable[Alternatives]) -> Alternatives:
     found: list[Alternative] = []
     for option in options:
         if option is None:
@@ -122,7 +122,7 @@ def constants(values: list[Any]) -> list[Alternative]:
     return found
 
 
-def both(first: Schema, second: Schema) -> Schema:
+def intersect(first: Schema, second: Schema) -> Schema:
     """Return a schema for the values that both allow."""
     if first in (True, {}) or second is False or first == second:
         return second
@@ -131,7 +131,7 @@ def both(first: Schema, second: Schema) -> Schema:
     return {"allOf": [first, second]}
 
 
-def merged(one: Alternative, other: Alternative) -> Alternative | None:
+def merge(one: Alternative, other: Alternative) -> Alternative | None:
     """Return the values that both allow; None if their types exclude each other.
 
     Neither is a reference.
@@ -152,27 +152,27 @@ def merged(one: Alternative, other: Alternative) -> Alternative | None:
         case "string":
             found["parts"] = one["parts"] + other["parts"]
         case "array":
-            found |= merged_arrays(one, other)
+            found |= merge_arrays(one, other)
         case "object":
-            found |= merged_objects(one, other)
+            found |= merge_objects(one, other)
     return found
 
 
-def merged_arrays(one: Alternative, other: Alternative) -> Alternative:
+def merge_arrays(one: Alternative, other: Alternative) -> Alternative:
     def item(part: Alternative, i: int) -> Schema:
         schema: Schema = part["prefixItems"][i] if i < len(part["prefixItems"]) else part["items"]
         return schema
 
     length = max(len(one["prefixItems"]), len(other["prefixItems"]))
     return {
-        "prefixItems": [both(item(one, i), item(other, i)) for i in range(length)],
-        "items": both(one["items"], other["items"]),
+        "prefixItems": [intersect(item(one, i), item(other, i)) for i in range(length)],
+        "items": intersect(one["items"], other["items"]),
         "minItems": max(one["minItems"], other["minItems"]),
         "maxItems": min(one["maxItems"], other["maxItems"]),
     }
 
 
-def merged_objects(one: Alternative, other: Alternative) -> Alternative:
+def merge_objects(one: Alternative, other: Alternative) -> Alternative:
     def like(part: Alternative, pattern: str) -> Schema:
         schema: Schema = part["patternProperties"].get(pattern, part["additionalProperties"])
         return schema
@@ -181,12 +181,14 @@ def merged_objects(one: Alternative, other: Alternative) -> Alternative:
     patterns = {**one["patternProperties"], **other["patternProperties"]}
     return {
         "properties": {
-            name: both(property_of(one, name), property_of(other, name)) for name in names
+            name: intersect(property_of(one, name), property_of(other, name)) for name in names
         },
         "patternProperties": {
-            pattern: both(like(one, pattern), like(other, pattern)) for pattern in patterns
+            pattern: intersect(like(one, pattern), like(other, pattern)) for pattern in patterns
         },
-        "additionalProperties": both(one["additionalProperties"], other["additionalProperties"]),
+        "additionalProperties": intersect(
+            one["additionalProperties"], other["additionalProperties"]
+        ),
         "required": [*dict.fromkeys(one["required"] + other["required"])],
         "minProperties": max(one["minProperties"], other["minProperties"]),
         "maxProperties": min(one["maxProperties"], other["maxProperties"]),
@@ -208,5 +210,5 @@ def with_patterns(schema: Schema, name: str, alternative: Alternative) -> Schema
     """Return ``schema``, combined with the schemas of all patterns that ``name`` matches."""
     for pattern, other in alternative["patternProperties"].items():
         if matches(search_term(pattern), name):
-            schema = both(schema, other)
+            schema = intersect(schema, other)
     return schema

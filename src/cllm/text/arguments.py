@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-from cllm.text.form import MAX_HEAD, Tags, any_of, marks_of
+from cllm.text.model_family import MAX_HEAD, Tags, compile_marks, one_of_texts
 
 INSIDE = re.compile(r'["\\]')
 WORD = re.compile(r"[^\s{}\[\],:]+")
@@ -48,7 +48,7 @@ class Object:
         ``ends``: the marks that end the call.
         """
         self._closes = ["}"] * depth
-        self._outside, self._begun = outside(ends), marks_of(ends).begun
+        self._outside, self._begun = structure_pattern(ends), compile_marks(ends).begun
         self._held = ""
         self._in_string = False
         self._escaped = False
@@ -89,9 +89,9 @@ class Object:
 
 
 @cache
-def outside(ends: tuple[str, ...]) -> re.Pattern[str]:
+def structure_pattern(ends: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern for what matters in JSON outside of strings."""
-    return re.compile(f'["{{}}\\[\\]]|{any_of(set(ends))}')
+    return re.compile(f'["{{}}\\[\\]]|{one_of_texts(set(ends))}')
 
 
 class Bare:
@@ -117,9 +117,9 @@ class Bare:
     def _string(self, written: list[str]) -> bool:
         body, found, rest = self._buffer.partition(self._quote)
         if not found:
-            keep = num_begun(body, self._quote)
+            keep = count_begun(body, self._quote)
             body, rest = body[: len(body) - keep], body[len(body) - keep :]
-        written.append(escaped(body) + ('"' if found else ""))
+        written.append(escape(body) + ('"' if found else ""))
         self._buffer, self._in_string = rest, not found
         return bool(found)
 
@@ -144,7 +144,7 @@ class Bare:
 
     def close(self) -> str:
         held, self._buffer = self._buffer, ""
-        return escaped(held) + '"' if self._in_string else held
+        return escape(held) + '"' if self._in_string else held
 
 
 class Keywords:
@@ -209,13 +209,13 @@ class Keywords:
         buffer = self._buffer
         match = PYTHON_STRING.search(buffer)
         at = match.start() if match else len(buffer)
-        written.append(escaped(buffer[:at]))
+        written.append(escape(buffer[:at]))
         self._buffer = buffer = buffer[at:]
         if buffer.startswith("\\"):
             if ESCAPE_BEGUN.fullmatch(buffer):
                 return False
             found = ESCAPE.match(buffer)
-            written.append(unescaped(found[0]) if found else escaped("\\"))
+            written.append(unescape(found[0]) if found else escape("\\"))
             self._buffer = buffer[found.end() if found else 1 :]
         elif buffer.startswith(self._quote):
             written.append('"')
@@ -223,16 +223,16 @@ class Keywords:
         elif self._quote.startswith(buffer):
             return False
         else:  # the other quote, or one of three
-            written.append(escaped(buffer[0]))
+            written.append(escape(buffer[0]))
             self._buffer = buffer[1:]
         return True
 
     def close(self) -> str:
         held, self._buffer = self._buffer, ""
-        return escaped(held) if self._quote else ""
+        return escape(held) if self._quote else ""
 
 
-def unescaped(text: str) -> str:
+def unescape(text: str) -> str:
     """Convert a Python escape to the inside of a JSON string."""
     kind, digits = text[1], text[2:]
     if kind == "u":
@@ -240,8 +240,8 @@ def unescaped(text: str) -> str:
     if kind in "xU" and int(digits, 16) < 0x110000:
         return json.dumps(chr(int(digits, 16)))[1:-1]
     if kind.isdecimal():
-        return escaped(chr(int(text[1:], 8)))
-    return escaped(ESCAPED.get(kind, kind if kind in "\\'\"" else text))
+        return escape(chr(int(text[1:], 8)))
+    return escape(ESCAPED.get(kind, kind if kind in "\\'\"" else text))
 
 
 class Pairs:
@@ -314,7 +314,7 @@ class Pairs:
         """Return the part of the value that is certain, and whether the value ends there."""
         body, found, rest = self._buffer.partition(self._value_close)
         if not found:
-            keep = num_begun(body, self._value_close)
+            keep = count_begun(body, self._value_close)
             if self._tags.trim and body[: len(body) - keep].endswith("\n"):
                 keep += 1
             body, rest = body[: len(body) - keep], body[len(body) - keep :]
@@ -328,7 +328,7 @@ class Pairs:
 
     def _text(self, written: list[str]) -> bool:
         body, is_end = self._piece()
-        written.append(escaped(body) + ('"' if is_end else ""))
+        written.append(escape(body) + ('"' if is_end else ""))
         if is_end:
             self._lead, self._step = ", ", self._key
         return is_end
@@ -343,13 +343,13 @@ class Pairs:
 
     def close(self) -> str:
         if self._step == self._text:
-            return escaped(self._buffer) + '"}'
+            return escape(self._buffer) + '"}'
         if self._step == self._whole:
             return value_of("".join(self._value) + self._buffer, self._types) + "}"
         return "{}" if self._lead == "{" else "}"
 
 
-def num_begun(text: str, mark: str) -> int:
+def count_begun(text: str, mark: str) -> int:
     """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
@@ -357,7 +357,7 @@ def num_begun(text: str, mark: str) -> int:
     return 0
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return ``text`` as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 

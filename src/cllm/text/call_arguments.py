@@ -1,4 +1,4 @@
-"""Write a call's arguments as terms of a grammar, for each way in which forms write them."""
+"""Write a call's arguments as terms of a grammar, in the formats of all model families."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from cllm.errors import BadRequest
 from cllm.text.arguments import types_of
-from cllm.text.form import Calls, any_of
 from cllm.text.json_schema import ASSERTIONS
 from cllm.text.lark import Rules, text_term
+from cllm.text.model_family import Calls, one_of_texts
 from cllm.text.schema_rules import json_rule
 
 MAX_DEPTH = 16  # of a schema that is written out here
 SPACE = r"[ \t\n]{0,8}"  # where a model may write more or less white space
-# enforced in non-JSON forms
+# enforced in families that do not write JSON
 HANDLED = {"type", "properties", "required", "items", "enum", "additionalProperties"}
 
 
@@ -26,7 +26,7 @@ class LarkTerms:
         """``control``: the ids of the control tokens that texts may contain, by their texts."""
         self.rules = rules
         self._control = control
-        self._marks = re.compile(f"({any_of(set(control))})")
+        self._marks = re.compile(f"({one_of_texts(set(control))})")
 
     def parts(self, text: str) -> list[str | int]:
         """Split ``text`` into plain texts and ids of control tokens."""
@@ -58,7 +58,7 @@ class LarkTerms:
         """Return the first word or control token of ``text``, and the rest."""
         text = text.lstrip()
         found = self._marks.match(text) or re.match(r"\S+?(?=\s|$)", text)
-        assert found, "something follows the arguments of forms without JSON"
+        assert found, "something follows the arguments of families without JSON"
         return found[0], text[found.end() :]
 
     def text(self, text: str) -> str:
@@ -125,7 +125,7 @@ class CallArguments:
         if self._calls.writes_json:
             return self._json(self._schema)
         is_free = self._unenforced is not None and not names_all_properties(self._schema)
-        if is_free and self._unenforced is not None and says_more_than_object(self._schema):
+        if is_free and self._unenforced is not None and restricts_members(self._schema):
             self._unenforced.add("parameters")
         match place:
             case "keywords":
@@ -141,7 +141,7 @@ class CallArguments:
     def _cannot(self, keyword: str, why: str) -> None:
         if self._unenforced is None:
             message = (
-                f"Invalid 'tools': the form in which this model writes calls cannot enforce "
+                f"Invalid 'tools': the format in which this model writes calls cannot enforce "
                 f"this schema: {why}."
             )
             raise BadRequest(message, param="tools", code="unsupported_schema")
@@ -190,7 +190,7 @@ class CallArguments:
         return self._interleaved(required, optional)
 
     def _bare(self, schema: Any, depth: int = 0) -> str:
-        """Return a term for a value with bare keys, and with strings enclosed in the form's
+        """Return a term for a value with bare keys, and with strings enclosed in the family's
         mark.
         """
         quote = self._calls.quote
@@ -296,5 +296,5 @@ def names_all_properties(schema: dict[str, Any]) -> bool:
     return is_list and schema.get("additionalProperties", "properties" not in schema) is False
 
 
-def says_more_than_object(schema: dict[str, Any]) -> bool:
+def restricts_members(schema: dict[str, Any]) -> bool:
     return any(schema[keyword] is not True for keyword in (schema.keys() & ASSERTIONS) - {"type"})

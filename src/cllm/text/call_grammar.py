@@ -1,4 +1,4 @@
-"""Write the grammar of a chat message, in llguidance's Lark, from a form and the declared tools.
+"""Write the grammar of a chat message, in llguidance's Lark, for a model family and tools.
 
 It says how calls look, and how reasoning may precede a constrained text.
 """
@@ -14,9 +14,9 @@ import msgspec
 
 from cllm.errors import BadRequest
 from cllm.text.call_arguments import SPACE, CallArguments, LarkTerms, loose_regex
-from cllm.text.form import Calls, Form, Header
 from cllm.text.json_schema import invalid_schema
 from cllm.text.lark import Rules
+from cllm.text.model_family import Calls, Header, ModelFamily
 from cllm.text.schema_faults import fault_of_arguments
 
 PLACES = re.compile(r"\$(name|word|ordinal|arguments|keywords|pairs)")
@@ -39,14 +39,14 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """The constraints on a chat's next message.
 
     tools: the functions that may be called, by name. control: the ids of the control tokens in the
-    form's marks. answer: the grammar of the message's text; if "", no text is allowed. calls: the
+    family's marks. answer: the grammar of the message's text; if "", no text is allowed. calls: the
     message may be calls instead of text. is_loose: its text is free, and only the calls in it are
     constrained. parallel: several calls are allowed. thinks: it may begin with reasoning. inside:
     it begins in the middle of reasoning. begun: it begins in the middle of its text. names_only:
     arguments of functions that are not strict may be any JSON object.
     """
 
-    form: Form
+    family: ModelFamily
     tools: dict[str, Tool]
     control: dict[str, int] = {}
     answer: str = ""
@@ -61,11 +61,11 @@ class BoundMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     def enforces(self, tool: Tool) -> bool:
         """Whether the message is refused if the schema of ``tool`` cannot be enforced.
 
-        Clients set strict by default, with schemas that forms without JSON cannot follow. With such
-        forms, strict only counts where the whole message is constrained.
+        Clients set strict by default, with schemas that families without JSON cannot follow.
+        With such families, strict only counts where the whole message is constrained.
         """
-        assert self.form.calls
-        return tool.strict and (self.form.calls.writes_json or not self.is_loose)
+        assert self.family.calls
+        return tool.strict and (self.family.calls.writes_json or not self.is_loose)
 
 
 def message_grammar(
@@ -102,7 +102,7 @@ class CallGrammar:
         self._arguments: dict[tuple[str, str], str | None] = {}
 
     def write(self) -> str:
-        message, header = self._message, self._message.form.header
+        message, header = self._message, self._message.family.header
         options = []
         if message.answer:
             options.append((self._terms.text(header.final) + " " if header else "") + "@answer")
@@ -123,31 +123,33 @@ class CallGrammar:
         )
 
     def _thoughts(self) -> str:
-        form, terms = self._message.form, self._terms
-        if form.header:
-            begin = f'{terms.text("<|channel|>")} "analysis" {terms.text(form.header.close)}'
+        family, terms = self._message.family, self._terms
+        if family.header:
+            begin = f'{terms.text("<|channel|>")} "analysis" {terms.text(family.header.close)}'
             return (
-                f"({begin} {terms.until(form.header.end[0])} "
-                f'{terms.text(form.header.open[0])} "assistant")?'
+                f"({begin} {terms.until(family.header.end[0])} "
+                f'{terms.text(family.header.open[0])} "assistant")?'
             )
-        assert form.reasoning
+        assert family.reasoning
         space = self._rules.rule(r"/[ \n]{1,4}/")
         if self._message.inside:
-            return f"{terms.until(form.reasoning.close)} {space}?"
-        return f"({terms.text(form.reasoning.open)} {terms.until(form.reasoning.close)} {space}?)?"
+            return f"{terms.until(family.reasoning.close)} {space}?"
+        return (
+            f"({terms.text(family.reasoning.open)} {terms.until(family.reasoning.close)} {space}?)?"
+        )
 
     def _calls(self) -> str:
-        """Return a term for calls and nothing else, exactly as the form writes them."""
-        calls, text = self._form_calls, self._terms.text
+        """Return a term for calls and nothing else, exactly as the family writes them."""
+        calls, text = self._family_calls, self._terms.text
         call = self._options(calls.write)
-        parallel = self._message.parallel and not self._message.form.header
+        parallel = self._message.parallel and not self._message.family.header
         further = f" ({text(calls.between)} {call})*" if parallel else ""
         return f"{text(calls.begin)} {call}{further} {text(calls.end)}"
 
     @property
-    def _form_calls(self) -> Calls:
-        assert self._message.form.calls
-        return self._message.form.calls
+    def _family_calls(self) -> Calls:
+        assert self._message.family.calls
+        return self._message.family.calls
 
     def _options(self, write: str) -> str:
         """Return a rule for a call of any of the tools, written as ``write`` says."""
@@ -174,7 +176,7 @@ class CallGrammar:
         return " ".join(filter(None, terms))
 
     def _marks(self, text: str) -> str:
-        """Return a term for what the form writes around names and arguments."""
+        """Return a term for what the family writes around names and arguments."""
         return self._terms.text(text)
 
     def _arguments_of(self, name: str, place: str, tail: str) -> tuple[str, str]:
@@ -211,28 +213,28 @@ class CallGrammar:
         return self._term({"type": "object"}, set(), place)
 
     def _term(self, schema: dict[str, Any], unenforced: set[str] | None, place: str) -> str | None:
-        term = CallArguments(self._form_calls, self._terms, schema, unenforced).term(place)
+        term = CallArguments(self._family_calls, self._terms, schema, unenforced).term(place)
         return None if term is None else self._rules.rule(term)
 
 
 class LooseGrammar(CallGrammar):
     """Writes the grammar of a free text in which only calls are constrained.
 
-    A call begins with its head: what the form writes before the first variable, such as
+    A call begins with its head: what the family writes before the first variable, such as
     ``<tool_call>`` and ``{"name":``. White space in it may differ. Text without a head is free, so
     it may mention marks. Where calls have no mark, the head includes the name of a declared
     function. Lazy terminals find heads: as soon as they match, they win over further text.
     """
 
     def write(self) -> str:
-        message, form = self._message, self._message.form
+        message, family = self._message, self._message.family
         self._text = self._rules.rule(TEXT)
         self._body = self._rules.reserve()
-        if form.header:
-            header = self._with_headers(form.header)
+        if family.header:
+            header = self._with_headers(family.header)
             start = self._body if message.begun or message.inside else header
         else:
-            thoughts = self._thoughts() if form.reasoning else ""
+            thoughts = self._thoughts() if family.reasoning else ""
             self._rules.define(self._body, self._text_with_calls(thoughts))
             start = thoughts if message.inside else self._body
         return f"start: {start}\n{self._rules}"
@@ -272,7 +274,7 @@ class LooseGrammar(CallGrammar):
         """Return a term for text, calls, and reasoning that begins in the text and continues with
         ``thoughts``.
         """
-        calls, reasoning = self._form_calls, self._message.form.reasoning
+        calls, reasoning = self._family_calls, self._message.family.reasoning
         whole = calls.write if calls.write.startswith(calls.open) else calls.begin + calls.write
         is_marked = whole.startswith(calls.open)
         further = ""
@@ -292,7 +294,7 @@ class LooseGrammar(CallGrammar):
             if is_marked
             else [f"{self._unmarked(name, whole)} {further}" for name in self._message.tools]
         )
-        return f"{either(bare, '*')} {either(parts, '*')} {either(ends)}"
+        return f"{choice_term(bare, '*')} {choice_term(parts, '*')} {choice_term(ends)}"
 
     def _unmarked(self, name: str, whole: str) -> str:
         """Return a term for a call without a mark: any text that begins like it, up to the
@@ -309,9 +311,9 @@ class LooseGrammar(CallGrammar):
 
     def _thoughts(self) -> str:
         """Return a rule for reasoning from its middle on. The message may end in it."""
-        assert self._message.form.reasoning
-        close = self._message.form.reasoning.close
-        before = either(self._parts_without(close), "*")
+        assert self._message.family.reasoning
+        close = self._message.family.reasoning.close
+        before = choice_term(self._parts_without(close), "*")
         return self._rules.rule(f"{before} ({self._text} | {self._up_to(close)} {self._body})")
 
     def _with_headers(self, header: Header) -> str:
@@ -335,9 +337,9 @@ class LooseGrammar(CallGrammar):
                 self._rules.rule(f"{head} {arguments} ({opening} | {other} {self._body})?")
             )
         options = [self._text, f"{self._text} {self._terms.one_of(close)} {self._body}"]
-        options.append(f"{self._lazy(FUNCTION)} {either(calls)}")
+        options.append(f"{self._lazy(FUNCTION)} {choice_term(calls)}")
         self._rules.define(
-            start, f"{either(self._parts_without(header.close), '*')} {either(options)}"
+            start, f"{choice_term(self._parts_without(header.close), '*')} {choice_term(options)}"
         )
         self._rules.define(
             self._body, f"({self._text} {other})* ({self._text} | {self._text} {opening})"
@@ -345,7 +347,7 @@ class LooseGrammar(CallGrammar):
         return start
 
 
-def either(options: Collection[str], many: str = "") -> str:
+def choice_term(options: Collection[str], many: str = "") -> str:
     """Return a term for one of ``options``, repeated as ``many`` says ("?", "*"); "" if there are
     none.
     """

@@ -386,7 +386,10 @@ def tojson(
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the list of a generator, which filters like ``map`` return."""
+    """Return the list of a generator, which filters like ``map`` return.
+
+    Raises TypeError.
+    """
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -86,7 +86,7 @@ class Choice:
         elif self.parser.done:
             self.finish = FinishReason.STOP.value
         if self._stops:
-            parts = self._stopped(parts)
+            parts = self._is_stopped(parts)
         if output.logprobs is not None:
             self._attach_logprobs(TokenLogprob(output.token, 0, output.logprobs), parts)
         if self.parser.num_calls and self.finish == FinishReason.STOP:
@@ -106,7 +106,7 @@ class Choice:
             if part.channel != Channel.TEXT or part.text:
                 self._pending_logprobs = []
 
-    def _stopped(self, parts: list[Part]) -> list[Part]:
+    def _is_stopped(self, parts: list[Part]) -> list[Part]:
         """Return ``parts`` up to a stop string."""
         kept: list[Part] = []
         for part in parts:

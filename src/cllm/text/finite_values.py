@@ -7,7 +7,7 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 
-def ended(definitions: dict[str, Schema]) -> set[str]:
+def add_ends(definitions: dict[str, Schema]) -> set[str]:
     """Return references to the definitions that a finite value can satisfy."""
     known: set[str] = set()
     while True:

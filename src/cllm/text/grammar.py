@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cllm.errors import BadRequest
-from cllm.text.lark import Rules, reason, regex_term, text_term
+from cllm.text.lark import Rules, reason_of, regex_term, text_term
 from cllm.text.repetitions import LARK, MAX_EXPANSION, expands_too_far
 from cllm.text.schema_rules import json_rule
 
@@ -45,7 +45,7 @@ class Constraint(NamedTuple):
     strict: bool = True
 
 
-class Checked(NamedTuple):
+class CheckedGrammar(NamedTuple):
     """A grammar that can be enforced ("" means none), and the keywords of its schema that it leaves
     out.
     """
@@ -54,7 +54,7 @@ class Checked(NamedTuple):
     unenforced: tuple[str, ...] = ()
 
 
-FREE = Checked()
+FREE = CheckedGrammar()
 
 
 class Special(NamedTuple):
@@ -113,6 +113,7 @@ def to_lark(
 
 
 def check_size(text: Any, limit: int, param: str) -> str:
+    """Raises BadRequest, naming ``param``."""
     if not isinstance(text, str) or not text.strip():
         raise invalid(param, "it must be a non-empty string")
     if len(text) > limit:
@@ -121,6 +122,7 @@ def check_size(text: Any, limit: int, param: str) -> str:
 
 
 def check_choices(choices: Any, param: str) -> list[str]:
+    """Raises BadRequest, naming ``param``."""
     if not isinstance(choices, list) or not 1 <= len(choices) <= MAX_CHOICES:
         raise invalid(param, f"it must be a list of 1 to {MAX_CHOICES} strings")
     if not all(isinstance(choice, str) and choice for choice in choices):
@@ -150,7 +152,7 @@ class Checker:
     def _ours(self) -> LLTokenizer:
         return bytes_tokenizer(self._special.tokens, self._special.vocabulary_size)
 
-    def check(self, constraint: Constraint, param: str) -> Checked:
+    def check(self, constraint: Constraint, param: str) -> CheckedGrammar:
         """Return a grammar that compiles and allows some text.
 
         Raises BadRequest, naming ``param``.
@@ -180,9 +182,9 @@ class Checker:
                 and not constraint.strict
             ):
                 kind = {key: value for key, value in constraint.value.items() if key == "type"}
-                return Checked(to_lark(Constraint("json_schema", kind), param), ("schema",))
-            raise invalid(param, reason(matcher.get_error()))
-        return Checked(text, tuple(sorted(unenforced)))
+                return CheckedGrammar(to_lark(Constraint("json_schema", kind), param), ("schema",))
+            raise invalid(param, reason_of(matcher.get_error()))
+        return CheckedGrammar(text, tuple(sorted(unenforced)))
 
     def _try(self, matcher: LLMatcher) -> None:
         """Follow the grammar for some random tokens: some grammars exceed the limits only there."""

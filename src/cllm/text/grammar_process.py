@@ -19,8 +19,8 @@ from cllm.core.params import MAX_LEXER_STATES
 from cllm.errors import BadRequest, EngineError
 from cllm.text import grammar
 from cllm.text.call_grammar import BoundMessage, Tool
-from cllm.text.grammar import Checked, Constraint, Special, invalid
-from cllm.text.worker import Reply, refusal, to_json
+from cllm.text.grammar import CheckedGrammar, Constraint, Special, invalid
+from cllm.text.worker import Reply, describe_refusal, to_json
 from cllm.text.workers import Workers
 
 CPU_LIMIT = 1.0  # seconds of CPU time for one grammar
@@ -54,7 +54,7 @@ class GrammarProcess(Workers):
 
     async def check(
         self, constraint: Constraint, param: str, patience: float | None = None
-    ) -> Checked:
+    ) -> CheckedGrammar:
         """Return the grammar for the engine.
 
         Raises BadRequest for constraints that cannot be enforced; EngineError if too many checks
@@ -78,9 +78,9 @@ class GrammarProcess(Workers):
             if not reply.is_ours:
                 self._remember(key, reply)
         grammar, unenforced = json.loads(reply.get())
-        return Checked(grammar, tuple(unenforced))
+        return CheckedGrammar(grammar, tuple(unenforced))
 
-    async def bind(self, message: BoundMessage) -> Checked:
+    async def bind(self, message: BoundMessage) -> CheckedGrammar:
         """Return the grammar of a chat's message. Raises what ``check`` raises, naming tools.
 
         Functions that are not strict never cause a free message to be refused. If their schemas
@@ -102,7 +102,7 @@ class GrammarProcess(Workers):
             except (BadRequest, EngineError):
                 if is_needed and attempt is attempts[-1]:
                     raise
-        return Checked("", ("tools",))
+        return CheckedGrammar("", ("tools",))
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, patience: float | None) -> AsyncIterator[None]:
@@ -143,7 +143,7 @@ class GrammarProcess(Workers):
         begun = time.monotonic()
         reply = await self.ask(question)
         if reply is None:
-            return refusal(invalid(param, "it is too complex"))
+            return describe_refusal(invalid(param, "it is too complex"))
         self._observe(time.monotonic() - begun)
         return reply
 

@@ -27,10 +27,10 @@ from cllm.text.closed_objects import (
     has_own_options,
     parts_of,
 )
-from cllm.text.finite_values import Schema, ended, has_end
+from cllm.text.finite_values import Schema, add_ends, has_end
 from cllm.text.repetitions import MAX_EXPANSION, expands_too_far
 from cllm.text.schema_places import Places
-from cllm.text.string_formats import FORMATS, patterns
+from cllm.text.string_formats import FORMATS, split_lookaheads
 
 MAX_DEPTH = 40  # schemas within schemas; JSON nests twice as deep, and llguidance reads 128 levels
 MAX_SCHEMAS = 10_000
@@ -78,7 +78,7 @@ def invalid_schema(param: str, where: str, why: str) -> BadRequest:
 
 
 class Translator:
-    """Translates one schema. ``where`` is the current place in it, as a path."""
+    """Translates one schema. ``where`` is a path in it. All methods may raise Unenforceable."""
 
     def __init__(self, root: Any, param: str, unenforced: set[str] | None) -> None:
         self._root = root
@@ -102,7 +102,7 @@ class Translator:
             definitions[self._names[id(target), is_closed]] = self._schema(
                 target, reference, 0, around
             )
-        if not has_end(root, ended(definitions)):
+        if not has_end(root, add_ends(definitions)):
             self._refuse("", "no finite value satisfies it")
         if isinstance(root, bool):
             return {}
@@ -253,7 +253,7 @@ class Translator:
             raise Unenforceable(
                 where, f"its nested repetitions multiply to more than {MAX_EXPANSION}"
             )
-        first, *more = patterns(value)
+        first, *more = split_lookaheads(value)
         return {keyword: first} | ({"allOf": [{keyword: one} for one in more]} if more else {})
 
     def format(

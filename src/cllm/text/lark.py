@@ -113,7 +113,7 @@ def matches(term: str, text: str) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
-def reason(error: str) -> str:
+def reason_of(error: str) -> str:
     """Return llguidance's reason, without its position in a grammar that the client did not
     write.
     """

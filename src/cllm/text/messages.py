@@ -47,6 +47,7 @@ def tools_for_template(tools: Any) -> Messages:
 
 
 def message_for_template(message: Any, param: str) -> dict[str, Any]:
+    """Return a message in the form that templates expect. Raises BadRequest."""
     if not isinstance(message, dict):
         raise BadRequest(
             f"{param} must be a dictionary, not {type(message).__name__}.", param=param

@@ -11,7 +11,7 @@ from cllm.core.output import FinishReason, Logprobs, TokenOutput
 from cllm.core.request import Request
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
-from cllm.text.chat_form import OutputPlan
+from cllm.text.chat_format import OutputPlan
 from cllm.text.choice import Choice
 
 FAILURES = frozenset({FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.TIMEOUT})

@@ -15,7 +15,14 @@ from typing import Any
 
 from cllm.text.arguments import Bare, Keywords, Object, Pairs, Reader
 from cllm.text.chat import Channel, Part
-from cllm.text.form import MAX_HEAD, Calls, Form, any_of, marks_of, pattern
+from cllm.text.model_family import (
+    MAX_HEAD,
+    Calls,
+    ModelFamily,
+    compile_head,
+    compile_marks,
+    one_of_texts,
+)
 
 MAX_SPACE = 256  # characters of white space that are held back
 MAX_MARK = 64  # characters; every mark is shorter
@@ -42,7 +49,7 @@ class Parser:
 
     def __init__(
         self,
-        form: Form,
+        family: ModelFamily,
         tools: Mapping[str, dict[str, Any]],
         *,
         inside: bool = False,
@@ -54,9 +61,9 @@ class Parser:
         reasoning or text from the prompt. After ``max_calls`` calls the parser is ``done`` and
         drops the rest.
         """
-        self._reasoning = form.reasoning
-        self._header = form.header
-        self._calls = form.calls if tools and form.calls else NO_CALLS
+        self._reasoning = family.reasoning
+        self._header = family.header
+        self._calls = family.calls if tools and family.calls else NO_CALLS
         self._long_closes = long_closes(self._calls)
         self._tools = tools
         self._max_calls = max_calls
@@ -65,7 +72,7 @@ class Parser:
         self._parts: list[Part] = []
         self._is_last = False
         self._is_fresh = inside and not begun  # drop white space until other text arrives
-        self._has_spoken = begun and not inside  # any text since the beginning or the last call
+        self._has_text = begun and not inside  # any text since the beginning or the last call
         self._opener = ""
         self._num_seen = 0  # characters of a head that are already searched
         self._reader: Reader = Object()
@@ -77,16 +84,16 @@ class Parser:
         self.done = False
         openers = [*self._calls.open, *self._calls.skip]
         ends: tuple[str, ...] = ()
-        if form.header:
-            openers += [*form.header.open, *form.header.end]
-            ends = (*form.header.open, *form.header.end)
+        if family.header:
+            openers += [*family.header.open, *family.header.end]
+            ends = (*family.header.open, *family.header.end)
             self._state = self._in_text if begun else self._in_header
-        elif form.reasoning:
-            openers += [form.reasoning.open, *form.reasoning.skip]
-            ends = (form.reasoning.close,)
+        elif family.reasoning:
+            openers += [family.reasoning.open, *family.reasoning.skip]
+            ends = (family.reasoning.close,)
             if self._calls.ends_reasoning:
                 ends += self._calls.open + self._calls.skip
-        self._openers, self._ends = marks_of(tuple(openers)), marks_of(ends)
+        self._openers, self._ends = compile_marks(tuple(openers)), compile_marks(ends)
         if inside:
             self.channel, self._state = Channel.REASONING, self._in_region
 
@@ -111,28 +118,28 @@ class Parser:
     # --- states: each consumes from the buffer and returns whether the next state can run --------
 
     def _in_text(self) -> bool:
-        if self._calls.bare and not self._has_spoken and (text := self._buffer.lstrip()):
+        if self._calls.bare and not self._has_text and (text := self._buffer.lstrip()):
             bare, begun = (
                 (PYTHON, PYTHON_BEGUN) if "python" in self._calls.head else (BARE, BARE_BEGUN)
             )
             if bare.match(text):
-                self._say(self._buffer[: len(self._buffer) - len(text)])
+                self._emit_text(self._buffer[: len(self._buffer) - len(text)])
                 self._buffer = text
                 return self._begin_head("")
             if not self._is_last and begun.fullmatch(text):
                 return False
         found = self._openers.whole.search(self._buffer)
         if not found:
-            self._say_certain(self._openers.begun)
+            self._emit_certain(self._openers.begun)
             return False
-        self._say(self._buffer[: found.start()])
+        self._emit_text(self._buffer[: found.start()])
         self._buffer = self._buffer[found.end() :]
         mark = found[0]
         if mark in self._calls.open:
             return self._begin_head(mark)
         if self._reasoning and mark == self._reasoning.open:
-            if self._has_spoken and not self._reasoning.anywhere:
-                self._say(mark)
+            if self._has_text and not self._reasoning.anywhere:
+                self._emit_text(mark)
             else:
                 self._begin_region(Channel.REASONING)
         elif self._header and mark in self._header.open:
@@ -145,9 +152,9 @@ class Parser:
         """Consume reasoning, or a call that ends with a mark."""
         found = self._ends.whole.search(self._buffer)
         if not found:
-            self._say_certain(self._ends.begun)
+            self._emit_certain(self._ends.begun)
             return False
-        self._say(self._buffer[: found.start()])
+        self._emit_text(self._buffer[: found.start()])
         is_opener = self._header is not None and found[0] in self._header.open
         self._buffer = self._buffer[found.start() if is_opener else found.end() :]
         if found[0] in self._calls.open:
@@ -163,13 +170,15 @@ class Parser:
         assert self._header
         at = self._buffer.find(self._header.close, 0, MAX_HEAD)
         if at < 0:
-            return (self._is_last or len(self._buffer) >= MAX_HEAD) and self._is_no_call()
+            return (self._is_last or len(self._buffer) >= MAX_HEAD) and self._reject_call()
         header = self._opener + self._buffer[:at]
         self._buffer = self._buffer[at + len(self._header.close) :]
-        if (match := pattern(self._header.call).search(header)) and match["name"] in self._tools:
+        if (match := compile_head(self._header.call).search(header)) and match[
+            "name"
+        ] in self._tools:
             self._begin_call(match["name"])
             self._begin_region(Channel.CALL)
-        elif pattern(self._header.reasoning).search(header):
+        elif compile_head(self._header.reasoning).search(header):
             self._begin_region(Channel.REASONING)
         else:
             self._begin_text()
@@ -177,20 +186,20 @@ class Parser:
 
     def _in_head(self) -> bool:
         limit = min(len(self._buffer), MAX_HEAD)
-        ends = head_ends(self._calls)
+        ends = compile_head_ends(self._calls)
         for match in ends.finditer(self._buffer, self._num_seen, limit):
             self._num_seen = match.end()
             head = self._buffer[: match.start()]
             if match[0] in "{(" or self._calls.tags:
                 for source in self._calls.head:
-                    if found := pattern(source).fullmatch(head):
+                    if found := compile_head(source).fullmatch(head):
                         return self._begin_arguments(found["name"], head)
             if match[0] not in "{(":
-                return self._is_whole_call(head) or self._is_no_call()
+                return self._is_whole_call(head) or self._reject_call()
         if self._is_last:
-            return self._is_whole_call(self._buffer) or self._is_no_call()
+            return self._is_whole_call(self._buffer) or self._reject_call()
         if limit == MAX_HEAD:
-            return self._is_no_call()
+            return self._reject_call()
         self._num_seen = max(self._num_seen, limit - MAX_MARK)
         return False
 
@@ -226,7 +235,7 @@ class Parser:
     # --- transitions -----------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
-        self._space, self._is_fresh, self._has_spoken = "", True, False
+        self._space, self._is_fresh, self._has_text = "", True, False
         self.channel, self._state = Channel.TEXT, self._in_text
 
     def _begin_region(self, channel: Channel) -> None:
@@ -237,17 +246,17 @@ class Parser:
         self._opener, self._num_seen, self._state = opener, 0, self._in_head
         return True
 
-    def _is_no_call(self) -> bool:
+    def _reject_call(self) -> bool:
         """Treat the held characters as text, or as reasoning if they are inside of it; return
         True.
         """
         if self.channel == Channel.REASONING:
             self._state = self._in_region
-            self._say(self._opener)
+            self._emit_text(self._opener)
             return True
         self.channel, self._state = Channel.TEXT, self._in_text
-        self._say(self._opener)
-        self._has_spoken = True
+        self._emit_text(self._opener)
+        self._has_text = True
         return True
 
     def _is_whole_call(self, head: str) -> bool:
@@ -286,7 +295,7 @@ class Parser:
 
     def _begin_arguments(self, name: str, head: str) -> bool:
         if name not in self._tools:
-            return self._is_no_call()
+            return self._reject_call()
         self._begin_call(name)
         self._buffer = self._buffer[len(head) :]
         if self._calls.tags:
@@ -310,14 +319,14 @@ class Parser:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _say_certain(self, begun: re.Pattern[str]) -> None:
+    def _emit_certain(self, begun: re.Pattern[str]) -> None:
         """Emit the buffer, except the beginning of a mark at its end."""
         match = None if self._is_last else begun.search(self._buffer)
         at = match.start() if match else len(self._buffer)
-        self._say(self._buffer[:at])
+        self._emit_text(self._buffer[:at])
         self._buffer = self._buffer[at:]
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         """Emit ``text``, but hold back white space at its end, which may precede a mark."""
         if self._is_fresh:
             text = text.lstrip()
@@ -328,7 +337,7 @@ class Parser:
         certain = max(len(text.rstrip()), len(text) - MAX_SPACE)
         self._space = text[certain:]
         if certain:
-            self._has_spoken = self._has_spoken or (
+            self._has_text = self._has_text or (
                 self.channel == Channel.TEXT and not text[:certain].isspace()
             )
             self._emit(text[:certain])
@@ -343,7 +352,7 @@ class Parser:
 
 
 @cache
-def head_ends(calls: Calls) -> re.Pattern[str]:
+def compile_head_ends(calls: Calls) -> re.Pattern[str]:
     """Return a pattern for the end of a call's head: the beginning of its arguments, or a mark if
     it has none.
     """
@@ -352,7 +361,7 @@ def head_ends(calls: Calls) -> re.Pattern[str]:
         if calls.tags
         else {"(" if head == "python" else "{" for head in calls.head}
     )
-    return re.compile(any_of({*begins, *calls.open[:1], *long_closes(calls)}))
+    return re.compile(one_of_texts({*begins, *calls.open[:1], *long_closes(calls)}))
 
 
 def long_closes(calls: Calls) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ def expands_too_far(text: str, parts: re.Pattern[str] = REGEX) -> bool:
 
     ``parts``: REGEX for a regular expression, LARK for a grammar.
     """
-    return products(text, parts)[1] > MAX_EXPANSION
+    return repetition_products(text, parts)[1] > MAX_EXPANSION
 
 
-def products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
+def repetition_products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
     """Return the largest product of counts in ``text``, and the largest product of nested
     counts.
     """
@@ -52,7 +52,7 @@ def products(text: str, parts: re.Pattern[str]) -> tuple[int, int]:
                 nested = max(nested, last * count if last > 1 else 1)
                 last = min(last * count, LARGEST)
             case "regex":
-                last, inner = products(part["regex"], REGEX)
+                last, inner = repetition_products(part["regex"], REGEX)
                 nested = max(nested, inner)
             case None:
                 last = 1

@@ -23,15 +23,15 @@ from cllm.text.alternatives import (
     Alternatives,
     are_apart,
     constants,
-    joined,
-    merged,
+    join_options,
+    merge,
     of_any_type,
     own_alternatives,
     property_of,
 )
-from cllm.text.finite_values import Schema, ended
+from cllm.text.finite_values import Schema, add_ends
 from cllm.text.json_schema import enforceable, invalid_schema
-from cllm.text.lark import Rules, fault_of, json_leaf, reason, search_term, text_term
+from cllm.text.lark import Rules, fault_of, json_leaf, reason_of, search_term, text_term
 from cllm.text.number_terms import Bound, number_terminal
 
 MAX_ALTERNATIVES = 10_000  # limit of what compositions may multiply to
@@ -69,7 +69,7 @@ class SchemaRules:
         self._definitions = {
             f"#/$defs/{name}": definition for name, definition in definitions.items()
         }
-        self._ended = ended(definitions)
+        self._ended = add_ends(definitions)
         self._rules = rules
         self._param = param
         self._unenforced = unenforced
@@ -81,8 +81,9 @@ class SchemaRules:
         self.start = self.term({key: value for key, value in schema.items() if key != "$defs"})
 
     def term(self, schema: Schema) -> str | None:
-        """Return the name of a rule for the values that ``schema`` allows; None if there are
-        none.
+        """Return the name of a rule for the values that ``schema`` allows; None if there are none.
+
+        Raises BadRequest if no finite value satisfies the schema.
         """
         key = json.dumps(schema)
         if key not in self._terms:
@@ -141,7 +142,7 @@ class SchemaRules:
                     options = [self._alternatives(option) for option in value]
                     if keyword == "oneOf":
                         self._check_apart(options)
-                    found = self._both(found, joined(options))
+                    found = self._both(found, join_options(options))
                 case "$ref":
                     found = self._both(found, [{"$ref": value}] if value in self._ended else [])
         return found
@@ -165,7 +166,7 @@ class SchemaRules:
             if self._num_alternatives > MAX_ALTERNATIVES:
                 why = f"its compositions have more than {MAX_ALTERNATIVES} alternatives"
                 raise invalid_schema(self._param, "", why)
-            if (both := merged(one, other)) is not None:
+            if (both := merge(one, other)) is not None:
                 found.append(both)
         return found
 
@@ -263,8 +264,8 @@ class SchemaRules:
         term = json_leaf(leaf)
         if self._rules.careful and len(leaf) > 1 and (fault := fault_of(term)):
             if "Unsatisfiable" in fault:
-                return self._nothing(reason(fault))
-            self._cannot(keyword, reason(fault))
+                return self._nothing(reason_of(fault))
+            self._cannot(keyword, reason_of(fault))
             parts = [
                 {key: value for key, value in part.items() if key != keyword}
                 for part in leaf.get("allOf", ())
@@ -275,14 +276,14 @@ class SchemaRules:
 
     def _number(self, alternative: Alternative) -> str | None:
         integer = alternative["type"] == "integer"
-        low = narrower(max, alternative["minimum"], alternative["exclusiveMinimum"])
-        high = narrower(min, alternative["maximum"], alternative["exclusiveMaximum"])
+        low = narrower_bound(max, alternative["minimum"], alternative["exclusiveMinimum"])
+        high = narrower_bound(min, alternative["maximum"], alternative["exclusiveMaximum"])
         steps = [step for step in alternative["multipleOf"] or () if not (integer and step == 1)]
         if "in" in alternative:
             values = [value for value in alternative["in"] if not integer or value == int(value)]
             values = [value for value in values if lies_within(Decimal(str(value)), low, high)]
             return self._literals([value for value in values if is_multiple(value, steps)])
-        if math.prod(without_point(step) for step in steps) > MAX_MULTIPLE:
+        if math.prod(as_integer(step) for step in steps) > MAX_MULTIPLE:
             self._cannot("multipleOf", f"it is above {MAX_MULTIPLE}, or together they are")
             steps = []
         if not steps:
@@ -311,7 +312,7 @@ class SchemaRules:
             high = len(first)
         if low > high:
             return self._nothing(f"'minItems' is {low}, but there can be at most {high} items")
-        tail = separated(item, low - len(first), high - len(first), is_first=not first)
+        tail = separated_items(item, low - len(first), high - len(first), is_first=not first)
         for i, term in reversed([*enumerate(first)]):
             tail = f"{COMMA if i else ''} {term} {tail}"
             tail = tail if i < low else f"({tail})?"
@@ -378,7 +379,7 @@ class SchemaRules:
         for pattern in [
             pattern for pattern in patterns if self._rules.careful and fault_of(pattern)
         ]:
-            self._cannot("patternProperties", reason(fault_of(pattern)))
+            self._cannot("patternProperties", reason_of(fault_of(pattern)))
             del patterns[pattern]
         excluded = [text_term(name) for name in names]
         options = []
@@ -402,8 +403,8 @@ class SchemaRules:
         """Return a term for members in their order, followed by ``low`` to ``high`` other
         properties.
         """
-        begin = separated(other, low, high, is_first=True)  # if no member precedes
-        follow = separated(other, low, high, is_first=False)
+        begin = separated_items(other, low, high, is_first=True)  # if no member precedes
+        follow = separated_items(other, low, high, is_first=False)
         num_leading = next(
             (i for i, (_, is_required) in enumerate(members) if is_required), len(members)
         )
@@ -420,26 +421,26 @@ class SchemaRules:
         return begin
 
 
-def separated(item: str | None, low: int, high: float, *, is_first: bool) -> str:
+def separated_items(item: str | None, low: int, high: float, *, is_first: bool) -> str:
     """Return a term for ``low`` to ``high`` items with commas between them and, unless
     ``is_first``, in front.
     """
     if item is None or high <= 0:
         return ""
     if not is_first:
-        return repeated(f"{COMMA} {item}", low, high)
-    tail = f"{item} {repeated(f'{COMMA} {item}', low - 1, high - 1)}"
+        return repeat(f"{COMMA} {item}", low, high)
+    tail = f"{item} {repeat(f'{COMMA} {item}', low - 1, high - 1)}"
     return tail if low > 0 else f"({tail})?"
 
 
-def repeated(term: str, low: int, high: float) -> str:
+def repeat(term: str, low: int, high: float) -> str:
     low = max(low, 0)
     if high == math.inf:
         return f"({term}){{{low},}}" if low else f"({term})*"
     return f"({term}){{{low},{high}}}" if high else ""
 
 
-def narrower(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
+def narrower_bound(better: Callable[..., Any], inclusive: Any, strict: Any) -> Bound | None:
     """Return the narrower of two bounds: of equal ones the strict one, else the one that ``better``
     selects.
     """
@@ -459,7 +460,7 @@ def is_multiple(value: Any, steps: list[Any]) -> bool:
     return all(Fraction(str(value)) % Fraction(str(step)) == 0 for step in steps)
 
 
-def without_point(step: Any) -> int:
+def as_integer(step: Any) -> int:
     """Return a number without its decimal point, such as 25 for 0.25."""
     number = Fraction(str(step))
     while number.denominator > 1:

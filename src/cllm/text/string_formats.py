@@ -87,14 +87,14 @@ LOOK_AHEADS = {
 }
 
 
-def patterns(pattern: str) -> list[str]:
+def split_lookaheads(pattern: str) -> list[str]:
     """Return ``pattern`` and its initial look-aheads as separate patterns, where possible.
 
     A text must match all.
     """
     found = []
     while look := re.match(r"\^\(\?([=!])", pattern):
-        end = closing(pattern, 1)
+        end = find_closing(pattern, 1)
         inside, rest = pattern[look.end() : end - 1], "^" + pattern[end:]
         if look[1] == "=":
             found.append(f"^(?:{inside})")
@@ -111,7 +111,7 @@ def patterns(pattern: str) -> list[str]:
     return [pattern, *found]
 
 
-def closing(pattern: str, begin: int) -> int:
+def find_closing(pattern: str, begin: int) -> int:
     """Return the index after the parenthesis that closes the one at ``begin``, or the length of
     ``pattern``.
     """

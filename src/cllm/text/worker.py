@@ -50,7 +50,7 @@ class Reply(NamedTuple):
         return self.text
 
 
-def refusal(error: BadRequest) -> Reply:
+def describe_refusal(error: BadRequest) -> Reply:
     return Reply("", str(error), error.param, error.code)
 
 
@@ -58,11 +58,11 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def frame(body: bytes) -> bytes:
+def encode_frame(body: bytes) -> bytes:
     return len(body).to_bytes(HEAD, "little") + body
 
 
-def read(stream: IO[bytes]) -> Any:
+def read_frame(stream: IO[bytes]) -> Any:
     """Return the value of the next frame. Raises EOFError at the end of the stream."""
     size = int.from_bytes(stream.read(HEAD), "little")
     body = stream.read(size)
@@ -80,20 +80,20 @@ def limit_time(seconds: float) -> None:
 
 
 def serve(prepare: Callable[[Any], Work], cpu_limit: float, output: IO[bytes]) -> None:
-    begin = read(sys.stdin.buffer)
+    begin = read_frame(sys.stdin.buffer)
     limit_time(START_CPU_LIMIT)
     work = prepare(begin)
     limit_time(0)
     answer = READY
     while True:
-        output.write(frame(answer))
+        output.write(encode_frame(answer))
         output.flush()
-        question = read(sys.stdin.buffer)
+        question = read_frame(sys.stdin.buffer)
         limit_time(cpu_limit)
         try:
             reply = Reply(work(question))
         except BadRequest as error:
-            reply = refusal(error)
+            reply = describe_refusal(error)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # a bug must not look like a limit

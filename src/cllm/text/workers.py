@@ -17,7 +17,7 @@ from typing import Any
 from cllm.environment import child_environment
 from cllm.errors import EngineError
 from cllm.observe.cpu_time import read_cpu_seconds
-from cllm.text.worker import HEAD, Reply, Work, frame
+from cllm.text.worker import HEAD, Reply, Work, encode_frame
 
 # Seconds after which a process that uses no CPU time counts as stopped. Where CPU time cannot be
 # read, they limit the time to an answer. A starting process has more, because it may read files
@@ -156,7 +156,7 @@ class Workers:
         watch = asyncio.create_task(expire_if_stalled(clock, process.pid, stall_limit))
         try:
             async with clock:
-                process.stdin.write(frame(question))
+                process.stdin.write(encode_frame(question))
                 size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
                 answer = await process.stdout.readexactly(size)
         except (OSError, EOFError, RuntimeError):

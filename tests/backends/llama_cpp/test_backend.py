@@ -1,4 +1,4 @@
-"""What only llama.cpp does: padding of tiles, and other types of cells."""
+"""Features of the llama.cpp backend only: padding of tiles, and other types of cells."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def test_padding_a_tile_does_not_change_logits(backend, monkeypatch, size):
 
 
 def test_small_batches_and_full_contexts_are_not_padded(backend, monkeypatch):
-    """Too few tokens in the row, too few before it, or no room after it up to the end of the
-    context.
-    """
+    """There are too few tokens in the row, too few before it, or no room after it in the context."""
     sizes = decoded_sizes(backend, monkeypatch)
     logits_of(backend, PADDED - 8)
     logits_of(backend, TILE + 2)

@@ -35,7 +35,7 @@ with library.aborts(lambda reason: os.write(1, reason.encode())):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the symbol lies in another library")
 def test_abort_is_reported_in_one_line_before_the_process_ends():
-    """Without the folder in which llama.cpp was compiled, and without llama.cpp's own message."""
+    """The line contains neither llama.cpp's build folder nor its own message."""
     done = subprocess.run(
         [sys.executable, "-c", ABORT], capture_output=True, text=True, check=False
     )

@@ -83,7 +83,7 @@ def test_control_tokens_are_parsed_on_request_only(vocabulary):
 
 
 def test_control_tokens_come_longest_first(vocabulary):
-    """So that replacing them one by one never splits a longer one."""
+    """Replacing them one by one therefore never splits a longer one."""
     lengths = [len(control) for control in vocabulary.control_tokens]
     assert lengths == sorted(lengths, reverse=True)
 

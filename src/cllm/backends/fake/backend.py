@@ -109,6 +109,7 @@ class FakeBackend:
         self.num_steps = 0
 
     def forward(self, batch: Batch) -> Logits:
+        """Raises EngineError for invalid batches, as llama.cpp does."""
         self.num_steps += 1
         for operation in batch.operations:
             self._operate(operation)
@@ -135,6 +136,7 @@ class FakeBackend:
         return logits
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
+        """Raises EngineError for invalid batches."""
         self.num_steps += 1
         before, self._embedded = self._embedded, (0, 0)
         self._break()

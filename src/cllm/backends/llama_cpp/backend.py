@@ -324,6 +324,7 @@ class LlamaCppBackend:
         self._batch = arrays.batch
 
     def forward(self, batch: Batch) -> Logits:
+        """Raises EngineError if llama_decode fails."""
         if not self.info.generates:
             raise EngineError("this model does not generate")
         copied: tuple[int, Bytes] = (-1, NOTHING)

@@ -77,6 +77,7 @@ class Embedder:
         self._going = (-1, 0, 0)  # the unfinished text: its seq_id, tokens computed, and length
 
     def embed(self, chunks: list[Chunk]) -> Vectors:
+        """Raises EngineError if llama_decode fails."""
         going, self._going = self._going, (-1, 0, 0)
         self._check(chunks, going)
         if max(chunk.length for chunk in chunks) > self._room:
@@ -192,6 +193,7 @@ class Embedder:
 
 
 def not_null(pointer: Any) -> Any:
+    """Return ``pointer``. Raises EngineError if it is null."""
     if not pointer:
         raise EngineError("llama.cpp returned no embeddings")
     return pointer

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cllm.server.body import Shape, example
+from cllm.server.body import ResponseModel, example
 
 
-class ErrorDetails(Shape):
+class ErrorDetails(ResponseModel):
     error_code: str
 
 
-class ErrorObject(Shape):
+class ErrorObject(ResponseModel):
     """``details``: for an error that Anthropic's clients handle themselves."""
 
     type: str
@@ -19,13 +19,13 @@ class ErrorObject(Shape):
     details: ErrorDetails | None = None
 
 
-class Error(Shape):
+class Error(ResponseModel):
     type: Literal["error"]
     error: ErrorObject
     request_id: str
 
 
-class ContentBlock(Shape):
+class ContentBlock(ResponseModel):
     """text, thinking (with a signature) or tool_use (with id, name and input)."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -37,11 +37,11 @@ class ContentBlock(Shape):
     input: dict[str, Any] = {}  # noqa: RUF012  # pydantic copies it
 
 
-class OutputDetails(Shape):
+class OutputDetails(ResponseModel):
     thinking_tokens: int
 
 
-class Usage(Shape):
+class Usage(ResponseModel):
     """``input_tokens`` does not include the tokens from the cache."""
 
     input_tokens: int
@@ -52,7 +52,7 @@ class Usage(Shape):
     service_tier: Literal["standard"]
 
 
-class MessageAnswer(Shape):
+class MessageAnswer(ResponseModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -63,7 +63,7 @@ class MessageAnswer(Shape):
     usage: Usage
 
 
-class TokenCount(Shape):
+class TokenCount(ResponseModel):
     model_config = example(input_tokens=18)
 
     input_tokens: int

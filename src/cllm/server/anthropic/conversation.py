@@ -128,6 +128,7 @@ def assistant_turn(message: Message, path: str, _: dict[str, str]) -> list[dict[
 
 
 def user_turn(message: Message, path: str, called: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the chat messages of a user's turn. Raises BadRequest."""
     results: list[dict[str, Any]] = []
     texts = []
     for i, block in enumerate(message.blocks()):
@@ -195,6 +196,7 @@ def text_of(block: Block, path: str) -> str:
 
 
 def needed(value: Any, path: str, name: str) -> Any:
+    """Return a field of a block. Raises BadRequest if it is missing."""
     if value is None:
         message = f"Missing required parameter: '{path}.{name}'."
         raise BadRequest(message, param=f"{path}.{name}", code="missing_required_parameter")

@@ -32,7 +32,7 @@ def speaks_anthropic(request: HTTPConnection) -> bool:
     return path.startswith("/v1/") and ("anthropic-version" in headers or "x-api-key" in headers)
 
 
-def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
+def anthropic_error(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
     """Build an error answer.
 
     A full queue is 529, because it affects all clients; 429 is a client's own limit.
@@ -47,8 +47,10 @@ def form(fault: Fault, request_id: str) -> tuple[int, dict[str, Any]]:
 
 def error_event(error: Exception, request_id: str) -> bytes:
     return (
-        b"event: error\ndata: " + to_json(form(describe_in_stream(error), request_id)[1]) + b"\n\n"
+        b"event: error\ndata: "
+        + to_json(anthropic_error(describe_in_stream(error), request_id)[1])
+        + b"\n\n"
     )
 
 
-DIALECT = Dialect(speaks_anthropic, form)
+DIALECT = Dialect(speaks_anthropic, anthropic_error)

@@ -22,7 +22,7 @@ from cllm.server.anthropic.answers import Error, MessageAnswer, TokenCount
 from cllm.server.anthropic.errors import speaks_anthropic
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.anthropic.stream import PING, MessageEvents, collect
-from cllm.server.body import documented, read_body
+from cllm.server.body import describe_route, read_body
 from cllm.server.call import call_of
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import answer_headers
@@ -53,7 +53,9 @@ router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=Route)
 
 @router.post(
     "/messages",
-    openapi_extra=documented(MessagesBody, MessageAnswer, stream="text/event-stream", error=Error),
+    openapi_extra=describe_route(
+        MessagesBody, MessageAnswer, stream="text/event-stream", error=Error
+    ),
 )
 async def messages(request: Request) -> Response:
     """Generate the next message of a conversation, whole or as a stream of events."""
@@ -82,7 +84,9 @@ async def messages(request: Request) -> Response:
     return Response(to_json(message), headers=headers, media_type="application/json")
 
 
-@router.post("/messages/count_tokens", openapi_extra=documented(CountBody, TokenCount, error=Error))
+@router.post(
+    "/messages/count_tokens", openapi_extra=describe_route(CountBody, TokenCount, error=Error)
+)
 async def count_tokens(request: Request) -> dict[str, int]:
     """Count the tokens of a prompt, with the chat template and the tokenizer that a generation
     would use.

@@ -21,10 +21,10 @@ from cllm.server.anthropic.conversation import (
     invalid,
     text_of,
 )
-from cllm.server.body import Body, example, named
+from cllm.server.body import Body, example, rename_parameters
 from cllm.server.call import Call
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, offers, values_of
+from cllm.server.sampling import build_params, is_offered, values_of
 from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512
@@ -271,7 +271,7 @@ class CountBody(Body):
         return [finished(turn) for turn in messages]
 
 
-@offers("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
+@is_offered("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
 class MessagesBody(CountBody, TermsBody):
     """POST /v1/messages."""
 
@@ -312,7 +312,7 @@ class MessagesBody(CountBody, TermsBody):
                 "thinking.budget_tokens",
                 f"it must be less than max_tokens ({self.max_tokens}), not {budget}",
             )
-        with named(NAMES):
+        with rename_parameters(NAMES):
             return build_params(
                 defaults,
                 {

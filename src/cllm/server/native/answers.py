@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import pydantic
 
-from cllm.server.body import Shape, example
+from cllm.server.body import ResponseModel, example
 
 
-class Root(Shape):
+class Root(ResponseModel):
     name: Literal["cLLM"]
     version: str
     model: str
@@ -17,20 +17,20 @@ class Root(Shape):
     paths: list[str]
 
 
-class Health(Shape):
+class Health(ResponseModel):
     status: Literal["healthy", "degraded"]
     model_loaded: bool
 
 
-class Version(Shape):
+class Version(ResponseModel):
     version: str
 
 
-class Ready(Shape):
+class Ready(ResponseModel):
     status: Literal["ready", "loading", "draining"]
 
 
-class ModelInformation(Shape):
+class ModelInformation(ResponseModel):
     """The model and the sizes in use. The answer has more fields than these."""
 
     model_name: str
@@ -46,27 +46,27 @@ class ModelInformation(Shape):
     stats: dict[str, float]
 
 
-class Explained(Shape):
+class SchedulerAnswer(ResponseModel):
     """What the last steps did, which requests run, and what others wait for."""
 
     steps: list[dict[str, Any]]
 
 
-class Encoded(Shape):
+class EncodeAnswer(ResponseModel):
     model_config = example(tokens=[72, 105], length=2)
 
     tokens: list[int]
     length: int
 
 
-class Decoded(Shape):
+class DecodeAnswer(ResponseModel):
     model_config = example(text="Hi", length=2)
 
     text: str
     length: int
 
 
-class Generated(Shape):
+class GenerateAnswer(ResponseModel):
     """The answer to one prompt.
 
     For several, ``results`` has the answer to each, and the numbers are totals.
@@ -91,31 +91,31 @@ class Generated(Shape):
     prompt_tokens: int
     max_tokens: int
     finish_reason: Literal["stop", "length"] | None = None
-    results: list[GeneratedText] | None = None
+    results: list[TextAnswer] | None = None
 
 
-class GeneratedText(Shape):
+class TextAnswer(ResponseModel):
     text: str
     generated_tokens: int
     finish_reason: Literal["stop", "length"]
 
 
-class RankedDocument(Shape):
+class RankedDocument(ResponseModel):
     text: str
 
 
-class Ranked(Shape):
+class RankedResult(ResponseModel):
     index: int
     relevance_score: float
     document: RankedDocument | None = None
 
 
-class RankedUsage(Shape):
+class RankedUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
 
-class Ranking(Shape):
+class Ranking(ResponseModel):
     model_config = example(
         id="rerank-1",
         object="list",
@@ -129,21 +129,21 @@ class Ranking(Shape):
     object: Literal["list"]
     model: str
     method: Literal["reranker", "cosine_similarity"]
-    results: list[Ranked]
+    results: list[RankedResult]
     usage: RankedUsage
 
 
-class RankedText(Shape):
+class RankedText(ResponseModel):
     index: int
     score: float
     text: str | None = None
 
 
-class Reranked(pydantic.RootModel[Ranking | list[RankedText]]):
+class RerankAnswer(pydantic.RootModel[Ranking | list[RankedText]]):
     """A list if the documents were given as ``texts``."""
 
 
-class Benchmark(Shape):
+class Benchmark(ResponseModel):
     """Times are in seconds. ``throughput`` is in tokens per second, of all requests together."""
 
     total_requests: int

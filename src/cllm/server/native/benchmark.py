@@ -19,7 +19,7 @@ from starlette.responses import Response
 from cllm.answer import Generation, SchedulingOptions
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest, CLLMError
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.native.answers import Benchmark
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
@@ -51,7 +51,7 @@ class Run:
     succeeded: bool = False
 
 
-@router.post("/benchmark", openapi_extra=documented(BenchmarkBody, Benchmark))
+@router.post("/benchmark", openapi_extra=describe_route(BenchmarkBody, Benchmark))
 async def benchmark(request: Request) -> Response:
     """Measure this server for a minute at most: response times, throughput, time to the first
     token, batch sizes.

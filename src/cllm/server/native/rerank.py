@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from cllm.embedding import rank
 from cllm.errors import BadRequest
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
-from cllm.server.native.answers import Reranked
+from cllm.server.native.answers import RerankAnswer
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
@@ -85,7 +85,7 @@ class RerankBody(TermsBody):
         ]
 
 
-@router.post("/v1/rerank", openapi_extra=documented(RerankBody, Reranked))
+@router.post("/v1/rerank", openapi_extra=describe_route(RerankBody, RerankAnswer))
 @router.post("/v1/reranking", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:

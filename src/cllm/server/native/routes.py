@@ -20,25 +20,25 @@ from cllm import __version__
 from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
 from cllm.scheduler.trace import MAX_STEPS
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.native.answers import (
-    Decoded,
-    Encoded,
-    Explained,
-    Generated,
+    DecodeAnswer,
+    EncodeAnswer,
+    GenerateAnswer,
     Health,
     ModelInformation,
     Ready,
     Root,
+    SchedulerAnswer,
     Version,
 )
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.resolve import service_for
-from cllm.server.sampling import build_params, offers, values_of
+from cllm.server.sampling import build_params, is_offered, values_of
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.text.output_reader import Delta
 
@@ -52,7 +52,7 @@ Prompt = Annotated[str, Field(min_length=1)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-@offers("native")
+@is_offered("native")
 class GenerateBody(TermsBody):
     """One or more plain prompts.
 
@@ -102,7 +102,7 @@ class DecodeBody(Body):
     tokens: Annotated[list[int], Field(min_length=1, max_length=MAX_VALUES)]
 
 
-@router.get("/", openapi_extra=documented(answer=Root))
+@router.get("/", openapi_extra=describe_route(answer=Root))
 async def root(request: Request) -> dict[str, Any]:
     """Return the server's name, version, model and paths."""
     service = service_for(request)
@@ -117,7 +117,7 @@ async def root(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/health", openapi_extra=documented(answer=Health))
+@router.get("/health", openapi_extra=describe_route(answer=Health))
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> dict[str, Any]:
     """Return 200 while the server runs. While the engine is not ready, the status is "degraded"."""
@@ -126,13 +126,13 @@ async def health(request: Request) -> dict[str, Any]:
     return {"status": "healthy" if ready else "degraded", "model_loaded": ready}
 
 
-@router.get("/version", openapi_extra=documented(answer=Version))
+@router.get("/version", openapi_extra=describe_route(answer=Version))
 async def version() -> dict[str, str]:
     """Return the version of this server."""
     return {"version": __version__}
 
 
-@router.get("/ready", openapi_extra=documented(answer=Ready, error=Ready))
+@router.get("/ready", openapi_extra=describe_route(answer=Ready, error=Ready))
 async def ready(request: Request) -> Response:
     """Return 200 while requests are accepted, and 503 while the model loads, the engine restarts or
     the server shuts down.
@@ -148,7 +148,7 @@ async def ready(request: Request) -> Response:
     )
 
 
-@router.get("/model/info", openapi_extra=documented(answer=ModelInformation))
+@router.get("/model/info", openapi_extra=describe_route(answer=ModelInformation))
 async def model_info(request: Request) -> dict[str, Any]:
     """Return the model, the sizes in use, and the engine's statistics."""
     service = service_for(request)
@@ -173,7 +173,7 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/scheduler", openapi_extra=documented(answer=Explained))
+@router.get("/scheduler", openapi_extra=describe_route(answer=SchedulerAnswer))
 async def scheduler(
     request: Request, steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20
 ) -> Response:
@@ -185,7 +185,7 @@ async def scheduler(
     return Response(msgspec.json.encode(explanation), media_type="application/json")
 
 
-@router.post("/encode", openapi_extra=documented(EncodeBody, Encoded))
+@router.post("/encode", openapi_extra=describe_route(EncodeBody, EncodeAnswer))
 async def encode(request: Request) -> Response:
     """Return the token ids of a text, as the model would read it in a prompt."""
     service = service_for(request)
@@ -196,7 +196,7 @@ async def encode(request: Request) -> Response:
     )
 
 
-@router.post("/decode", openapi_extra=documented(DecodeBody, Decoded))
+@router.post("/decode", openapi_extra=describe_route(DecodeBody, DecodeAnswer))
 async def decode(request: Request) -> Response:
     """Return the text of token ids, as an answer of the model would show it: control tokens have no
     text.
@@ -218,7 +218,8 @@ async def decode(request: Request) -> Response:
 
 
 @router.post(
-    "/generate", openapi_extra=documented(GenerateBody, Generated, stream="text/event-stream")
+    "/generate",
+    openapi_extra=describe_route(GenerateBody, GenerateAnswer, stream="text/event-stream"),
 )
 async def generate(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, this is the same as /generate_stream."""
@@ -235,7 +236,9 @@ async def generate(request: Request) -> Response:
     return JSONResponse(content, headers=answer_headers(answer))
 
 
-@router.post("/generate_stream", openapi_extra=documented(GenerateBody, stream="text/event-stream"))
+@router.post(
+    "/generate_stream", openapi_extra=describe_route(GenerateBody, stream="text/event-stream")
+)
 async def generate_stream(request: Request) -> Response:
     """Continue a prompt as a stream of events ``{"id", "token", "done"}``.
 

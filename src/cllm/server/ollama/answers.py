@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cllm.server.body import Shape, example
+from cllm.server.body import ResponseModel, example
 
 
-class Error(Shape):
+class Error(ResponseModel):
     error: str
 
 
-class Figures(Shape):
+class Figures(ResponseModel):
     """Without a prompt, ``done_reason`` is load or unload, and there are no counts and
     durations.
     """
@@ -29,34 +29,34 @@ class Figures(Shape):
     logprobs: list[dict[str, Any]] | None = None
 
 
-class Generated(Figures):
+class GenerateAnswer(Figures):
     response: str
     thinking: str = ""
 
 
-class CalledFunction(Shape):
+class CalledFunction(ResponseModel):
     index: int
     name: str
     arguments: dict[str, Any]
 
 
-class ToolCall(Shape):
+class ToolCall(ResponseModel):
     id: str
     function: CalledFunction
 
 
-class Said(Shape):
+class AnswerMessage(ResponseModel):
     role: Literal["assistant"]
     content: str
     thinking: str = ""
     tool_calls: list[ToolCall] = []  # noqa: RUF012  # pydantic copies it
 
 
-class Chatted(Figures):
-    message: Said
+class ChatAnswer(Figures):
+    message: AnswerMessage
 
 
-class Embedded(Shape):
+class EmbedAnswer(ResponseModel):
     model: str
     embeddings: list[list[float]]
     total_duration: int
@@ -64,11 +64,11 @@ class Embedded(Shape):
     prompt_eval_count: int
 
 
-class EmbeddedText(Shape):
+class EmbeddingsAnswer(ResponseModel):
     embedding: list[float]
 
 
-class Details(Shape):
+class Details(ResponseModel):
     parent_model: str
     format: str
     family: str
@@ -77,7 +77,7 @@ class Details(Shape):
     quantization_level: str
 
 
-class Entry(Shape):
+class ModelEntry(ResponseModel):
     """size: in bytes. digest: 64 hex digits that identify the content of the file."""
 
     name: str
@@ -87,25 +87,25 @@ class Entry(Shape):
     details: Details
 
 
-class Listed(Entry):
+class ListedModel(ModelEntry):
     modified_at: str
 
 
-class Tags(Shape):
-    models: list[Listed]
+class TagsAnswer(ResponseModel):
+    models: list[ListedModel]
 
 
-class Loaded(Entry):
+class LoadedModel(ModelEntry):
     size_vram: int
     expires_at: str
     context_length: int
 
 
-class Running(Shape):
-    models: list[Loaded]
+class PsAnswer(ResponseModel):
+    models: list[LoadedModel]
 
 
-class Shown(Shape):
+class ShowAnswer(ResponseModel):
     license: str
     modelfile: str
     parameters: str
@@ -116,13 +116,13 @@ class Shown(Shape):
     modified_at: str
 
 
-class Version(Shape):
+class Version(ResponseModel):
     model_config = example(version="0.12.11")
 
     version: str
 
 
-class Pulled(Shape):
+class PullStatus(ResponseModel):
     model_config = example(status="success")
 
     status: str

@@ -50,7 +50,7 @@ def read_card(path: str, backend: str) -> Card:
     file = Path(path)
     header = read_header(file)
     parameters = num_parameters(header)
-    quantization = parse_quantization(file.name) or commonest_type(header)
+    quantization = parse_quantization(file.name) or most_common_type(header)
     info: dict[str, Any] = {
         name: value for name, value in header.metadata.items() if name not in NOT_SHOWN
     }
@@ -89,7 +89,7 @@ def num_parameters(header: GgufHeader) -> int:
     )
 
 
-def commonest_type(header: GgufHeader) -> str:
+def most_common_type(header: GgufHeader) -> str:
     """Return the type that most of the weights have."""
     sizes: dict[str, int] = {}
     for tensor in header.tensors:

@@ -15,7 +15,7 @@ def speaks_ollama(request: Request) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
-def form(fault: Fault, _: str) -> tuple[int, dict[str, Any]]:
+def ollama_error(fault: Fault, _: str) -> tuple[int, dict[str, Any]]:
     """Build an error answer. A full queue is 503, as in Ollama."""
     return 503 if fault.code == "queue_full" else fault.status, {"error": fault.message}
 
@@ -24,4 +24,4 @@ def error_line(error: Exception) -> bytes:
     return to_json({"error": describe_in_stream(error).message}) + b"\n"
 
 
-DIALECT = Dialect(speaks_ollama, form)
+DIALECT = Dialect(speaks_ollama, ollama_error)

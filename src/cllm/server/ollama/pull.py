@@ -75,7 +75,7 @@ class Download:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
-def present(body: PullBody) -> Response:
+def answer_present(body: PullBody) -> Response:
     """Return the answer for a model that needs no download."""
     if body.stream is False:
         return JSONResponse({"status": "success"})
@@ -108,14 +108,14 @@ async def pull(request: Request, body: PullBody) -> Response:
         )
     lines = Download(name).lines()
     if body.stream is not False:
-        return StreamingResponse(encoded(lines), media_type=MEDIA_TYPE)
+        return StreamingResponse(encode_lines(lines), media_type=MEDIA_TYPE)
     try:
-        return JSONResponse(await until_disconnect(request, last(lines)))
+        return JSONResponse(await until_disconnect(request, last_line(lines)))
     except StartupError as error:
         raise BadRequest(str(error), param="model", code="model_not_found", status=404) from None
 
 
-async def last(lines: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+async def last_line(lines: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     line: dict[str, Any] = {}
     async with contextlib.aclosing(lines):
         async for line in lines:  # noqa: B007
@@ -123,7 +123,7 @@ async def last(lines: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     return line
 
 
-async def encoded(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+async def encode_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:

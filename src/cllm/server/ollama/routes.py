@@ -18,21 +18,21 @@ from cllm.core.params import SamplingParams
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest, UnknownModel
 from cllm.server import resolve
-from cllm.server.body import Model, documented, read_body
+from cllm.server.body import Model, describe_route, read_body
 from cllm.server.call import call_of
 from cllm.server.infill import infill
 from cllm.server.off_loop import off_loop
 from cllm.server.ollama import pull
 from cllm.server.ollama.answers import (
-    Chatted,
-    Embedded,
-    EmbeddedText,
+    ChatAnswer,
+    EmbedAnswer,
+    EmbeddingsAnswer,
     Error,
-    Generated,
-    Pulled,
-    Running,
-    Shown,
-    Tags,
+    GenerateAnswer,
+    PsAnswer,
+    PullStatus,
+    ShowAnswer,
+    TagsAnswer,
     Version,
 )
 from cllm.server.ollama.card import Card, modelfile, read_card
@@ -50,9 +50,9 @@ from cllm.server.ollama.stream import MEDIA_TYPE, Clock, Lines, collect, no_prom
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import registry_of
 from cllm.server.sse import EventStream, until_disconnect
-from cllm.server.vectors import written
+from cllm.server.vectors import encode_vectors
 from cllm.service import Service
-from cllm.text.grammar import FREE, Checked
+from cllm.text.grammar import FREE, CheckedGrammar
 
 service_for = partial(
     resolve.service_for, message="model {asked!r} not found; this server has {served!r}"
@@ -67,7 +67,7 @@ old.
 NEVER = "2999-12-31T00:00:00Z"
 
 
-@router.get("/api/version", openapi_extra=documented(answer=Version, error=Error))
+@router.get("/api/version", openapi_extra=describe_route(answer=Version, error=Error))
 async def version() -> dict[str, str]:
     """Return the version of Ollama's API. The server's own version is at /."""
     return {"version": API_VERSION}
@@ -75,7 +75,7 @@ async def version() -> dict[str, str]:
 
 @router.post(
     "/api/generate",
-    openapi_extra=documented(GenerateBody, Generated, stream=MEDIA_TYPE, error=Error),
+    openapi_extra=describe_route(GenerateBody, GenerateAnswer, stream=MEDIA_TYPE, error=Error),
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt as the first message of a chat.
@@ -113,7 +113,7 @@ async def generate(request: Request) -> Response:
 
 
 @router.post(
-    "/api/chat", openapi_extra=documented(ChatBody, Chatted, stream=MEDIA_TYPE, error=Error)
+    "/api/chat", openapi_extra=describe_route(ChatBody, ChatAnswer, stream=MEDIA_TYPE, error=Error)
 )
 async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
@@ -133,7 +133,7 @@ async def chat(request: Request) -> Response:
 
 async def params_of(
     request: Request, service: Service, body: GenerationBody
-) -> tuple[SamplingParams, Checked]:
+) -> tuple[SamplingParams, CheckedGrammar]:
     """Return the sampling parameters, and the constraint that ``format`` sets.
 
     Raises BadRequest.
@@ -174,7 +174,7 @@ async def respond(
     return json_answer(content, headers)
 
 
-@router.post("/api/embed", openapi_extra=documented(EmbedBody, Embedded, error=Error))
+@router.post("/api/embed", openapi_extra=describe_route(EmbedBody, EmbedAnswer, error=Error))
 async def embed_texts(request: Request) -> Response:
     """Return the embeddings of one or more texts."""
     clock = Clock()
@@ -201,14 +201,16 @@ async def embed_texts(request: Request) -> Response:
         request, embed(service, texts, params, body.scheduling_options(call_of(request)))
     )
     vectors = shortened(found.vectors, body.dimensions)
-    data = await written(vectors, lambda _, vector: to_json(vector.tolist()))
+    data = await encode_vectors(vectors, lambda _, vector: to_json(vector.tolist()))
     head = to_json(
         {"model": body.model, **clock.durations(), "prompt_eval_count": found.num_tokens}
     )[:-1]
     return Response(head + b',"embeddings":[' + data + b"]}", media_type="application/json")
 
 
-@router.post("/api/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddedText, error=Error))
+@router.post(
+    "/api/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingsAnswer, error=Error)
+)
 async def embeddings(request: Request) -> Response:
     """Return the embedding of one text."""
     body = await read(request, EmbeddingsBody)
@@ -222,7 +224,7 @@ async def embeddings(request: Request) -> Response:
     return json_answer({"embedding": found.vectors[0].tolist()})
 
 
-@router.get("/api/tags", openapi_extra=documented(answer=Tags, error=Error))
+@router.get("/api/tags", openapi_extra=describe_route(answer=TagsAnswer, error=Error))
 async def tags(request: Request) -> Response:
     """List the available models: the served one."""
     models = []
@@ -232,7 +234,7 @@ async def tags(request: Request) -> Response:
     return json_answer({"models": models})
 
 
-@router.get("/api/ps", openapi_extra=documented(answer=Running, error=Error))
+@router.get("/api/ps", openapi_extra=describe_route(answer=PsAnswer, error=Error))
 async def running(request: Request) -> Response:
     """List the loaded models."""
     models = []
@@ -254,7 +256,7 @@ async def running(request: Request) -> Response:
     return json_answer({"models": models})
 
 
-@router.post("/api/show", openapi_extra=documented(ShowBody, Shown, error=Error))
+@router.post("/api/show", openapi_extra=describe_route(ShowBody, ShowAnswer, error=Error))
 async def show(request: Request) -> Response:
     """Return the metadata in the model's file, and the model's capabilities."""
     body = await read(request, ShowBody)
@@ -284,7 +286,7 @@ async def show(request: Request) -> Response:
 
 
 @router.post(
-    "/api/pull", openapi_extra=documented(PullBody, Pulled, stream=MEDIA_TYPE, error=Error)
+    "/api/pull", openapi_extra=describe_route(PullBody, PullStatus, stream=MEDIA_TYPE, error=Error)
 )
 async def pull_model(request: Request) -> Response:
     """Download a model into the hub's cache, if the server's settings allow it.
@@ -294,7 +296,7 @@ async def pull_model(request: Request) -> Response:
     body = await read(request, PullBody)
     with contextlib.suppress(UnknownModel):
         registry_of(request).get(body.wanted())
-        return pull.present(body)
+        return pull.answer_present(body)
     return await pull.pull(request, body)
 
 

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field
 from cllm.config import Sampling
 from cllm.core.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, example, named
+from cllm.server.body import Body, example, rename_parameters
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, offers, values_of
+from cllm.server.sampling import build_params, is_offered, values_of
 from cllm.text.chat import Chat, Effort
 from cllm.text.grammar import Constraint
 
@@ -45,7 +45,7 @@ def truncated(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(truncated)]
 
 
-@offers("ollama", integer=Integer, seed="-1: a new seed for every request.")
+@is_offered("ollama", integer=Integer, seed="-1: a new seed for every request.")
 class Options(Body):
     """Sampling parameters. Those that are left out get the operator's defaults."""
 
@@ -101,7 +101,7 @@ class Options(Body):
         if self.repeat_last_n == 0:
             values["repetition_penalty"] = 1.0
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        with named(NAMES):
+        with rename_parameters(NAMES):
             return build_params(
                 defaults, {**values, "max_tokens": limit, "stop": stop, "logprobs": logprobs}
             )

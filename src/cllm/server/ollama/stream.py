@@ -73,10 +73,10 @@ def no_prompt(model: str, *, unloads: bool, chat: bool) -> dict[str, Any]:
     model.
     """
     reason = "unload" if unloads else "load"
-    return {**head_object(model), **said("", chat=chat), "done": True, "done_reason": reason}
+    return {**head_object(model), **text_fields("", chat=chat), "done": True, "done_reason": reason}
 
 
-def said(
+def text_fields(
     text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None, *, chat: bool
 ) -> dict[str, Any]:
     """Return generated text in the format of chat or of generate."""
@@ -123,7 +123,7 @@ class Calls:
             self._name, self._parts = "", []
 
 
-def ending(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
+def last_fields(generation: Generation, clock: Clock, last: Delta) -> dict[str, Any]:
     reason = "length" if last.finish == "length" else "stop"
     return {"done": True, "done_reason": reason, **clock.figures(generation)}
 
@@ -144,12 +144,12 @@ async def collect(
             else:
                 texts[last.channel].append(last.text)
     calls.end()
-    content = said(
+    content = text_fields(
         "".join(texts[Channel.TEXT]), "".join(texts[Channel.REASONING]), calls.complete, chat=chat
     )
     if answer.generation.params.logprobs is not None:
         content["logprobs"] = await in_thread(lambda: token_objects(vocabulary, token_logprobs))
-    return {**head_object(model), **content, **ending(answer.generation, clock, last)}
+    return {**head_object(model), **content, **last_fields(answer.generation, clock, last)}
 
 
 class Lines:
@@ -199,7 +199,9 @@ class Lines:
         self._calls.end()
         if delta.logprobs:
             shown = {"logprobs": token_objects(self._vocabulary, delta.logprobs), "done": False}
-            return self._called() + self._line({**said(delta.text, chat=self._chat), **shown})
+            return self._called() + self._line(
+                {**text_fields(delta.text, chat=self._chat), **shown}
+            )
         head = self._text if delta.channel is Channel.TEXT else self._thinking
         return self._called() + head + to_json(delta.text) + self._tail
 
@@ -208,14 +210,17 @@ class Lines:
         calls, self._calls.complete = self._calls.complete, []
         if not calls:
             return b""
-        return self._line({**said("", calls=calls, chat=self._chat), "done": False})
+        return self._line({**text_fields("", calls=calls, chat=self._chat), "done": False})
 
     def _line(self, content: dict[str, Any]) -> bytes:
         return self._head + b"," + to_json(content)[1:] + b"\n"
 
     def end(self) -> bytes:
         self._calls.end()
-        content = {**said("", chat=self._chat), **ending(self._generation, self._clock, self._last)}
+        content = {
+            **text_fields("", chat=self._chat),
+            **last_fields(self._generation, self._clock, self._last),
+        }
         return self._called() + self._line(content)
 
     def fault(self, error: Exception) -> bytes:

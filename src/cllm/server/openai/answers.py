@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cllm.server.body import Shape, example
+from cllm.server.body import ResponseModel, example
 from cllm.server.timings import Timings
 
 TIMINGS = {
@@ -20,12 +20,12 @@ TIMINGS = {
 }
 
 
-class TokensDetails(Shape):
+class TokensDetails(ResponseModel):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
 
-class Usage(Shape):
+class Usage(ResponseModel):
     """Embeddings have only ``prompt_tokens`` and ``total_tokens``."""
 
     prompt_tokens: int
@@ -35,34 +35,34 @@ class Usage(Shape):
     completion_tokens_details: TokensDetails | None = None
 
 
-class FunctionCalled(Shape):
+class CalledFunction(ResponseModel):
     name: str
     arguments: str
 
 
-class ToolCalled(Shape):
+class ToolCall(ResponseModel):
     id: str
     type: Literal["function"]
-    function: FunctionCalled
+    function: CalledFunction
 
 
-class AssistantMessage(Shape):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCalled] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(Shape):
+class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(ResponseModel):
     model_config = example(
         id="chatcmpl-1",
         object="chat.completion",
@@ -84,14 +84,14 @@ class ChatCompletion(Shape):
     timings: Timings
 
 
-class CompletionChoice(Shape):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(Shape):
+class Completion(ResponseModel):
     model_config = example(
         id="cmpl-1",
         object="text_completion",
@@ -111,7 +111,7 @@ class Completion(Shape):
     timings: Timings
 
 
-class ModelObject(Shape):
+class ModelObject(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -121,18 +121,18 @@ class ModelObject(Shape):
     max_model_len: int | None
 
 
-class ModelList(Shape):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-class EmbeddingObject(Shape):
+class EmbeddingObject(ResponseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingList(Shape):
+class EmbeddingList(ResponseModel):
     model_config = example(
         object="list",
         model="cllm-builtin",
@@ -146,12 +146,12 @@ class EmbeddingList(Shape):
     usage: Usage
 
 
-class TokenPiece(Shape):
+class TokenPiece(ResponseModel):
     id: int
     piece: str | list[int]
 
 
-class Tokenized(Shape):
+class TokenizeAnswer(ResponseModel):
     model_config = example(tokens=[72, 105], count=2, max_model_len=4096)
 
     tokens: list[int] | list[TokenPiece]
@@ -160,20 +160,20 @@ class Tokenized(Shape):
     token_strs: list[str] | None = None
 
 
-class Detokenized(Shape):
+class DetokenizeAnswer(ResponseModel):
     model_config = example(content="Hi", prompt="Hi")
 
     content: str
     prompt: str
 
 
-class Templated(Shape):
+class TemplateAnswer(ResponseModel):
     model_config = example(prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
     prompt: str
 
 
-class SamplingSettings(Shape):
+class SamplingSettings(ResponseModel):
     n_predict: int
     temperature: float
     top_k: int
@@ -185,7 +185,7 @@ class InfillSettings(SamplingSettings):
     n_ctx: int
 
 
-class Infilled(Shape):
+class InfillAnswer(ResponseModel):
     """Has all fields, or those that ``response_fields`` names."""
 
     content: str = ""
@@ -201,17 +201,17 @@ class Infilled(Shape):
     timings: Timings | None = None
 
 
-class PropsSettings(Shape):
+class PropsSettings(ResponseModel):
     n_ctx: int
     params: SamplingSettings
 
 
-class Modalities(Shape):
+class Modalities(ResponseModel):
     vision: bool
     audio: bool
 
 
-class Props(Shape):
+class Props(ResponseModel):
     default_generation_settings: PropsSettings
     total_slots: int
     model_alias: str

@@ -18,12 +18,12 @@ from cllm.errors import BadRequest
 from cllm.server.body import Body, read_value
 from cllm.server.body_limits import check_structure
 from cllm.server.call import Call
-from cllm.server.errors import describe, openai_form
+from cllm.server.errors import describe, openai_error
 from cllm.server.off_loop import admit, off_loop
-from cllm.server.openai.completions import Words, completion, completion_generation
+from cllm.server.openai.completions import CompletionFormatter, completion, completion_generation
 from cllm.server.openai.embeddings import EmbeddingsBody, embedding_list
 from cllm.server.openai.response_schema import ResponseBody
-from cllm.server.openai.responses import response_generation, whole_response
+from cllm.server.openai.responses import complete_response, response_generation
 from cllm.server.openai.routes import chat_completion, chat_generation
 from cllm.server.openai.schema import ChatBody, CompletionBody
 from cllm.server.request_id import new_request_id
@@ -52,38 +52,38 @@ class LineBody(NamedTuple):
     num_bytes: int
 
 
-class Completed(NamedTuple):
+class BatchAnswer(NamedTuple):
     """An answer: its request id, and its JSON."""
 
     request_id: str
     content: bytes
 
 
-async def answer_chat(call: Call, service: Service, body: ChatBody) -> Completed:
+async def answer_chat(call: Call, service: Service, body: ChatBody) -> BatchAnswer:
     generation = await chat_generation(call, service, body)
     with service.submit(generation) as answer:
-        return Completed(generation.request_id, await chat_completion(service, body, answer))
+        return BatchAnswer(generation.request_id, await chat_completion(service, body, answer))
 
 
-async def answer_prompts(call: Call, service: Service, body: CompletionBody) -> Completed:
+async def answer_prompts(call: Call, service: Service, body: CompletionBody) -> BatchAnswer:
     generation = await completion_generation(call, service, body)
     with service.submit(generation) as answer:
-        content = await completion(Words(service, body, answer))
-        return Completed(generation.request_id, content)
+        content = await completion(CompletionFormatter(service, body, answer))
+        return BatchAnswer(generation.request_id, content)
 
 
-async def answer_texts(call: Call, service: Service, body: EmbeddingsBody) -> Completed:
-    return Completed(new_request_id(), await embedding_list(call, service, body))
+async def answer_texts(call: Call, service: Service, body: EmbeddingsBody) -> BatchAnswer:
+    return BatchAnswer(new_request_id(), await embedding_list(call, service, body))
 
 
-async def answer_input(call: Call, service: Service, body: ResponseBody) -> Completed:
+async def answer_input(call: Call, service: Service, body: ResponseBody) -> BatchAnswer:
     generation, events, _ = await response_generation(call, service, body)
     with service.submit(generation) as answer:
-        return Completed(generation.request_id, await whole_response(answer, events))
+        return BatchAnswer(generation.request_id, await complete_response(answer, events))
 
 
 # The schema of each endpoint's bodies, and what computes an answer.
-ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[Completed]]]] = {
+ENDPOINTS: dict[str, tuple[type[Body], Callable[..., Awaitable[BatchAnswer]]]] = {
     "/v1/chat/completions": (ChatBody, answer_chat),
     "/v1/completions": (CompletionBody, answer_prompts),
     "/v1/embeddings": (EmbeddingsBody, answer_texts),
@@ -117,27 +117,27 @@ class OpenAILines:
         if asked.model:
             service = self._state.registry.get(asked.model)
         name, content = await compute(call, service, asked)
-        return answered(custom_id, 200, name, content)
+        return answer_line(custom_id, 200, name, content)
 
     def fault(self, custom_id: str, error: Exception) -> bytes:
-        status, content = openai_form(describe(error))
-        return answered(custom_id, status, new_request_id(), to_json(content))
+        status, content = openai_error(describe(error))
+        return answer_line(custom_id, status, new_request_id(), to_json(content))
 
     def unanswered(self, custom_id: str, code: str, message: str) -> bytes:
-        return written(custom_id, b"null", to_json({"code": code, "message": message}))
+        return encode_line(custom_id, b"null", to_json({"code": code, "message": message}))
 
     def identify(self, answer: bytes) -> tuple[str, dict[str, int]]:
         line = from_json(answer)
         return line["custom_id"], tokens_of(line)
 
 
-def answered(custom_id: str, status: int, name: str, content: bytes) -> bytes:
+def answer_line(custom_id: str, status: int, name: str, content: bytes) -> bytes:
     """Return the line of an answer. ``name``: its request id."""
     response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, to_json(name), content)
-    return written(custom_id, response, b"null")
+    return encode_line(custom_id, response, b"null")
 
 
-def written(custom_id: str, response: bytes, error: bytes) -> bytes:
+def encode_line(custom_id: str, response: bytes, error: bytes) -> bytes:
     head = to_json({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id})[:-1]
     return head + b',"response":' + response + b',"error":' + error + b"}\n"
 

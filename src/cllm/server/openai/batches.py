@@ -14,10 +14,10 @@ from starlette.requests import Request
 
 from cllm.batches import Batches
 from cllm.config import Settings
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.openai.batch_lines import Endpoint, OpenAILines
-from cllm.server.openai.files import ExpiresAfter, opened
+from cllm.server.openai.files import ExpiresAfter, open_batches
 from cllm.server.openai.paging import page
 from cllm.server.openai.schema import Metadata
 from cllm.server.openai.stored_answers import BatchList, BatchObject
@@ -62,7 +62,7 @@ def make(app: FastAPI, settings: Settings) -> Batches | None:
     return Batches(store, app.state.registry, lines, settings.scheduler.max_num_seqs)
 
 
-@router.post("", openapi_extra=documented(BatchBody, BatchObject))
+@router.post("", openapi_extra=describe_route(BatchBody, BatchObject))
 async def create(request: Request) -> dict[str, Any]:
     """Compute all requests of an uploaded file, with the lowest priority.
 
@@ -70,7 +70,7 @@ async def create(request: Request) -> dict[str, Any]:
     after a crash or a restart, if the server has the same model. Files and batches are visible only
     with the API key that created them.
     """
-    batches = await opened(request)
+    batches = await open_batches(request)
     body = await read_body(request, BatchBody)
     account, now = call_of(request).account(), int(time.time())
     window = re.fullmatch(WINDOW, body.completion_window)
@@ -93,25 +93,27 @@ async def create(request: Request) -> dict[str, Any]:
     return batch_object(record)
 
 
-@router.get("", openapi_extra=documented(answer=BatchList))
+@router.get("", openapi_extra=describe_route(answer=BatchList))
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """List the batches of this API key, newest first."""
-    records = await (await opened(request)).of_account(call_of(request).account())
+    records = await (await open_batches(request)).of_account(call_of(request).account())
     return page([batch_object(record) for record in records], after, limit)
 
 
-@router.get("/{batch_id}", openapi_extra=documented(answer=BatchObject))
+@router.get("/{batch_id}", openapi_extra=describe_route(answer=BatchObject))
 async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
     """Return the progress of a batch, and the ids of its output files once it has ended."""
-    return batch_object(await (await opened(request)).get(batch_id, call_of(request).account()))
+    return batch_object(
+        await (await open_batches(request)).get(batch_id, call_of(request).account())
+    )
 
 
-@router.post("/{batch_id}/cancel", openapi_extra=documented(answer=BatchObject))
+@router.post("/{batch_id}/cancel", openapi_extra=describe_route(answer=BatchObject))
 async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
     """Cancel a batch. It keeps the answers that it has so far."""
-    batches = await opened(request)
+    batches = await open_batches(request)
     record = await batches.get(batch_id, call_of(request).account())
     await batches.cancel(record)
     return batch_object(record)

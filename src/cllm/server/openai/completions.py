@@ -15,14 +15,19 @@ from starlette.responses import Response
 from cllm.answer import Answer, Generation
 from cllm.core.params import SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import documented, read_body
+from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.infill import infill
 from cllm.server.openai.answers import Completion
-from cllm.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs, said
+from cllm.server.openai.logprobs import (
+    completion_logprobs,
+    join_logprobs,
+    plain_text,
+    prompt_logprobs,
+)
 from cllm.server.openai.routes import encode_choices, head_of, headers_of
 from cllm.server.openai.schema import CompletionBody
-from cllm.server.openai.stream import Chunks, Counted
+from cllm.server.openai.stream import Chunks, UsageChunks
 from cllm.server.resolve import service_for
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.service import Service
@@ -36,7 +41,8 @@ MAX_STREAMED = 50_000  # the same for a streamed request
 
 
 @router.post(
-    "/completions", openapi_extra=documented(CompletionBody, Completion, stream="text/event-stream")
+    "/completions",
+    openapi_extra=describe_route(CompletionBody, Completion, stream="text/event-stream"),
 )
 async def completions(request: Request) -> Response:
     """Continue one or more prompts. With ``stream``, the answer is server-sent events."""
@@ -44,11 +50,11 @@ async def completions(request: Request) -> Response:
     service = service_for(request, body.model)
     generation = await completion_generation(call_of(request), service, body)
     answer = service.submit(generation)
-    words = Words(service, body, answer)
+    words = CompletionFormatter(service, body, answer)
     if body.stream:
         chunks = CompletionChunks(words, head_of(service, generation, "text_completion"))
         return EventStream(
-            answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
+            answer, UsageChunks(chunks) if body.counts_always else chunks, headers_of(answer)
         )
     with answer:
         content = await until_disconnect(request, completion(words))
@@ -80,7 +86,7 @@ async def completion_generation(call: Call, service: Service, body: CompletionBo
     return generation
 
 
-async def completion(words: Words) -> bytes:
+async def completion(words: CompletionFormatter) -> bytes:
     """Return the whole answer to prompts, as JSON."""
     answer = words.answer
     head = head_of(words.service, answer.generation, "text_completion")
@@ -119,7 +125,7 @@ def check_echo(body: CompletionBody, prompts: list[list[int]]) -> None:
         raise BadRequest(message, param="logprobs", code="too_many_logprobs")
 
 
-class Words:
+class CompletionFormatter:
     """Formats choices as OpenAI does, with the prompt before each answer if ``body`` says so."""
 
     def __init__(self, service: Service, body: CompletionBody, answer: Answer) -> None:
@@ -129,7 +135,10 @@ class Words:
         self._vocabulary = service.vocabulary
         prompts = body.prompts()
         self._echoed = (
-            [text if isinstance(text, str) else said(self._vocabulary, text) for text in prompts]
+            [
+                text if isinstance(text, str) else plain_text(self._vocabulary, text)
+                for text in prompts
+            ]
             if body.echo
             else [""] * len(prompts)
         )
@@ -167,7 +176,7 @@ class Words:
             return own
         i = index // self.params.n
         prompt = self.answer.generation.prompts[i]
-        return joined(
+        return join_logprobs(
             prompt_logprobs(self._vocabulary, prompt, self.answer.prompt_logprobs[i]), own
         )
 
@@ -191,7 +200,7 @@ class Continuation:
         )
 
 
-async def collect(answer: Answer, words: Words) -> list[Continuation]:
+async def collect(answer: Answer, words: CompletionFormatter) -> list[Continuation]:
     """Return all choices of a generation.
 
     With ``best_of``, return the best ones of each prompt, best first.
@@ -219,7 +228,7 @@ class CompletionChunks(Chunks):
     The first chunk of a choice contains the echoed prompt.
     """
 
-    def __init__(self, words: Words, head: dict[str, Any]) -> None:
+    def __init__(self, words: CompletionFormatter, head: dict[str, Any]) -> None:
         options = words.body.stream_options
         include_usage = options is not None and options.include_usage
         super().__init__(words.answer.generation, head, chat=False, include_usage=include_usage)

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, at_most
+from cllm.server.body import Body, limit_entries
 from cllm.text.chat import Chat
 from cllm.text.chat_template import RESERVED
 
@@ -28,7 +28,7 @@ class TextPart(Body):
     text: str | None = None
     refusal: str | None = None
 
-    def said(self) -> str | None:
+    def plain_text(self) -> str | None:
         """Return the text; None if the part is not text."""
         if self.type == "refusal":
             return self.refusal
@@ -87,7 +87,7 @@ class Message(Body):
     def _text(self, param: str) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        texts = [part.said() for part in self.content]
+        texts = [part.plain_text() for part in self.content]
         for i, (part, text) in enumerate(zip(self.content, texts, strict=True)):
             if text is None:
                 message = (
@@ -159,7 +159,7 @@ TemplateVariables = Annotated[
         Annotated[str, pydantic.AfterValidator(check_variable)],
         Scalar | list[Scalar] | dict[str, Scalar],
     ],
-    at_most(MAX_VARIABLES),
+    limit_entries(MAX_VARIABLES),
     pydantic.AfterValidator(check_size),
     Field(
         description="Variables of the chat template, such as enable_thinking. A value is a text, "

@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from cllm.embedding import embed, encode_texts, names, shortened
 from cllm.errors import BadRequest
-from cllm.server.body import documented, example, read_body
+from cllm.server.body import describe_route, example, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.openai.answers import EmbeddingList
 from cllm.server.queueing import TermsBody
 from cllm.server.resolve import service_for
 from cllm.server.sse import until_disconnect
-from cllm.server.vectors import written
+from cllm.server.vectors import encode_vectors
 from cllm.service import Service
 
 router = APIRouter(tags=["OpenAI"])
@@ -62,7 +62,7 @@ class EmbeddingsBody(TermsBody):
 
 
 @router.post("/embeddings", include_in_schema=False)
-@router.post("/v1/embeddings", openapi_extra=documented(EmbeddingsBody, EmbeddingList))
+@router.post("/v1/embeddings", openapi_extra=describe_route(EmbeddingsBody, EmbeddingList))
 async def embeddings(request: Request) -> Response:
     """Return the embeddings of texts.
 
@@ -75,7 +75,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> bytes:
-    """Return the embeddings of the inputs of ``body``, as JSON."""
+    """Return the embeddings of the inputs of ``body``, as JSON. Raises BadRequest."""
     size = service.info.embedding_size
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"Invalid 'dimensions': it must be at most {size}, not {body.dimensions}."
@@ -97,5 +97,5 @@ async def embedding_list(call: Call, service: Service, body: EmbeddingsBody) -> 
         )
         return to_json({"object": "embedding", "index": i, "embedding": number})
 
-    data = await written(vectors, write)
+    data = await encode_vectors(vectors, write)
     return to_json(head)[:-1] + b',"data":[' + data + b"]}"

@@ -20,9 +20,9 @@ from cllm.server.body import (
     Body,
     check_encoding,
     check_parameters,
-    documented,
+    describe_route,
     example,
-    explain,
+    first_fault,
     parts_of,
 )
 from cllm.server.call import call_of
@@ -70,10 +70,10 @@ class UploadBody(Body):
     expires_after: ExpiresAfter | None = None
 
 
-@router.post("", openapi_extra=documented(UploadBody, FileObject, takes="multipart/form-data"))
+@router.post("", openapi_extra=describe_route(UploadBody, FileObject, takes="multipart/form-data"))
 async def upload(request: Request) -> dict[str, Any]:
     """Upload a file with the requests of a batch."""
-    store = (await opened(request)).store
+    store = (await open_batches(request)).store
     form = await read_form(request)
     try:
         values = fields_of(form)
@@ -81,7 +81,7 @@ async def upload(request: Request) -> dict[str, Any]:
         try:
             body = UploadBody.model_validate(values)
         except pydantic.ValidationError as error:
-            raise explain(error) from None
+            raise first_fault(error) from None
         content = form["file"]
         assert isinstance(content, UploadFile)
         size = content.size or 0
@@ -89,13 +89,13 @@ async def upload(request: Request) -> dict[str, Any]:
         file = new_file(
             call_of(request).account().name, body.file, body.purpose, size, expires_after
         )
-        await keep(store, file, content.file)
+        await store_file(store, file, content.file)
     finally:
         await form.close()
     return file_object(file)
 
 
-async def keep(store: Store, file: StoredFile, content: BinaryIO) -> None:
+async def store_file(store: Store, file: StoredFile, content: BinaryIO) -> None:
     """Write a file to disk. Raises BadRequest if there is no room, or the disk fails."""
     store.room.take(file.bytes, 1)
     try:
@@ -106,7 +106,7 @@ async def keep(store: Store, file: StoredFile, content: BinaryIO) -> None:
         raise
 
 
-@router.get("", openapi_extra=documented(answer=FileList))
+@router.get("", openapi_extra=describe_route(answer=FileList))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -115,23 +115,23 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """List the files of this API key, newest first."""
-    store = (await opened(request)).store
+    store = (await open_batches(request)).store
     files = await store.run(store.files.of_account, call_of(request).account())
     objects = [file_object(file) for file in files if purpose in (None, file.purpose)]
     return page(objects if order == "asc" else objects[::-1], after, limit)
 
 
-@router.get("/{file_id}", openapi_extra=documented(answer=FileObject))
+@router.get("/{file_id}", openapi_extra=describe_route(answer=FileObject))
 async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
     """Return the description of a file."""
-    store = (await opened(request)).store
+    store = (await open_batches(request)).store
     return file_object(await store.run(store.files.get, file_id, call_of(request).account()))
 
 
-@router.get("/{file_id}/content", openapi_extra=documented(stream="application/octet-stream"))
+@router.get("/{file_id}/content", openapi_extra=describe_route(stream="application/octet-stream"))
 async def content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    store = (await opened(request)).store
+    store = (await open_batches(request)).store
     file, content = await store.run(store.files.open, file_id, call_of(request).account())
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
@@ -139,15 +139,15 @@ async def content(request: Request, file_id: str) -> Response:
     )
 
 
-@router.delete("/{file_id}", openapi_extra=documented(answer=Deleted))
+@router.delete("/{file_id}", openapi_extra=describe_route(answer=Deleted))
 async def delete(request: Request, file_id: str) -> dict[str, Any]:
     """Delete a file, unless a batch still reads it."""
-    store = (await opened(request)).store
+    store = (await open_batches(request)).store
     await store.run(store.files.delete, file_id, call_of(request).account())
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def opened(request: Request) -> Batches:
+async def open_batches(request: Request) -> Batches:
     """Return the batches, with their store open.
 
     Raises BadRequest if the settings have no folder (404), or if it cannot be opened (503).
@@ -170,7 +170,7 @@ def chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def fields_of(form: FormData) -> dict[str, Any]:
-    """Return the fields of a form; a[b] becomes b within a."""
+    """Return the fields of a form; a[b] becomes b within a. Raises BadRequest."""
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         outer, _, inner = name.partition("[")

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.call import call_of
 from cllm.server.errors import error_event
 from cllm.server.infill import Snippet, build_infill_prompt
-from cllm.server.openai.answers import Infilled, Props
+from cllm.server.openai.answers import InfillAnswer, Props
 from cllm.server.openai.routes import headers_of, json_answer
 from cllm.server.openai.schema import GenerationBody
 from cllm.server.resolve import service_for
@@ -75,7 +75,9 @@ class InfillBody(GenerationBody):
     n: Literal[1] | None = None
 
 
-@router.post("/infill", openapi_extra=documented(InfillBody, Infilled, stream="text/event-stream"))
+@router.post(
+    "/infill", openapi_extra=describe_route(InfillBody, InfillAnswer, stream="text/event-stream")
+)
 async def infill(request: Request) -> Response:
     """Fill in the text between a prefix and a suffix. 400 if the model has no tokens for that.
 
@@ -202,7 +204,7 @@ def settings_of(params: Any) -> dict[str, Any]:
     }
 
 
-@router.get("/props", openapi_extra=documented(answer=Props))
+@router.get("/props", openapi_extra=describe_route(answer=Props))
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """Return the model's context length, chat template and input modalities."""
     service = service_for(request, model)

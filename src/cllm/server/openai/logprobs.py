@@ -26,9 +26,11 @@ def completion_logprobs(
     ``offset``.
     """
     return {
-        "tokens": [readable(vocabulary, one.token) for one in token_logprobs],
+        "tokens": [token_text(vocabulary, one.token) for one in token_logprobs],
         "token_logprobs": [max(one.logprobs.logprob, LEAST) for one in token_logprobs],
-        "top_logprobs": [best(vocabulary, one.token, one.logprobs) for one in token_logprobs],
+        "top_logprobs": [
+            top_logprobs_by_text(vocabulary, one.token, one.logprobs) for one in token_logprobs
+        ],
         "text_offset": [offset + one.at for one in token_logprobs],
     }
 
@@ -39,30 +41,35 @@ def prompt_logprobs(
     """Return the ``logprobs`` object of an echoed prompt. Its first token has no logprob."""
     others = list(zip(prompt[1:], logprobs, strict=True))
     return {
-        "tokens": [readable(vocabulary, token) for token in prompt],
+        "tokens": [token_text(vocabulary, token) for token in prompt],
         "token_logprobs": [None, *(max(one.logprob, LEAST) for _, one in others)],
-        "top_logprobs": [None, *(best(vocabulary, token, one) for token, one in others)],
-        "text_offset": offsets(vocabulary, prompt),
+        "top_logprobs": [
+            None,
+            *(top_logprobs_by_text(vocabulary, token, one) for token, one in others),
+        ],
+        "text_offset": text_offsets(vocabulary, prompt),
     }
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return one object for two texts that follow each other."""
     return {key: first[key] + second[key] for key in first}
 
 
-def best(vocabulary: Vocabulary, token: int, logprobs: Logprobs) -> dict[str, float]:
+def top_logprobs_by_text(
+    vocabulary: Vocabulary, token: int, logprobs: Logprobs
+) -> dict[str, float]:
     """Return the logprobs of the most probable tokens and of ``token``, by text.
 
     If several tokens have the same text, the most probable one counts.
     """
     found: dict[str, float] = {}
     for other, logprob in [*logprobs.top, (token, logprobs.logprob)]:
-        found.setdefault(readable(vocabulary, other), max(logprob, LEAST))
+        found.setdefault(token_text(vocabulary, other), max(logprob, LEAST))
     return found
 
 
-def readable(vocabulary: Vocabulary, token: int) -> str:
+def token_text(vocabulary: Vocabulary, token: int) -> str:
     """Return the text of a token, or its bytes as OpenAI writes them, if it is a part of a
     character.
     """
@@ -73,7 +80,7 @@ def readable(vocabulary: Vocabulary, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
+def text_offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
     """Return the character of the whole text at which each token begins."""
     detokenizer, at, found = Detokenizer(vocabulary.pieces), 0, []
     for token in tokens:
@@ -82,6 +89,6 @@ def offsets(vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
     return found
 
 
-def said(vocabulary: Vocabulary, tokens: list[int]) -> str:
+def plain_text(vocabulary: Vocabulary, tokens: list[int]) -> str:
     """Return the text of tokens. Control tokens have none."""
     return b"".join(vocabulary.pieces[token] for token in tokens).decode("utf-8", "replace")

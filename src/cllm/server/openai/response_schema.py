@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from cllm.errors import BadRequest
-from cllm.server.body import Body, example, explain
+from cllm.server.body import Body, example, first_fault
 from cllm.server.openai.conversation import MAX_TOOLS
 from cllm.server.openai.response_items import Identifier, Item, MessageItem, messages_of
 from cllm.server.openai.response_tools import Tool, Toolset
@@ -208,7 +208,7 @@ class ResponseBody(GenerationBody):
         try:
             return ChatBody.model_validate(values)
         except pydantic.ValidationError as error:
-            raise renamed(explain(error)) from None
+            raise with_own_names(first_fault(error)) from None
 
     def toolset(self) -> Toolset:
         toolset = Toolset()
@@ -248,7 +248,7 @@ class ResponseBody(GenerationBody):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
-def renamed(error: BadRequest) -> BadRequest:
+def with_own_names(error: BadRequest) -> BadRequest:
     """Return ``error`` about a chat with the names of this dialect."""
     param, message = error.param or "", str(error)
     for name, here in NAMES.items():

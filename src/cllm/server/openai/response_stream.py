@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from cllm.answer import Generation
 from cllm.server.errors import describe_in_stream
 from cllm.server.openai.response_items import new_id
-from cllm.server.openai.response_tools import Called, extract_input
+from cllm.server.openai.response_tools import ToolTarget, extract_input
 from cllm.text.alignment import TokenLogprob
 from cllm.text.chat import Channel
 from cllm.text.output_reader import Delta, Usage
@@ -46,7 +46,7 @@ class OutputItem:
     is one delta.
     """
 
-    def __init__(self, channel: Channel, index: int, call: int, tool: Called) -> None:
+    def __init__(self, channel: Channel, index: int, call: int, tool: ToolTarget) -> None:
         """``index``: the place in the output.
 
         ``call``: the number of the call in the answer, to the tool ``tool``.
@@ -138,7 +138,7 @@ class ResponseEvents:
         generation: Generation,
         head: dict[str, Any],
         on_end: Callable[[dict[str, Any]], None],
-        called: Mapping[str, Called],
+        called: Mapping[str, ToolTarget],
         logprobs: Callable[[Sequence[TokenLogprob]], dict[str, Any]] | None = None,
     ) -> None:
         """``head``: the response before generation. ``on_end`` gets the complete response.
@@ -189,7 +189,7 @@ class ResponseEvents:
 
     def _open(self, channel: Channel, call: int = 0, name: str = "") -> bytes:
         self._item = item = OutputItem(
-            channel, len(self._output), call, self._called.get(name) or Called(name)
+            channel, len(self._output), call, self._called.get(name) or ToolTarget(name)
         )
         added = {"output_index": item.index, "item": item.resource("in_progress")}
         data = self._event("response.output_item.added", **added)

@@ -114,7 +114,7 @@ Tool = Annotated[OneTool | Annotated[NamespaceTool, Tag("tool:namespace")], DISC
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ToolTarget:
     """The tool behind a function that is declared to the model."""
 
     name: str
@@ -130,7 +130,7 @@ class Toolset:
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    called: dict[str, Called] = field(default_factory=dict)
+    called: dict[str, ToolTarget] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
     def add(self, tools: list[Any], namespace: NamespaceTool | None = None) -> None:
@@ -145,7 +145,7 @@ class Toolset:
                 self.functions.append(
                     {"type": "function", "function": {**tool.function(), "name": name}}
                 )
-                self.called[name] = Called(
+                self.called[name] = ToolTarget(
                     tool.name, namespace.name if namespace else None, is_custom
                 )
 

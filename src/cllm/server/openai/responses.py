@@ -16,14 +16,14 @@ from starlette.responses import JSONResponse, Response
 
 from cllm.answer import Answer, Generation
 from cllm.errors import BadRequest
-from cllm.server.body import documented, read_body
+from cllm.server.body import describe_route, read_body
 from cllm.server.body_limits import check_num_parts
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import admit, off_loop
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.paging import page
 from cllm.server.openai.response_items import PLACES, new_id
-from cllm.server.openai.response_schema import ResponseBody, renamed
+from cllm.server.openai.response_schema import ResponseBody, with_own_names
 from cllm.server.openai.response_stream import ResponseEvents
 from cllm.server.openai.response_tools import OtherTool
 from cllm.server.openai.routes import chat_generation
@@ -39,7 +39,9 @@ from cllm.store.responses import ResponseStore, Stored, history_of
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 
-@router.post("", openapi_extra=documented(ResponseBody, ResponseObject, stream="text/event-stream"))
+@router.post(
+    "", openapi_extra=describe_route(ResponseBody, ResponseObject, stream="text/event-stream")
+)
 async def create(request: Request) -> Response:
     """Generate a response and store it, so that a later request can continue from it by its id.
 
@@ -55,7 +57,7 @@ async def create(request: Request) -> Response:
     if body.stream:
         return EventStream(answer, events, headers)
     with answer:
-        content = await until_disconnect(request, whole_response(answer, events))
+        content = await until_disconnect(request, complete_response(answer, events))
     return Response(content, headers=headers, media_type="application/json")
 
 
@@ -66,54 +68,56 @@ async def response_generation(
     names the parts of the body that were left out.
     """
     chat, items, skipped = await translate(call, service, body)
-    with renaming_fields():
+    with rename_fields():
         generation = await chat_generation(call, service, chat, new_id("resp"), param="input")
     head = response_head(call, service, body, generation)
     logprobs = partial(chat_logprobs, service.vocabulary) if body.wants_logprobs else None
-    events = ResponseEvents(generation, head, keeper(call, items), body.toolset().called, logprobs)
+    events = ResponseEvents(
+        generation, head, make_keeper(call, items), body.toolset().called, logprobs
+    )
     return generation, events, skipped
 
 
-@router.post("/input_tokens", openapi_extra=documented(ResponseBody, InputTokens))
+@router.post("/input_tokens", openapi_extra=describe_route(ResponseBody, InputTokens))
 async def input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response, without generating it."""
     body = await read_body(request, ResponseBody)
     service = service_for(request, body.model)
     call = call_of(request)
     chat, _, skipped = await translate(call, service, body)
-    with renaming_fields():
+    with rename_fields():
         prompt = await service.encode_chat(await off_loop(call, chat.chat), param="input")
     content = {"object": "response.input_tokens", "input_tokens": len(prompt)}
     return JSONResponse(content, headers=skipped)
 
 
-@router.get("/{response_id}", openapi_extra=documented(answer=ResponseObject))
+@router.get("/{response_id}", openapi_extra=describe_route(answer=ResponseObject))
 async def retrieve(request: Request, response_id: str, *, stream: bool = False) -> Response:
     """Return a stored response."""
     if stream:
         message = "'stream' applies to background responses, which this server does not support."
         raise BadRequest(message, param="stream", code="unsupported_parameter")
     call = call_of(request)
-    stored = kept(call).get(response_id, call.account())
+    stored = response_store(call).get(response_id, call.account())
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/{response_id}", openapi_extra=documented(answer=Deleted))
+@router.delete("/{response_id}", openapi_extra=describe_route(answer=Deleted))
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
     """Delete a stored response.
 
     Later responses of the same conversation can no longer be continued.
     """
     call = call_of(request)
-    kept(call).delete(response_id, call.account())
+    response_store(call).delete(response_id, call.account())
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/{response_id}/cancel", openapi_extra=documented(answer=ResponseObject))
+@router.post("/{response_id}/cancel", openapi_extra=describe_route(answer=ResponseObject))
 async def cancel(request: Request, response_id: str) -> Response:
     """Always rejected, because nothing is computed in the background."""
     call = call_of(request)
-    kept(call).get(response_id, call.account())
+    response_store(call).get(response_id, call.account())
     message = (
         "Only background responses can be cancelled, and this server does not support them; to end "
         "one, close its connection."
@@ -121,7 +125,7 @@ async def cancel(request: Request, response_id: str) -> Response:
     raise BadRequest(message, param="response_id", code="unsupported_operation")
 
 
-@router.get("/{response_id}/input_items", openapi_extra=documented(answer=ItemList))
+@router.get("/{response_id}/input_items", openapi_extra=describe_route(answer=ItemList))
 async def input_items(
     request: Request,
     response_id: str,
@@ -133,7 +137,7 @@ async def input_items(
     responses before it.
     """
     call = call_of(request)
-    store, account = kept(call), call.account()
+    store, account = response_store(call), call.account()
     stored = store.get(response_id, account)
     turns = store.turns(stored.previous_id, account)
     check_turns(call, [*turns, stored])
@@ -145,18 +149,18 @@ async def input_items(
     return Response(await off_loop(call, answer), media_type="application/json")
 
 
-def kept(call: Call) -> ResponseStore:
+def response_store(call: Call) -> ResponseStore:
     store: ResponseStore = call.state.responses
     return store
 
 
 @contextmanager
-def renaming_fields() -> Iterator[None]:
+def rename_fields() -> Iterator[None]:
     """Use the field names of this dialect in errors about the chat."""
     try:
         yield
     except BadRequest as error:
-        raise renamed(error) from None
+        raise with_own_names(error) from None
 
 
 async def translate(
@@ -168,7 +172,7 @@ async def translate(
     Raises BadRequest with the field names of this dialect.
     """
     body.check()
-    store, account = kept(call), call.account()
+    store, account = response_store(call), call.account()
     sent = await off_loop(call, body.items)
     references = {item["id"] for item in sent if item["type"] == "item_reference"}
     referred, turns = (
@@ -197,7 +201,7 @@ async def translate(
         check_num_parts(len(conversation), "input")
         return body.chat(conversation), items, skipped
 
-    with renaming_fields():
+    with rename_fields():
         chat, items, skipped = await off_loop(call, build)
     return chat, items, note_skipped(call, service, skipped)
 
@@ -220,13 +224,13 @@ def check_turns(call: Call, turns: list[Stored]) -> None:
     admit(call, num_bytes)
 
 
-def keeper(call: Call, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+def make_keeper(call: Call, items: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
     """Return a function that stores a finished response, unless the request forbids it."""
-    account, store = call.account(), kept(call)
+    account, store = call.account(), response_store(call)
     return lambda response: store.add(account, response, items) if response["store"] else None
 
 
-async def whole_response(answer: Answer, events: ResponseEvents) -> bytes:
+async def complete_response(answer: Answer, events: ResponseEvents) -> bytes:
     """Return the response when it is complete, as JSON."""
     async for deltas in answer:
         events.deltas(deltas)

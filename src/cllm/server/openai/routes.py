@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.answer import Answer, Generation
-from cllm.server.body import documented, read_body
+from cllm.server.body import describe_route, read_body
 from cllm.server.call import Call, call_of
 from cllm.server.off_loop import in_thread, off_loop
 from cllm.server.openai.answers import ChatCompletion, ModelList, ModelObject
 from cllm.server.openai.logprobs import chat_logprobs
 from cllm.server.openai.schema import ChatBody
-from cllm.server.openai.stream import Chunks, Counted, Whole, usage_object
+from cllm.server.openai.stream import ChoiceAccumulator, Chunks, UsageChunks, usage_object
 from cllm.server.queueing import answer_headers
 from cllm.server.resolve import registry_of, service_for
 from cllm.server.sse import EventStream, until_disconnect
@@ -36,7 +36,7 @@ MANY_LOGPROBS = 5_000
 
 @router.post(
     "/chat/completions",
-    openapi_extra=documented(ChatBody, ChatCompletion, stream="text/event-stream"),
+    openapi_extra=describe_route(ChatBody, ChatCompletion, stream="text/event-stream"),
 )
 async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation.
@@ -71,7 +71,7 @@ async def chat_generation(
     )
 
 
-@router.get("/models", openapi_extra=documented(answer=ModelList))
+@router.get("/models", openapi_extra=describe_route(answer=ModelList))
 async def models(request: Request) -> dict[str, Any]:
     """List the served model under its name and under each alias that is not a pattern.
 
@@ -82,7 +82,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-@router.get("/models/{name:path}", openapi_extra=documented(answer=ModelObject))
+@router.get("/models/{name:path}", openapi_extra=describe_route(answer=ModelObject))
 async def model(request: Request, name: str) -> dict[str, Any]:
     """Return the served model, by its name or an alias."""
     if not name:  # the list's path with a trailing slash
@@ -143,7 +143,7 @@ def chat_stream(service: Service, body: ChatBody, answer: Answer) -> Response:
         logprobs=logprobs_of(service, body),
     )
     return EventStream(
-        answer, Counted(chunks) if body.counts_always else chunks, headers_of(answer)
+        answer, UsageChunks(chunks) if body.counts_always else chunks, headers_of(answer)
     )
 
 
@@ -165,9 +165,9 @@ async def chat_completion(service: Service, body: ChatBody, answer: Answer) -> b
     return await encode_choices(answer, head, choices, num_tokens)
 
 
-async def collect(answer: Answer) -> list[Whole]:
+async def collect(answer: Answer) -> list[ChoiceAccumulator]:
     """Return all choices of a generation."""
-    choices = [Whole() for _ in range(answer.generation.params.n)]
+    choices = [ChoiceAccumulator() for _ in range(answer.generation.params.n)]
     async for deltas in answer:
         for delta in deltas:
             choices[delta.index].add(delta)

@@ -14,7 +14,7 @@ from pydantic import Field
 from cllm.config import Sampling
 from cllm.core.params import LARGEST, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from cllm.errors import BadRequest
-from cllm.server.body import Body, at_most, example
+from cllm.server.body import Body, example, limit_entries
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -27,7 +27,7 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, offers, values_of
+from cllm.server.sampling import build_params, is_offered, values_of
 from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
 from cllm.text.dry_breakers import DryBreakers
@@ -52,7 +52,7 @@ Limit = Annotated[
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
-    at_most(MAX_METADATA),
+    limit_entries(MAX_METADATA),
 ]
 
 
@@ -64,7 +64,7 @@ class StreamOptions(Body):
     )
 
 
-@offers("openai", temperature="Values above 2 are an extension of OpenAI's API.")
+@is_offered("openai", temperature="Values above 2 are an extension of OpenAI's API.")
 class GenerationBody(TermsBody, ConstrainedBody):
     """Fields that all generating routes of this dialect have in common."""
 
@@ -93,7 +93,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
     repeat_penalty: float | None = Field(
         default=None, description="The name of repetition_penalty in llama-server."
     )
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
+    logit_bias: Annotated[dict[str, float] | None, limit_entries(MAX_LOGIT_BIAS)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     dry_sequence_breakers: list[str] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cllm.server.body import Shape, example
+from cllm.server.body import ResponseModel, example
 from cllm.store.batches import Status
 
 FILE = {
@@ -38,16 +38,16 @@ BATCH = {
 }
 
 
-class InputTokensDetails(Shape):
+class InputTokensDetails(ResponseModel):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Shape):
+class OutputTokensDetails(ResponseModel):
     reasoning_tokens: int
 
 
-class ResponseUsage(Shape):
+class ResponseUsage(ResponseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -55,7 +55,7 @@ class ResponseUsage(Shape):
     total_tokens: int
 
 
-class ResponseObject(Shape):
+class ResponseObject(ResponseModel):
     """``output`` has items of the types message, reasoning, function_call and custom_tool_call."""
 
     id: str
@@ -84,12 +84,12 @@ class ResponseObject(Shape):
     usage: ResponseUsage | None = None
 
 
-class InputTokens(Shape):
+class InputTokens(ResponseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class ItemList(Shape):
+class ItemList(ResponseModel):
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str
@@ -97,13 +97,13 @@ class ItemList(Shape):
     has_more: bool
 
 
-class Deleted(Shape):
+class Deleted(ResponseModel):
     id: str
     object: Literal["response", "file"]
     deleted: bool
 
 
-class FileObject(Shape):
+class FileObject(ResponseModel):
     model_config = example(**FILE)
 
     id: str
@@ -120,17 +120,17 @@ class FileList(ItemList):
     data: list[FileObject]  # type: ignore[assignment]
 
 
-class RequestCounts(Shape):
+class RequestCounts(ResponseModel):
     total: int
     completed: int
     failed: int
 
 
-class BatchInputDetails(Shape):
+class BatchInputDetails(ResponseModel):
     cached_tokens: int
 
 
-class BatchUsage(Shape):
+class BatchUsage(ResponseModel):
     """Tokens of all answers together. Complete once the batch has ended."""
 
     input_tokens: int
@@ -140,7 +140,7 @@ class BatchUsage(Shape):
     total_tokens: int
 
 
-class BatchObject(Shape):
+class BatchObject(ResponseModel):
     model_config = example(**BATCH)
 
     id: str

@@ -150,7 +150,7 @@ class Chunks:
         return error_event(error) + DONE
 
 
-class Counted:
+class UsageChunks:
     """Wraps ``chunks`` so that each one includes the usage so far."""
 
     def __init__(self, chunks: Chunks) -> None:
@@ -162,7 +162,7 @@ class Counted:
         return self._chunks.deltas(deltas)
 
 
-class Whole:
+class ChoiceAccumulator:
     """Collects a choice that is not streamed."""
 
     def __init__(self) -> None:

@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from cllm.backends.base import Vocabulary
 from cllm.errors import BadRequest
-from cllm.server.body import Body, documented, example, read_body
+from cllm.server.body import Body, describe_route, example, read_body
 from cllm.server.body_limits import MAX_VALUES
 from cllm.server.call import call_of
 from cllm.server.off_loop import off_loop
-from cllm.server.openai.answers import Detokenized, Templated, Tokenized
+from cllm.server.openai.answers import DetokenizeAnswer, TemplateAnswer, TokenizeAnswer
 from cllm.server.openai.conversation import (
     MAX_TOOLS,
     Message,
@@ -90,7 +90,7 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(max_length=MAX_VALUES)]
 
 
-@router.post("/tokenize", openapi_extra=documented(TokenizeBody, Tokenized))
+@router.post("/tokenize", openapi_extra=describe_route(TokenizeBody, TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation in the model's chat template.
 
@@ -149,7 +149,7 @@ def format_tokens(service: Service, body: TokenizeBody, tokens: list[int]) -> by
     return to_json(content)
 
 
-@router.post("/detokenize", openapi_extra=documented(DetokenizeBody, Detokenized))
+@router.post("/detokenize", openapi_extra=describe_route(DetokenizeBody, DetokenizeAnswer))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, with control tokens by name.
 
@@ -161,7 +161,7 @@ async def detokenize(request: Request) -> Response:
     return Response(to_json({"content": text, "prompt": text}), media_type="application/json")
 
 
-@router.post("/apply-template", openapi_extra=documented(TemplateBody, Templated))
+@router.post("/apply-template", openapi_extra=describe_route(TemplateBody, TemplateAnswer))
 async def apply_template(request: Request) -> Response:
     """Render messages with the model's chat template, and return the prompt.
 

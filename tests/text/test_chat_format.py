@@ -7,7 +7,7 @@ from cllm.core.params import SamplingParams, ThinkingBudget
 from cllm.errors import BadRequest
 from cllm.text.call_grammar import message_grammar
 from cllm.text.chat import Channel, Chat, Effort
-from cllm.text.chat_form import ChatForm
+from cllm.text.chat_format import ChatFormat
 
 THINKING = "{{ tools }}<tool_call><think></think>"
 HARMONY = "{{ tools }}<|start|><|channel|><|message|>reasoning_effort"
@@ -38,16 +38,16 @@ class Vocabulary(FakeVocabulary):
 def read(template: str, prompt: str, chat: Chat, special=SPECIAL, **params):
     vocabulary = Vocabulary(template, special)
     tokens = vocabulary.tokenize(prompt, add_special=False, parse_special=True)
-    return ChatForm(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
+    return ChatFormat(vocabulary).plan_output(tokens, chat, SamplingParams(**params))
 
 
 def grammar(*arguments, **options) -> str:
-    """That of the message."""
+    """Return the grammar of the message."""
     return message_grammar(read(*arguments, **options)[2], SPECIAL)
 
 
 def test_plain_text_is_not_parsed() -> None:
-    """Without tools, and without reasoning or with reasoning that the prompt has closed."""
+    """There are no tools, and there is no reasoning or the prompt has closed it."""
     assert read("{{ messages }}", "a", Chat([]))[0] is None
     assert read(THINKING, "<think>\n\n</think>\n\n", Chat([]))[0] is None
     assert (
@@ -124,14 +124,14 @@ def test_budget_that_cannot_be_enforced_is_rejected() -> None:
 
 
 def test_template_variables_of_the_client_come_first() -> None:
-    form = ChatForm(Vocabulary(THINKING, SPECIAL))
-    assert form.variables(Chat([])) == {}
+    family = ChatFormat(Vocabulary(THINKING, SPECIAL))
+    assert family.variables(Chat([])) == {}
     on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
-    assert form.variables(Chat([], thinking=False)) == off
-    assert form.variables(Chat([], effort=Effort.NONE)) == off
-    assert form.variables(Chat([], effort=Effort.MINIMAL)) == {"reasoning_effort": "low", **on}
+    assert family.variables(Chat([], thinking=False)) == off
+    assert family.variables(Chat([], effort=Effort.NONE)) == off
+    assert family.variables(Chat([], effort=Effort.MINIMAL)) == {"reasoning_effort": "low", **on}
     assert (
-        form.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"]
+        family.variables(Chat([], effort=Effort.LOW, variables={"thinking": False}))["thinking"]
         is False
     )
 
@@ -149,7 +149,7 @@ def test_forced_call_needs_tools_and_a_known_form() -> None:
 
 
 def test_optional_calls_are_constrained_in_free_text() -> None:
-    """Unless ignore_eos is set: then the text has no end to constrain."""
+    """With ignore_eos they are not, because the text has no end to constrain."""
     strict = {
         "type": "function",
         "function": {"name": "g", "strict": True, "parameters": {"required": ["x"]}},

@@ -16,9 +16,9 @@ from cllm.errors import BadRequest
 from cllm.text.call_grammar import BoundMessage, Tool
 from cllm.text.chat import Chat, Effort
 from cllm.text.chat_template import CUT
-from cllm.text.form import form_of, forms
+from cllm.text.model_family import find_family, load_families
 from cllm.text.parser import Parser
-from cllm.text.spoken_tools import spoken
+from cllm.text.prompted_tools import declare_tools
 
 TAIL = 16  # tokens at the end of a prompt that show whether it opens reasoning
 # tokens; other efforts have no budget
@@ -38,34 +38,36 @@ class OutputPlan:
     parser: Callable[[], Parser]
 
 
-class ChatForm:
-    """The form of the model's chat template, with the ids of the control tokens in its marks."""
+class ChatFormat:
+    """The family of the model's chat template, with the ids of the control tokens in its marks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._template = vocabulary.chat_template or ""
-        self.form = form_of(self._template)
-        if not (self.form.calls or re.search(r"\btools\b", self._template)):
-            self.form = msgspec.structs.replace(self.form, calls=forms()["spoken"].calls)
+        self.family = find_family(self._template)
+        if not (self.family.calls or re.search(r"\btools\b", self._template)):
+            self.family = msgspec.structs.replace(
+                self.family, calls=load_families()["prompted"].calls
+            )
 
     @property
     def capabilities(self) -> frozenset[str]:
         """The subset of "tools" and "thinking" that the model supports."""
-        thinks = self.form.header or (
-            self.form.reasoning and self.form.reasoning.open in self._template
+        thinks = self.family.header or (
+            self.family.reasoning and self.family.reasoning.open in self._template
         )
         return frozenset(
-            [*(["tools"] if self.form.calls else []), *(["thinking"] if thinks else [])]
+            [*(["tools"] if self.family.calls else []), *(["thinking"] if thinks else [])]
         )
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """The special tokens in the form's marks and in the calls that it writes, with their
+        """The special tokens in the family's marks and in the calls that it writes, with their
         ids.
         """
-        calls = self.form.calls
+        calls = self.family.calls
         written = [calls.begin, calls.write, calls.end, calls.pair] if calls else []
-        return self._special_tokens_in([*self.form.marks, *written])
+        return self._special_tokens_in([*self.family.marks, *written])
 
     def _special_tokens_in(self, texts: list[str]) -> dict[str, int]:
         special = self._vocabulary.special_tokens
@@ -78,7 +80,7 @@ class ChatForm:
     @cached_property
     def _pieces(self) -> list[bytes]:
         pieces = list(self._vocabulary.pieces)
-        for text, token in self._special_tokens_in([*self.form.marks]).items():
+        for text, token in self._special_tokens_in([*self.family.marks]).items():
             pieces[token] = text.encode()
         return pieces
 
@@ -86,11 +88,13 @@ class ChatForm:
         """Return the messages of ``chat``, with ``tools`` and calls as text where the template does
         not show them.
         """
-        calls = self.form.calls
+        calls = self.family.calls
         if calls is None:
             return chat.messages
-        knows_results = calls is not forms()["spoken"].calls
-        return spoken(chat.messages, tools, calls, self._template, knows_results=knows_results)
+        knows_results = calls is not load_families()["prompted"].calls
+        return declare_tools(
+            chat.messages, tools, calls, self._template, knows_results=knows_results
+        )
 
     def variables(self, chat: Chat) -> dict[str, Any]:
         """Return the template's variables: those for thinking, and those of ``chat``, which take
@@ -113,12 +117,12 @@ class ChatForm:
         ``chat`` continues.
 
         Continued reasoning follows the mark that opens reasoning; continued text lies outside of
-        reasoning. Raises BadRequest for reasoning if the form has no place for it.
+        reasoning. Raises BadRequest for reasoning if the family has no place for it.
         """
         before, begun = text.split(CUT)
         reasoning, header, is_text = (
-            self.form.reasoning,
-            self.form.header,
+            self.family.reasoning,
+            self.family.header,
             chat.continued == "content",
         )
         if header and before.endswith(header.close):
@@ -151,13 +155,13 @@ class ChatForm:
             if chat.continued
             else self._begins(prompt)
         )
-        form = self.form
-        if form.reasoning and not inside and form.reasoning.close not in self._template:
-            form = msgspec.structs.replace(form, reasoning=None)
-        if chat.tool_choice == "required" and not (tools and form.calls):
+        family = self.family
+        if family.reasoning and not inside and family.reasoning.close not in self._template:
+            family = msgspec.structs.replace(family, reasoning=None)
+        if chat.tool_choice == "required" and not (tools and family.calls):
             why = (
                 "does not name a declared tool"
-                if form.calls
+                if family.calls
                 else "cannot be enforced: the format of this model's calls is unknown"
             )
             raise BadRequest(
@@ -169,15 +173,15 @@ class ChatForm:
             raise BadRequest(
                 f"'tool_choice' {why}.", param="tool_choice", code="unsupported_parameter"
             )
-        if begun and (params.grammar or (form.calls and form.calls.bare)):
+        if begun and (params.grammar or (family.calls and family.calls.bare)):
             tools = {}  # the text continues to the end of the message
-        may_call = bool(tools and form.calls)
+        may_call = bool(tools and family.calls)
         bound = None
         is_loose = may_call and not (is_required or params.grammar or params.ignore_eos)
         if is_required or is_loose or (params.grammar and (may_call or thinks or inside)):
             strict = chat.strict_tools
             bound = BoundMessage(
-                form,
+                family,
                 {name: Tool(schema, name in strict) for name, schema in tools.items()},
                 self._control,
                 "" if is_required else params.grammar,
@@ -190,13 +194,13 @@ class ChatForm:
             )
         if (inside or thinks) and (budget := self._budget(chat, inside=inside)):
             params = params.replace_unchecked(thinking=budget)
-        if not (may_call or inside or thinks or form.header):
+        if not (may_call or inside or thinks or family.header):
             return None, params, bound
         max_calls = None if chat.parallel_tool_calls else 1
         begun = bool(chat.continued)
         plan = OutputPlan(
             self._pieces,
-            lambda: Parser(form, tools, inside=inside, begun=begun, max_calls=max_calls),
+            lambda: Parser(family, tools, inside=inside, begun=begun, max_calls=max_calls),
         )
         return plan, params, bound
 
@@ -204,8 +208,8 @@ class ChatForm:
         """Return whether the message begins in the middle of reasoning, and whether it may begin
         with reasoning.
         """
-        reasoning = self.form.reasoning
-        if self.form.header:
+        reasoning = self.family.reasoning
+        if self.family.header:
             return False, True
         if reasoning is None:
             return False, False
@@ -233,10 +237,10 @@ class ChatForm:
         if limit is None:
             return None
         opening, closing, force = self._ends_of_reasoning(chat, limit)
-        begin = None if inside or self.form.header else self._tokens(opening)[0]
+        begin = None if inside or self.family.header else self._tokens(opening)[0]
         close = self._tokens(closing)
         if len(close) == 1:
-            closes_once = self.form.header is None
+            closes_once = self.family.header is None
             return (
                 ThinkingBudget(limit, begin, close[0], self._tokens(force), closes_once)
                 if force
@@ -255,7 +259,7 @@ class ChatForm:
         """Return the marks that begin and end reasoning, and the text that ends it when the limit
         is reached.
         """
-        header, reasoning = self.form.header, self.form.reasoning
+        header, reasoning = self.family.header, self.family.reasoning
         if header is None:
             assert reasoning
             # as models write them

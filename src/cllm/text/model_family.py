@@ -105,7 +105,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "$arguments" in self.write and not self.quote
 
 
-class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model family.
 
     ``signs``: strings that all its chat templates contain; () if templates do not select it.
@@ -148,12 +148,12 @@ class Marks(NamedTuple):
 
 
 @cache
-def marks_of(marks: tuple[str, ...]) -> Marks:
+def compile_marks(marks: tuple[str, ...]) -> Marks:
     begun = {mark[:length] for mark in marks for length in range(1, len(mark))}
-    return Marks(re.compile(any_of(set(marks))), re.compile(f"(?:{any_of(begun)})\\Z"))
+    return Marks(re.compile(one_of_texts(set(marks))), re.compile(f"(?:{one_of_texts(begun)})\\Z"))
 
 
-def any_of(texts: set[str]) -> str:
+def one_of_texts(texts: set[str]) -> str:
     """Return a regular expression for one of ``texts``, the longest first; for none, one that never
     matches.
     """
@@ -161,35 +161,35 @@ def any_of(texts: set[str]) -> str:
 
 
 @cache
-def pattern(source: str) -> re.Pattern[str]:
+def compile_head(source: str) -> re.Pattern[str]:
     return re.compile(HEADS.get(source, source))
 
 
 @cache
-def forms() -> dict[str, Form]:
-    """Return all forms, by name."""
-    folder = Path(__file__).with_name("forms")
+def load_families() -> dict[str, ModelFamily]:
+    """Return all families, by name."""
+    folder = Path(__file__).with_name("families")
     return {
-        path.stem: msgspec.yaml.decode(path.read_bytes(), type=Form, strict=True)
+        path.stem: msgspec.yaml.decode(path.read_bytes(), type=ModelFamily, strict=True)
         for path in sorted(folder.iterdir())
     }
 
 
-def form_of(template: str) -> Form:
-    """Return the form of a chat template.
+def find_family(template: str) -> ModelFamily:
+    """Return the family of a chat template.
 
     Its calls, reasoning and header are each recognised separately.
     """
 
     def chosen(part: str) -> Any:
         fits = [
-            form
-            for form in forms().values()
-            if form.signs
-            and getattr(form, part) is not None
-            and all(sign in template for sign in form.signs)
+            family
+            for family in load_families().values()
+            if family.signs
+            and getattr(family, part) is not None
+            and all(sign in template for sign in family.signs)
         ]
-        return max(fits, key=lambda form: len(form.signs), default=Form(()))
+        return max(fits, key=lambda family: len(family.signs), default=ModelFamily(()))
 
     calls, reasoning, header = (chosen(part) for part in ("calls", "reasoning", "header"))
-    return Form((), calls.calls, reasoning.reasoning, header.header)
+    return ModelFamily((), calls.calls, reasoning.reasoning, header.header)

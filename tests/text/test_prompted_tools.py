@@ -9,11 +9,11 @@ import pytest
 
 from cllm.backends.fake.vocabulary import FakeVocabulary
 from cllm.text.chat import Channel, Chat
-from cllm.text.chat_form import ChatForm
+from cllm.text.chat_format import ChatFormat
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.form import Form, forms
+from cllm.text.model_family import ModelFamily, load_families
 from cllm.text.parser import Parser
-from cllm.text.spoken_tools import spoken
+from cllm.text.prompted_tools import declare_tools
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 CALL: dict[str, Any] = {
@@ -43,9 +43,9 @@ def rendered(template: str, messages=TALK) -> str:
 
 def test_template_without_tools_gets_them_as_text() -> None:
     """Declarations are in the first user message. Calls and results are text, and roles alternate."""
-    form = ChatForm(Vocabulary("{{ messages }}"))
-    assert form.capabilities == {"tools"}
-    system, question, call, result = form.messages(Chat(TALK), TOOLS)
+    family = ChatFormat(Vocabulary("{{ messages }}"))
+    assert family.capabilities == {"tools"}
+    system, question, call, result = family.messages(Chat(TALK), TOOLS)
     assert system == TALK[0]
     assert '"get_time"' in question["content"]
     assert question["content"].endswith("\n\nWhat time is it?")
@@ -54,33 +54,35 @@ def test_template_without_tools_gets_them_as_text() -> None:
         "assistant",
         "user",
     ]
-    parser = Parser(form.form, {"get_time": {}})
+    parser = Parser(family.family, {"get_time": {}})
     parts = parser.feed(call["content"]) + parser.flush()
     assert (
         "".join(part.text for part in parts if part.channel == Channel.CALL) == '{"city": "Rome"}'
     )
     assert result["content"].count("<tool_response>") == 2
-    assert form.messages(Chat(TALK[:2]), []) == TALK[:2]
+    assert family.messages(Chat(TALK[:2]), []) == TALK[:2]
 
 
 def test_template_with_tools_gets_the_messages_unchanged() -> None:
-    form = ChatForm(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
-    assert form.messages(Chat(TALK), TOOLS) == TALK
-    declares = spoken(TALK[:2], TOOLS, forms()["hermes"].calls, "tool_calls", knows_results=False)
+    family = ChatFormat(Vocabulary("{{ tools }}{{ tool_calls }}<tool_call>"))
+    assert family.messages(Chat(TALK), TOOLS) == TALK
+    declares = declare_tools(
+        TALK[:2], TOOLS, load_families()["hermes"].calls, "tool_calls", knows_results=False
+    )
     assert "get_time" in declares[1]["content"]
 
 
 def test_code_blocks_are_calls_only_if_they_name_a_tool() -> None:
-    form = ChatForm(Vocabulary("{{ messages }}")).form
+    family = ChatFormat(Vocabulary("{{ messages }}")).family
     for block in ("tool_code", "json"):
-        parser = Parser(form, {"get_time": {}})
+        parser = Parser(family, {"get_time": {}})
         parts = (
             parser.feed(f'```{block}\n{{"name": "get_time", "parameters": {{"a": 1}}}}\n```')
             + parser.flush()
         )
         assert [(part.channel, part.name) for part in parts] == [(Channel.CALL, "get_time")]
         text = f'```{block}\n{{"name": "Anna", "arguments": {{}}}}\n```'
-        parser = Parser(form, {"get_time": {}})
+        parser = Parser(family, {"get_time": {}})
         parts = parser.feed(text) + parser.flush()
         assert "".join(part.text for part in parts) == text
         assert {part.channel for part in parts} == {Channel.TEXT}
@@ -156,16 +158,16 @@ def test_calls_are_written_in_the_form_if_the_template_omits_them(
     family: str, expected: str
 ) -> None:
     """The parser reads them again. Results keep their role."""
-    calls = forms()[family].calls
+    calls = load_families()[family].calls
     function = {"name": "f", "arguments": '{"city": "Rome\\n", "deep": {"a": [true, null]}}'}
     talk: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
         TALK[-1],
     ]
-    message, result = spoken(talk, [], calls, "{{ tools }}", knows_results=True)
+    message, result = declare_tools(talk, [], calls, "{{ tools }}", knows_results=True)
     assert message["content"].replace('"', "'").startswith(expected)
     assert result == TALK[-1]
-    parser = Parser(Form((), calls), {"f": {}})
+    parser = Parser(ModelFamily((), calls), {"f": {}})
     parts = parser.feed(message["content"]) + parser.flush()
     assert json.loads("".join(part.text for part in parts)) == json.loads(function["arguments"])
 

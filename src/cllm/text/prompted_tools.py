@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from cllm.text.form import Calls
+from cllm.text.model_family import Calls
 
 PLACE = re.compile(r"\$(\w+)")
 INTRODUCTION = """You can call functions. These are declared:
@@ -15,7 +15,7 @@ To call one, answer with nothing but this, once for each call, and wait for the 
 {example}"""
 
 
-def spoken(
+def declare_tools(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     calls: Calls,
@@ -30,11 +30,11 @@ def spoken(
     become user messages, unless the template ``knows_results``.
     """
     if "tool_calls" not in template:
-        messages = without_calls(messages, calls, knows_results=knows_results)
+        messages = write_calls_as_text(messages, calls, knows_results=knows_results)
     if not tools or re.search(r"\btools\b", template):
         return messages
     declarations = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = written(calls, "name of the function", '{"name of an argument": "its value"}')
+    example = write_call(calls, "name of the function", '{"name of an argument": "its value"}')
     introduction = INTRODUCTION.format(declarations=declarations, example=example)
     at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if at is None:
@@ -43,7 +43,7 @@ def spoken(
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
-def without_calls(
+def write_calls_as_text(
     messages: list[dict[str, Any]], calls: Calls, *, knows_results: bool
 ) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ def without_calls(
         elif message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
             texts = [
-                written(calls, function["name"], as_text(function["arguments"]))
+                write_call(calls, function["name"], as_text(function["arguments"]))
                 for function in functions
             ]
             said = {"role": "assistant", "content": "\n".join([*([text] if text else []), *texts])}
@@ -80,20 +80,20 @@ def as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def written(calls: Calls, name: str, arguments: str) -> str:
+def write_call(calls: Calls, name: str, arguments: str) -> str:
     words = {"name": json.dumps(name, ensure_ascii=False), "word": name, "arguments": arguments}
     if "$keywords" in calls.write:
         words["keywords"] = ", ".join(
-            f"{key}={literal(value)}" for key, value in object_of(arguments).items()
+            f"{key}={python_literal(value)}" for key, value in parse_object(arguments).items()
         )
     if "$pairs" in calls.write:
         words["pairs"] = "".join(
-            pair(calls, key, value) for key, value in object_of(arguments).items()
+            write_pair(calls, key, value) for key, value in parse_object(arguments).items()
         )
     return calls.begin + PLACE.sub(lambda match: words.get(match[1], ""), calls.write) + calls.end
 
 
-def object_of(arguments: str) -> dict[str, Any]:
+def parse_object(arguments: str) -> dict[str, Any]:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -101,12 +101,12 @@ def object_of(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def literal(value: Any) -> str:
+def python_literal(value: Any) -> str:
     """Return ``value`` as a Python literal."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def pair(calls: Calls, key: str, value: Any) -> str:
+def write_pair(calls: Calls, key: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     words = {"key": key, "string": json.dumps(isinstance(value, str)), "value": text}
     return PLACE.sub(lambda match: words[match[1]], calls.pair)
