@@ -40,7 +40,7 @@ def test_methods_of_llm_and_fields_that_are_not_promised():
     words = set(quoted("Python"))
     public = {name for name in vars(cllm.LLM) if not name.startswith("_")}
     assert public <= words
-    assert {"grammar", "grammar_is_loose", "thinking", "dry_breakers"} == words & {
+    assert {"grammar_is_loose", "thinking", "dry_breakers"} == words & {
         *SamplingParams.__struct_fields__
     }
 

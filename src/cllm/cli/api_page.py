@@ -68,7 +68,7 @@ another connection, the one that has been idle for longest is closed; while all 
 
 A request that finds the queue full gets 429 (529 on Anthropic's routes) with the headers `retry-after`, in seconds, and
 `{TICKET}`. A client that sends the same request after that time, with `{TICKET}` as it was received, goes
-before new requests of its class: see [scheduling](scheduling.md#when-there-is-too-much).
+before new requests of its class: see [scheduling](scheduling.md#overload).
 
 Requests over {LARGE:,} bytes are read one after the other, so that they do not hold up small ones. While more than
 {MAX_WAITING_BYTES:,} bytes of them wait, further ones get 503 with `retry-after`.
