@@ -10,7 +10,8 @@ from cllm.text.call_grammar import BoundMessage, Tool, message_grammar
 from cllm.text.model_family import ModelFamily, load_families, one_of_texts
 
 THINK = load_families()["think"].reasoning
-CALLING = sorted(name for name, family in load_families().items() if family.calls)
+FAMILIES = sorted(load_families())
+CALLING = [name for name in FAMILIES if load_families()[name].calls]
 
 CITY = {
     "type": "object",
@@ -152,6 +153,15 @@ WORDS = {"few": Words(FEW), "many": Words(MANY)}
 def with_thoughts(name: str) -> ModelFamily:
     family = load_families()[name]
     return family if family.reasoning or family.header else ModelFamily((), family.calls, THINK)
+
+
+def pieces_of(name: str) -> list[str]:
+    """Return parts of messages of a family, of which random ones make a broken message."""
+    whole = WEATHER.get(name, "")
+    halves = [whole[: len(whole) // 2], whole[len(whole) // 2 :], whole]
+    marks = sorted(with_thoughts(name).marks)
+    words = ["get_weather", "x", *'{}"\\ \n\u00e9:,', '{"name": ', '"get_time"', ', "arguments": {']
+    return marks + [mark[:-1] for mark in marks] + words + halves
 
 
 def grammar_of(

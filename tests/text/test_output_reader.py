@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from call_texts import FAMILIES, TOOLS, pieces_of, with_thoughts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cllm.core.output import FinishReason, TokenOutput
 from cllm.core.params import SamplingParams
 from cllm.core.request import Request
+from cllm.text.chat_format import OutputPlan
 from cllm.text.output_reader import Ended, OutputReader
+from cllm.text.parser import Parser
 
 PIECES = [bytes([i]) for i in range(256)]
 
@@ -53,3 +60,57 @@ def test_failure_is_reported_after_the_preceding_text(failure):
     deltas, ended = read.read([output("a", 0, "x"), gone, output("a", 0, "y")])
     assert [delta.text for delta in deltas] == ["x"]
     assert (read.failure, ended, read.finished) == (FinishReason(failure), [], False)
+
+
+def merge(deltas: list) -> dict[int, tuple]:
+    """Return what each choice has got: its parts, tokens, reason to finish and stop string."""
+    merged: dict[int, tuple] = {}
+    for delta in deltas:
+        parts, count, _, _ = merged.get(delta.index, ([], 0, "", ""))
+        if parts and parts[-1][:2] == [delta.channel, delta.call] and not delta.name:
+            parts[-1][3] += delta.text
+        elif delta.text or delta.name:
+            parts.append([delta.channel, delta.call, delta.name, delta.text])
+        merged[delta.index] = (parts, count + delta.num_tokens, delta.finish, delta.stop)
+    return merged
+
+
+@pytest.mark.parametrize("name", [None, *FAMILIES])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_grouping_of_outputs_changes_no_delta(name, data):
+    """Two choices of random text, whose outputs arrive one by one or in random groups."""
+    family = with_thoughts(name) if name else None
+    words = pieces_of(name) if name else ["a", "no", "n", "\u00e9", " "]
+    messages = [
+        "".join(data.draw(st.lists(st.sampled_from(words), max_size=8))) + "." for _ in range(2)
+    ]
+    finish = [data.draw(st.sampled_from(["stop", "length"])) for _ in range(2)]
+    left = [list(message.encode()) for message in messages]
+    outputs = []
+    while any(left):
+        index = data.draw(st.sampled_from([i for i in range(2) if left[i]]))
+        token = left[index].pop(0)
+        end = None if left[index] else FinishReason(finish[index])
+        outputs.append(TokenOutput("a", index, token, end, True))
+    cuts = data.draw(st.lists(st.integers(0, len(outputs)), max_size=6))
+    edges = sorted({0, len(outputs), *cuts})
+    stop = data.draw(st.sampled_from([(), ("no",), ("x",)]))
+    results = []
+    for groups in (
+        [outputs],
+        [[one] for one in outputs],
+        [outputs[a:b] for a, b in itertools.pairwise(edges)],
+    ):
+        plan = OutputPlan(PIECES, lambda: Parser(family, TOOLS)) if family else None
+        params = SamplingParams(n=2, stop=stop)
+        read = OutputReader([Request("a", [1], params)], PIECES, plan)
+        deltas, ended = [], []
+        for group in groups:
+            new, done = read.read(group)
+            deltas += new
+            ended += done
+        assert read.finished
+        usage = (read.usage.completion_tokens, read.usage.reasoning_tokens)
+        results.append((merge(deltas), sorted(one.index for one in ended), usage))
+    assert results[0] == results[1] == results[2]

@@ -9,6 +9,7 @@ import string
 import time
 
 import pytest
+from call_texts import CALLING, FAMILIES, pieces_of, with_thoughts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +27,6 @@ SCHEMA = {
     },
 }
 TOOLS = {"get_weather": SCHEMA, "get_time": SCHEMA, "x": {}}
-CALLING = sorted(name for name, family in load_families().items() if family.calls)
-THINK = load_families()["think"].reasoning
-
-
-def with_thoughts(name: str) -> ModelFamily:
-    family = load_families()[name]
-    return family if family.reasoning or family.header else ModelFamily((), family.calls, THINK)
 
 
 def read(
@@ -142,30 +136,7 @@ def test_parts_are_read_in_order(name, calls, places, thought, said) -> None:
     assert read(family, list(message)) == parts
 
 
-def pieces_of(name: str) -> list[str]:
-    family = with_thoughts(name)
-    words = [
-        "get_weather",
-        "x",
-        "{",
-        "}",
-        '"',
-        "\\",
-        '{"name": ',
-        '"get_time"',
-        ', "arguments": {',
-        " ",
-        "\n",
-        "é",
-        ":",
-        ",",
-    ]
-    whole = written(family, [("get_weather", {"city": "Oslo", "days": 2})])
-    halves = [whole[: len(whole) // 2], whole[len(whole) // 2 :], whole]
-    return sorted(family.marks) + [mark[:-1] for mark in sorted(family.marks)] + words + halves
-
-
-@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_text_gives_the_same_parts_in_any_chunking(name, data) -> None:
