@@ -53,7 +53,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The built-in model for which expected texts were written. tests/models/test_builtin.py checks it.
-BUILTIN_SHA256 = "f9e5c4328081491f1dee4a6aa874c702fb7d3d7afcba00801cc26bcf0feae91c"
+BUILTIN_SHA256 = "99e2a1815dd49f37e8c1ee52bcbbe5dcfe8a6a89d7ba54679c1b318a461b03b8"
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_openings_of_newcomers_get_the_answer_of_their_intent(llm):
         for (intent, text), answer in zip(openings, answers, strict=True)
         if not RULES[intent](text, answer)
     ]
-    assert len(wrong) <= 0.1 * len(openings), wrong  # the target is 5 %
+    assert len(wrong) <= 0.06 * len(openings), wrong  # the target is 5 %
 
 
 def test_orders_in_system_messages_are_obeyed(llm):
@@ -56,4 +56,4 @@ def test_orders_in_system_messages_are_obeyed(llm):
         for order, answer in zip(ORDERS, answers, strict=True)
         if not order.is_obeyed(answer)
     ]
-    assert len(wrong) <= 0.2 * len(ORDERS), wrong  # the target is 10 %
+    assert len(wrong) <= 0.1 * len(ORDERS), wrong

@@ -159,7 +159,7 @@ def test_best_of_returns_the_most_probable_choices(ask):
         "seed": 5,
         "top_p": 1,
         "max_tokens": 6,
-        "extra": {"top_k": 0, "min_p": 0},
+        "extra": {"top_k": 0, "min_p": 0, "ignore_eos": True},
     }
     every = ask(n=6, logprobs=0, **params)
     means = {c.text: sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in every.choices}

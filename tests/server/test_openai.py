@@ -119,7 +119,7 @@ def test_logit_bias_forbids_a_token(client, model, builtin_server):
 
 def test_completions_accept_texts_and_token_ids(client, model, builtin_server):
     """Several prompts are answered in order."""
-    texts = ["Once there was a clever fox", "Once there was a wise owl"]
+    texts = ["Once there was a clever fox", "Once there was a small mouse"]
     ids = [
         builtin_server.client.post("/encode", json={"text": text}).json()["tokens"]
         for text in texts

@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 MODEL = "cllm-builtin"
-ASK = [{"role": "user", "content": "Write Anna, who is 30, as JSON."}]
+ASK = [{"role": "user", "content": "As JSON: name Anna, age 30."}]
 
 
 class Pet(pydantic.BaseModel):

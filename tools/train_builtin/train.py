@@ -145,6 +145,21 @@ PHASES = [  # the last three add small talk to a model trained by the ones befor
         raw=0.02,
         idle_tools=0.15,
     ),
+    # mostly what people type first
+    Phase(
+        400,
+        6e-4,
+        (40, 160),
+        0.04,
+        {"sums": 6, "tools": 6, "capitals": 2, "counting": 2, "json": 2, "unknown": 4, "cannot": 4}
+        | {"worded_sums": 4, "unclear": 3, "other_model": 4, "help": 4, "what_can_you_do": 3}
+        | {"greeting": 4, "goodbye": 4, "maker": 2, "human": 3, "complaint": 3, "how_are_you": 3}
+        | {"repeated_word": 2},
+        talk=0.7,
+        orders=0.25,
+        raw=0.02,
+        idle_tools=0.15,
+    ),
 ]
 
 
