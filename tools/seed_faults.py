@@ -113,7 +113,7 @@ FAULTS = [
         "routing/router.py",
         "routing/test_router.py",
         ("booked.num_tokens -= self.num_tokens", "pass"),
-        ("known = known and bool(bits & bit)", "known = bool(bits & bit)"),
+        ("knows.index(False) if False in knows else len(knows)", "sum(knows)"),
         (
             "booked.num_requests > replica.max_num_seqs",
             "booked.num_requests < replica.max_num_seqs",

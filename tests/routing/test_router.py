@@ -191,6 +191,14 @@ def test_size_of_prefix_table_is_limited(prompts: list[list[int]], max_blocks: i
         assert router.num_blocks <= max_blocks
 
 
+def test_full_table_forgets_the_ends_of_prompts_first() -> None:
+    router = Router("prefix-window", 10)
+    (first,) = {router.choose(request(*range(10)), candidates(3)).number}
+    router.choose(request(99), candidates(3))
+    assert router.num_blocks == 10
+    assert router.choose(request(*range(10)), candidates(3)).number == first
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_same_seed_gives_same_choices(routing: Routing) -> None:
     def numbers(seed: int) -> list[int]:

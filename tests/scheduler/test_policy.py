@@ -236,6 +236,9 @@ class OldName(FirstComeFirstServed):
     def urgency(self, seq) -> int:
         return 7
 
+    def group(self, seq) -> str:
+        return seq.request.key
+
 
 class BothNames(OldName):
     """A policy for earlier and present versions."""
@@ -247,10 +250,11 @@ class BothNames(OldName):
 @pytest.mark.parametrize(
     ("policy", "priority", "num_warnings"), [(Own, 1, 0), (OldName, 7, 1), (BothNames, 5, 0)]
 )
-def test_own_policy_may_define_urgency(policy, priority, num_warnings, caplog):
-    """The old name of ``effective_priority`` works, with a warning."""
+def test_own_policy_may_use_former_names(policy, priority, num_warnings, caplog):
+    """``urgency`` is ``effective_priority``, with a warning; ``Request.key`` is ``account``."""
     made = make_policy(f"{__name__}:{policy.__name__}", {})
     assert made.effective_priority(sequence()) == priority
+    assert policy is Own or made.group(sequence(account="alice")) == "alice"
     warnings = [r.message for r in caplog.records if "urgency is deprecated" in r.message]
     assert len(warnings) == num_warnings
 

@@ -37,6 +37,11 @@ class Request(msgspec.Struct, frozen=True):
     queue_timeout: float | None = None
     cache_salt: str = ""
 
+    @property
+    def key(self) -> str:
+        """The former name of ``account``, for policies of users."""
+        return self.account
+
     def with_seed(self) -> Request:
         """Return the request with a seed, drawn if it has none and needs one.
 

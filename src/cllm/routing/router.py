@@ -244,16 +244,17 @@ class Router:
         return [one for one in candidates if found >> one.number & 1]
 
     def _remember(self, blocks: Sequence[int], bit: int) -> int:
-        """Record that a replica gets ``blocks``. Return how many of the first ones it knew."""
-        num_known, known = 0, True
-        for block in blocks:
-            bits = self._table.pop(block, 0)
-            known = known and bool(bits & bit)
-            num_known += known
-            self._table[block] = bits | bit
+        """Record that a replica gets ``blocks``. Return how many of the first ones it knew.
+
+        The last block becomes the oldest one of the table, because without a prompt's first block
+        the others cannot be found.
+        """
+        knows = [bool(self._table.get(block, 0) & bit) for block in blocks]
+        for block in reversed(blocks):
+            self._table[block] = self._table.pop(block, 0) | bit
         while len(self._table) > self._max_blocks:
             self._table.popitem(last=False)
-        return num_known
+        return knows.index(False) if False in knows else len(knows)
 
 
 def name_prefixes(salt: bytes, parts: Iterable[bytes], size: int, most: int = 256) -> list[int]:
