@@ -192,7 +192,7 @@ def test_layout_changes_keep_answers(known_questions):
             return True
 
         (layout,) = (job for job in llm._engine.side_jobs if isinstance(job, LayoutChange))
-        layout._chooser.wants_change = always
+        layout._chooser.should_change = always
         prompts = [llm.encode_chat(question.messages) for question in questions]
         completions = llm.generate(prompts, SamplingParams(temperature=0))
         assert [done.text for done in completions] == [question.answer for question in questions]

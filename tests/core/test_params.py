@@ -158,3 +158,14 @@ def test_each_penalty_counts_as_penalty(field):
     """Sequences without a penalty do not count tokens."""
     assert not SamplingParams().has_penalties
     assert SamplingParams(**{field: 0.5}).has_penalties
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_switches_reject_other_types(value):
+    with pytest.raises(BadRequest, match="'ignore_eos': it must be true or false"):
+        SamplingParams(ignore_eos=value)
+
+
+def test_numbers_reject_true_and_false():
+    with pytest.raises(BadRequest, match="'temperature': it must be a number"):
+        SamplingParams(temperature=True)

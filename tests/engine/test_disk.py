@@ -155,6 +155,15 @@ def test_files_of_other_models_are_ignored(tmp_path):
     assert len(list(tmp_path.glob("*.kv"))) == 1
 
 
+def test_file_that_vanishes_meanwhile_hides_no_other(tmp_path, monkeypatch):
+    """Another process may delete files of the same folder."""
+    first = start(tmp_path)
+    ask(first, LONG)
+    close(first)
+    (tmp_path / "gone.kv").symlink_to(tmp_path / "nowhere")
+    assert len(start(tmp_path).scheduler.kv_cache.snapshots.tiers.files) == 1
+
+
 def _fields(info) -> dict:
     return {name: getattr(info, name) for name in info.__struct_fields__}
 
@@ -213,14 +222,14 @@ def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, e
     disk.write(1, tokens, memoryview(b"data"))
     disk.flush(60)
     assert disk.results() == [Written(1, succeeded=False)]
-    disk.keep(kept.keys())
+    disk.delete_all_except(kept.keys())
     monkeypatch.undo()
     disk.write(2, tokens, memoryview(b"data"))
     disk.flush(60)
-    disk.keep(kept.keys())
+    disk.delete_all_except(kept.keys())
     assert len(list(tmp_path.iterdir())) == 1, "its result was not fetched yet"
     assert disk.results() == [Written(2)]
-    disk.keep(kept.keys())
+    disk.delete_all_except(kept.keys())
     disk.flush(60)
     assert not list(tmp_path.iterdir())
 
@@ -233,7 +242,7 @@ def test_a_file_whose_tokens_were_saved_again_stays(tmp_path):
     disk.flush(60)
     assert disk.results() == [Written(1), Written(2)]
     for kept, count in (({2: None}, 1), ({}, 0)):
-        disk.keep(kept.keys())
+        disk.delete_all_except(kept.keys())
         disk.flush(60)
         assert len(list(tmp_path.iterdir())) == count
 

@@ -67,7 +67,7 @@ def write_for_ever(folder: Path, seed: int) -> None:
         kept |= {result.key: None for result in disk.results()}
         while len(kept) > 6:
             kept.pop(random.choice([*kept]))
-        disk.keep(kept.keys())
+        disk.delete_all_except(kept.keys())
 
 
 def check_files(folder: Path, seed: int) -> None:
@@ -79,7 +79,7 @@ def check_files(folder: Path, seed: int) -> None:
         number = int(tokens[0])
         assert (tokens == tokens_of(number)).all()
         assert salt == "s" * (number % 2)
-        disk.name(key, file)
+        disk.register(key, file)
         into = memoryview(bytearray(disk.size(key)))
         disk.read(key, into)
         disk.flush(60)

@@ -318,7 +318,7 @@ def test_failed_layout_change_keeps_old_layout(monkeypatch):
     """The running sequences continue in the old one, and there is no second attempt."""
     engine = make_surviving_engine(length=9, num_cells=2048)
     chooser, tries = LayoutChooser(0.0, 1, None), []
-    monkeypatch.setattr(chooser, "wants_change", lambda *args, **kwargs: True)
+    monkeypatch.setattr(chooser, "should_change", lambda *args, **kwargs: True)
     monkeypatch.setattr(engine.backend, "change_layout", lambda layout: tries.append(1) or 1 / 0)
     monkeypatch.setattr("cllm.engine.layout.CHOOSE_EVERY", 3)
     engine.side_jobs.append(LayoutChange(chooser, engine.backend, engine.scheduler, engine.clock))

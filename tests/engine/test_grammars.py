@@ -21,7 +21,7 @@ from cllm.engine.commands import Abort, Add
 from cllm.engine.engine import Engine
 from cllm.engine.grammars import MAX_GRAMMARS
 from cllm.engine.params import EngineParams
-from cllm.engine.side_jobs import carry_out
+from cllm.engine.side_jobs import run_operations
 from cllm.sampling.grammar import Grammar
 
 DIGITS = "start: /[0-9]{3}/"
@@ -189,7 +189,7 @@ def test_parked_sequences_resume_their_grammar():
     while answers.engine.scheduler.statistics.num_steps < 20:
         answers.take(answers.engine.step())
     scheduler = answers.engine.scheduler
-    assert carry_out(answers.engine.backend, scheduler, scheduler.empty_cells())
+    assert run_operations(answers.engine.backend, scheduler, scheduler.empty_cells())
     answers.run()
     assert scheduler.statistics.num_parked == 4
     assert all(len(text) == 60 and text.isdigit() for text in answers.texts.values())

@@ -22,7 +22,7 @@ def count_steps_until_change(
 ) -> int | None:
     for count in range(5000):
         make_chooser.observe(sharing, 1, unified=unified)
-        if make_chooser.wants_change(sharing, 0, unified=unified, decoding=unified):
+        if make_chooser.should_change(sharing, 0, unified=unified, decoding=unified):
             return count
     return None
 
@@ -39,7 +39,7 @@ def test_shared_prefix_changes_layout_to_unified():
     """It does not change while a sequence decodes, because that would return with cells of its own."""
     shared = make_chooser()
     shared.observe(SHARED, 1000, unified=False)
-    assert not shared.wants_change(SHARED, 0, unified=False, decoding=True)
+    assert not shared.should_change(SHARED, 0, unified=False, decoding=True)
     assert count_steps_until_change(make_chooser(), SHARED, unified=False) is not None
     assert count_steps_until_change(make_chooser(), SHARED, unified=True) is None
 
@@ -47,9 +47,9 @@ def test_shared_prefix_changes_layout_to_unified():
 def test_expected_load_counts_in_advance():
     """If it is large enough and the present layout does not suit it."""
     fresh = make_chooser()
-    assert fresh.wants_change(SHARED, 64, unified=False, decoding=False)
-    assert not fresh.wants_change(SHARED, 4, unified=False, decoding=False)
-    assert not fresh.wants_change(SHARED, 64, unified=True, decoding=False)
+    assert fresh.should_change(SHARED, 64, unified=False, decoding=False)
+    assert not fresh.should_change(SHARED, 4, unified=False, decoding=False)
+    assert not fresh.should_change(SHARED, 64, unified=True, decoding=False)
     assert fresh.seconds_lost == 0
 
 
@@ -57,7 +57,7 @@ def test_long_change_waits_until_no_sequence_decodes():
     """It is then made, however long it takes."""
     patient = make_chooser(max_stall=0.1)
     assert count_steps_until_change(patient, UNRELATED, unified=True) is None
-    assert patient.wants_change(NO_SEQUENCES, 0, unified=True, decoding=False)
+    assert patient.should_change(NO_SEQUENCES, 0, unified=True, decoding=False)
     assert (
         count_steps_until_change(make_chooser(max_stall=10.0), UNRELATED, unified=True) is not None
     )
@@ -68,4 +68,4 @@ def test_old_losses_fade():
     patient = make_chooser(max_stall=0.1)
     patient.observe(UNRELATED, 100_000, unified=True)
     patient.observe(SHARED, 2000, unified=True)
-    assert not patient.wants_change(NO_SEQUENCES, 0, unified=True, decoding=False)
+    assert not patient.should_change(NO_SEQUENCES, 0, unified=True, decoding=False)

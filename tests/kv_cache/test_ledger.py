@@ -115,7 +115,7 @@ def test_longest_idle_prefix_is_found():
         compute(ledger, seq)
         end(ledger, seq)
     match = ledger.match(LONG)
-    assert (match.num_tokens, match.source.seq_id, match.is_inflight) == (30, 1, False)
+    assert (match.num_tokens, match.source.seq_id, match.must_wait) == (30, 1, False)
 
 
 def test_continuation_reuses_cells_in_place():
@@ -269,7 +269,7 @@ def test_prefix_in_flight_has_a_leader():
     leader = start(ledger, LONG, 10)
     match = ledger.match([*LONG[:35], 1])
     assert match == Match(0, None, 35, leader)
-    assert match.is_inflight
+    assert match.must_wait
     compute(ledger, leader, 25)
     assert ledger.match([*LONG[:35], 1]) == Match(35, ledger._leased[0], 0, None)
 
@@ -426,7 +426,7 @@ def test_evicted_prefix_is_loaded_from_ram():
     run_and_release(ledger, LONGER)
     assert ledger.make_room(120) == [Save(0, 0), Trim(0, 0)]
     match = ledger.match([*LONGER[:80], 1])
-    assert (match.num_tokens, match.source.key, match.is_inflight) == (80, 0, False)
+    assert (match.num_tokens, match.source.key, match.must_wait) == (80, 0, False)
     seq, num_found, operations = lease(ledger, [*LONGER[:80], 1])
     assert (num_found, operations) == (80, [Load(0, seq.seq_id, 80)])
     assert str(ledger) == "<Ledger 120: held 80 idle 0 free 40>"
@@ -567,9 +567,9 @@ def test_snapshot_in_file_is_read_before_use():
     ledger = make_ledger_with_ram()
     snapshot = ledger.snapshots.add_from_file(np.array(LONGER, np.int32))
     match = ledger.match([*LONGER, 1])
-    assert (match.num_tokens, match.source, match.is_inflight) == (100, snapshot, True)
+    assert (match.num_tokens, match.source, match.must_wait) == (100, snapshot, True)
     assert ledger.snapshots.read(snapshot) == []
-    assert ledger.match([*LONGER, 1]).is_inflight
+    assert ledger.match([*LONGER, 1]).must_wait
     snapshot.tier = StorageTier.RAM
     assert lease(ledger, [*LONGER, 1])[1:] == (100, [Load(snapshot.key, 0, 100)])
 

@@ -218,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.operations += self.ledger.checkpoint(seq)
 
     def succeed(self, data: st.DataObject) -> None:
-        rows, operations = self.carry_out(len(self.operations), len(self.rows))
+        rows, operations = self.run_operations(len(self.operations), len(self.rows))
         self.unwritten |= {op.snapshot for op in operations if isinstance(op, Save)}
         taken_back = False
         for row in rows:
@@ -237,7 +237,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if not taken_back:
             self.matches_backend()
 
-    def carry_out(self, num_operations: int, num_rows: int) -> tuple[list[Row], list[Operation]]:
+    def run_operations(
+        self, num_operations: int, num_rows: int
+    ) -> tuple[list[Row], list[Operation]]:
         """Let the backend perform the first of the collected operations and rows; return all."""
         rows, operations = [self.rows[i] for i in sorted(self.rows)], self.operations
         self.rows, self.operations = {}, []
@@ -249,7 +251,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_operations = data.draw(st.integers(0, len(self.operations)))
         whole = num_operations == len(self.operations)
         num_rows = data.draw(st.integers(0, len(self.rows))) if whole else 0
-        rows, operations = self.carry_out(num_operations, num_rows)
+        rows, operations = self.run_operations(num_operations, num_rows)
         touched = {row.seq.seq_id for row in rows}
         for operation in operations:
             match operation:
@@ -284,7 +286,7 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data(), succeeded=st.booleans())
     def was_read(self, data: st.DataObject, succeeded: bool) -> None:
-        self.carry_out(len(self.operations), 0)
+        self.run_operations(len(self.operations), 0)
         reading = [
             snapshot for snapshot in self.snapshots() if snapshot.tier is StorageTier.READING
         ]
@@ -354,7 +356,7 @@ class LedgerMachine(RuleBasedStateMachine):
         } == in_ram
 
     def teardown(self) -> None:
-        self.carry_out(len(self.operations), 0)
+        self.run_operations(len(self.operations), 0)
         self.matches_backend()
 
 

@@ -259,6 +259,20 @@ def test_own_policy_may_use_former_names(policy, priority, num_warnings, caplog)
     assert len(warnings) == num_warnings
 
 
+@pytest.mark.parametrize("method", ["group", "arrived", "rank"])
+def test_failing_policy_queues_nothing(method, monkeypatch):
+    """Otherwise the engine would have work forever."""
+    waiting = Waiting(make_policy("fair", {}))
+
+    def fail(*_):
+        raise ValueError(method)
+
+    monkeypatch.setattr(waiting.policy, method, fail)
+    with pytest.raises(ValueError, match=method):
+        waiting.push(sequence())
+    assert (len(waiting), waiting.num_tokens) == (0, 0)
+
+
 def test_policy_of_docs_sorts_by_length(tmp_path, monkeypatch):
     """A module in the current folder is found, although Python would not search there."""
     page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()

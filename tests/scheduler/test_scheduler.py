@@ -417,6 +417,7 @@ def test_lower_class_yields_its_cells(fake_engine):
     engine.step()
     engine.add("B", [2] * 40, priority=Priority.INTERACTIVE, max_tokens=5)
     assert engine.step() == "B.0 0+40 sample"
+    assert str(engine.scheduler.step.blocked).startswith("A.0"), "B was admitted"
     engine.finish()
     assert len(engine.tokens("A")) == 50
 
@@ -673,6 +674,15 @@ def test_queue_timeout_ends_when_first_sequence_starts(fake_engine):
     engine.add("B", [6] * 20, queue_timeout=3.0, max_tokens=3)
     engine.finish()
     assert engine.ends() == {"A.0": "length", "A.1": "length", "B.0": "timeout"}
+
+
+@pytest.mark.parametrize("limit", ["deadline", "queue_timeout"])
+def test_limit_of_zero_seconds_expires_at_once(fake_engine, limit):
+    engine = fake_engine()
+    engine.now = 1.0
+    engine.add("A", [1], **{limit: 0.0})
+    engine.finish()
+    assert engine.ends() == {"A.0": "timeout"}
 
 
 def test_estimated_wait_ignores_cached_tokens(fake_engine):

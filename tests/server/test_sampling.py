@@ -20,7 +20,7 @@ from cllm.server.body import Body
 from cllm.server.native.routes import GenerateBody
 from cllm.server.ollama.schema import Integer, Options
 from cllm.server.openai.schema import ChatBody
-from cllm.server.sampling import build_params, is_offered, values_of
+from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.service import Service
 
 BODIES: dict[str, type[Body]] = {
@@ -52,7 +52,7 @@ def test_declared_parameter_is_a_field_with_its_help_and_bounds(dialect, paramet
 
 
 def test_fields_of_the_body_class_override_declared_parameters():
-    @is_offered("native", integer=Integer, min_p="More of it.")
+    @add_sampling_fields("native", integer=Integer, min_p="More of it.")
     class Asked(Body):
         """Asked for."""
 
@@ -61,7 +61,7 @@ def test_fields_of_the_body_class_override_declared_parameters():
     body = Asked.model_validate({"min_p": 0.5, "seed": 4.0})
     assert (Asked.__name__, Asked.__doc__) == ("Asked", "Asked for.")
     assert Asked.model_fields["min_p"].description.endswith("0 is off. More of it.")
-    values = values_of(body, "native")
+    values = read_sampling_values(body, "native")
     assert values == {
         "temperature": None,
         "top_k": "forty",

@@ -1,5 +1,5 @@
-"""The quality that another quantization of a model loses: how far its next-token distributions are from the
-original's.
+"""The quality that another quantization of a model loses: how far its next-token distributions are
+from the original's.
 
 Mean Kullback-Leibler divergence and top-1 agreement over the positions of a text, as in llama.cpp's
 perplexity tool (https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity).

@@ -15,9 +15,10 @@ class Row(NamedTuple):
     """One sequence's share of a step: ``num_tokens`` of its tokens from position ``start``, then
     the draft tokens.
 
-    The backend returns the logits of the last ``num_samples`` positions. These are ``num_scores``
-    positions for prompt logprobs, from which no token is sampled, and then the positions to sample
-    from: none while part of the prompt is still uncomputed, otherwise 1 + len(draft).
+    The backend returns the logits of the last ``num_samples`` positions. These are
+    ``num_prompt_logprobs`` positions for prompt logprobs, from which no token is sampled, and then
+    the positions to sample from: none while part of the prompt is still uncomputed, otherwise 1 +
+    len(draft).
     """
 
     seq: Sequence
@@ -25,7 +26,7 @@ class Row(NamedTuple):
     num_tokens: int
     num_samples: int
     draft: tuple[int, ...] = ()
-    num_scores: int = 0
+    num_prompt_logprobs: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -39,8 +40,8 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         guesses = f" guess {len(self.draft)}" if self.draft else ""
-        scores = f" score {self.num_scores}" if self.num_scores else ""
-        sample = " sample" if self.num_samples > self.num_scores else ""
+        scores = f" score {self.num_prompt_logprobs}" if self.num_prompt_logprobs else ""
+        sample = " sample" if self.num_samples > self.num_prompt_logprobs else ""
         return f"{self.seq.name} {self.start}+{self.num_tokens}{guesses}{scores}{sample}"
 
 

@@ -10,6 +10,8 @@ import msgspec
 
 from cllm.errors import BadRequest
 
+KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+
 
 class Parameter(msgspec.Struct, frozen=True):
     """What a field of SamplingParams declares in addition to its name, type and default.
@@ -20,8 +22,8 @@ class Parameter(msgspec.Struct, frozen=True):
     the type. dialects: those whose request bodies have it as a number, true or false. A parameter
     whose form differs between dialects, such as ``stop``, is a field of their bodies instead.
     names: its names in dialects that call it something else. default: what the server uses for
-    requests without it, if that is not the default of SamplingParams. Operators can then set
-    ``sampling.<name>``, and ``cllm chat`` and ``cllm generate`` have a flag.
+    requests without it, if that is not the default of SamplingParams; it needs ``bounds``.
+    Operators can then set ``sampling.<name>``, and ``cllm chat`` and ``cllm generate`` have a flag.
 
     name, type, is_optional: the field's own; ``find_parameters`` sets them.
     """
@@ -42,9 +44,11 @@ class Parameter(msgspec.Struct, frozen=True):
         """Raise BadRequest for a value that is out of bounds or has the wrong type."""
         if value is None and self.is_optional:
             return
-        if self.type is int and value.__class__ is not int:
-            shown = repr(value)[:40]
-            message = f"Invalid '{self.name}': it must be an integer, not {shown}."
+        is_bool = value.__class__ is bool
+        if (self.type is int and value.__class__ is not int) or (self.type is bool) != is_bool:
+            message = (
+                f"Invalid '{self.name}': it must be {KINDS[self.type]}, not {repr(value)[:40]}."
+            )
             raise BadRequest(message, param=self.name)
         if self.bounds is not None:
             check_bounds(self.name, value, *self.bounds)

@@ -26,7 +26,7 @@ import numpy as np
 
 from cllm.backends.base import Backend, StateBuffer
 from cllm.core.output import TokenOutput
-from cllm.engine.side_jobs import WAIT, SideJob, carry_out
+from cllm.engine.side_jobs import WAIT, SideJob, run_operations
 from cllm.errors import StartupError
 from cllm.kv_cache.radix_tree import Tokens
 from cllm.kv_cache.tiers import Snapshot
@@ -94,7 +94,7 @@ class DiskCache:
         self._jobs: queue.SimpleQueue[Callable[[], Written | Read | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Read | None] = queue.SimpleQueue()
         self._num_accepted_bytes = 0  # accepted for writing; changed only by the caller's thread
-        # of these, written or failed; changed only by the writing thread
+        # of the accepted bytes, those written or failed; changed only by the writing thread
         self._num_finished_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -115,9 +115,12 @@ class DiskCache:
         Deletes files of this model that are damaged.
         """
         found = []
+        times = {}
         with contextlib.suppress(OSError):
-            paths = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-            for path in paths:
+            for path in self._folder.glob(f"*{SUFFIX}"):
+                with contextlib.suppress(OSError):  # another process may delete it meanwhile
+                    times[path] = path.stat().st_mtime
+            for path in sorted(times, key=times.__getitem__):
                 with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
                     head = read_head(file)
                     named = path.stem == self._name(
@@ -139,7 +142,7 @@ class DiskCache:
             tokens, key=self._fingerprint.encode()[:64], digest_size=16, person=person
         ).hexdigest()
 
-    def name(self, key: int, file: File) -> None:
+    def register(self, key: int, file: File) -> None:
         """Record that ``file`` contains the snapshot ``key``."""
         self._files[key] = file
 
@@ -191,7 +194,7 @@ class DiskCache:
                 head = read_head(file)
                 begin = file.tell()
             if head.fingerprint != self._fingerprint or head.size != len(into):
-                raise ValueError("it is not what it was")
+                raise ValueError("another file has replaced it")
 
             def read_piece(at: int) -> int:
                 with path.open("rb") as file:
@@ -210,7 +213,7 @@ class DiskCache:
             return False
         return True
 
-    def keep(self, keys: KeysView[int]) -> None:
+    def delete_all_except(self, keys: KeysView[int]) -> None:
         """Start deleting the files of all snapshots that are neither in ``keys`` nor being written.
 
         A file stays if the same tokens were saved again under another key. Cheap if there is
@@ -268,13 +271,13 @@ class DiskTier(SideJob):
         self._scheduler = scheduler
         self._clock = clock
         self._buffers: dict[int, StateBuffer] = {}  # by snapshot key, being filled
-        self._unread: list[Read] = []  # reads that failed before they reached the thread
+        self._failed_reads: list[Read] = []  # reads that failed before they reached the thread
         self._num_steps = 0  # when ``after`` was last called
         snapshots = scheduler.kv_cache.snapshots
         for file, tokens, salt in files.find():
-            files.name(snapshots.add_from_file(tokens, salt).key, file)
+            files.register(snapshots.add_from_file(tokens, salt).key, file)
         snapshots.evict_files()
-        files.keep(snapshots.tiers.files.keys())
+        files.delete_all_except(snapshots.tiers.files.keys())
         scheduler.use_disk(self)
 
     def start_read(self, snapshot: Snapshot) -> None:
@@ -284,19 +287,19 @@ class DiskTier(SideJob):
             self._buffers[snapshot.key] = buffer
         except Exception:
             log.exception("cannot read a prefix from disk")
-            self._unread.append(Read(snapshot.key, succeeded=False))
+            self._failed_reads.append(Read(snapshot.key, succeeded=False))
 
     def after(self, now: float) -> list[TokenOutput]:
         num_steps, self._num_steps = self._num_steps, self._scheduler.statistics.num_steps
         is_waiting = num_steps == self._num_steps and self._scheduler.has_work()
-        unread, self._unread = self._unread, []
+        unread, self._failed_reads = self._failed_reads, []
         failure: Exception | None = None
         for result in [*unread, *self._files.results(WAIT if is_waiting and not unread else 0.0)]:
             try:
                 self._finish(result)
             except Exception as error:  # noqa: BLE001  # raised below, after the other results
                 failure = error
-        self._files.keep(self._scheduler.kv_cache.snapshots.tiers.files.keys())
+        self._files.delete_all_except(self._scheduler.kv_cache.snapshots.tiers.files.keys())
         if failure is not None:
             raise failure
         return []
@@ -330,7 +333,7 @@ class DiskTier(SideJob):
         operations = self._scheduler.kv_cache.save_one_idle()
         if operations:
             operations = [*self._scheduler.drain_pending_operations(), *operations]
-        return bool(operations) and carry_out(self._backend, self._scheduler, operations)
+        return bool(operations) and run_operations(self._backend, self._scheduler, operations)
 
     def close(self) -> None:
         """Save the idle prefixes and write them to files; takes up to 2 * LAST_SAVES seconds."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cllm.backends.base import Backend
 from cllm.core.model_info import ModelInfo
 from cllm.core.output import TokenOutput
-from cllm.engine.side_jobs import SideJob, carry_out
+from cllm.engine.side_jobs import SideJob, run_operations
 from cllm.kv_cache.layouts import LAYOUTS, Layout, LayoutChooser, Sharing
 from cllm.kv_cache.model_state import Recurrent, Trimmable
 from cllm.scheduler.scheduler import Scheduler
@@ -79,11 +79,11 @@ class LayoutChange(SideJob):
         # cells that do not fit into RAM would have to be recomputed
         if decoding and tiers.size_of(expected[0].num_tokens) > tiers.ram_bytes:
             return
-        if not self._chooser.wants_change(*expected, unified=unified, decoding=decoding):
+        if not self._chooser.should_change(*expected, unified=unified, decoding=decoding):
             return
         self._chooser.seconds_lost = 0.0
         started = self._clock()
-        if not carry_out(self._backend, scheduler, scheduler.empty_cells()):
+        if not run_operations(self._backend, scheduler, scheduler.empty_cells()):
             return
         self._backend.change_layout("partitioned" if unified else "unified")
         info = self._backend.info

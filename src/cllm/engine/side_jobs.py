@@ -40,7 +40,7 @@ class SideJob(Protocol):
         return False
 
 
-def carry_out(backend: Backend, scheduler: Scheduler, operations: list[Operation]) -> bool:
+def run_operations(backend: Backend, scheduler: Scheduler, operations: list[Operation]) -> bool:
     """Run operations without a step.
 
     If they fail, forget the cells that they affect and return False.

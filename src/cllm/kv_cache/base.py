@@ -34,8 +34,8 @@ class Match(NamedTuple):
     leader: Sequence | None = None
 
     @property
-    def is_inflight(self) -> bool:
-        """True if it is better to wait for the prefix than to start now."""
+    def must_wait(self) -> bool:
+        """Whether a leader still computes the prefix, or it must be read from disk first."""
         return self.leader is not None or (
             isinstance(self.source, Snapshot) and self.source.tier is not StorageTier.RAM
         )
@@ -88,7 +88,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def find(self, seq: Sequence) -> Match:
-        """Match the tokens of ``seq`` whose logits are not needed."""
+        """Return the longest cached prefix of ``seq`` without tokens whose logits are needed."""
 
     @abstractmethod
     def num_shared(self, match: Match) -> int:

@@ -45,13 +45,15 @@ class Layout(ABC):
 
     @abstractmethod
     def num_neighbours(self, seq_ids: SeqIdPool, seq_id: int) -> int:
-        """Return how many leased seq_ids a step can compute together with a free one because it is
-        next to them.
+        """Return how many neighbours of a free seq_id are leased, so that one pass can compute them
+        together.
         """
 
     @abstractmethod
     def tile_offset(self, num_decoding: int, tile: int) -> int:
-        """Return how many tokens of a step's first tile are taken before the prompts' tokens."""
+        """Return the position in a tile at which the step's prompt tokens begin; -1 if the first of
+        them is computed with the decoding rows.
+        """
 
 
 class Partitioned(Layout):
@@ -140,7 +142,7 @@ class LayoutChooser:
         # the limits let old losses and gains fade
         self.seconds_lost = min(max(0.0, lost), 2 * self._estimate_change(sharing))
 
-    def wants_change(
+    def should_change(
         self, sharing: Sharing, num_steps: float, *, unified: bool, decoding: bool
     ) -> bool:
         """Return whether to change the layout now, before ``num_steps`` expected steps with this
@@ -160,8 +162,8 @@ class LayoutChooser:
         saved = sharing.num_tokens - sharing.num_distinct
         used = sharing.num_distinct + (sharing.num_idle if unified else 0)
         skipped = (sharing.num_seqs - 1) * used
-        gain = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # in tokens
-        return gain * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
+        lost_tokens = (saved - skipped / SKIPPED_PER_SAVED) * (-1 if unified else 1)  # in tokens
+        return lost_tokens * self._bytes_per_token / MEMORY_BANDWIDTH * num_steps
 
     def _estimate_change(self, sharing: Sharing) -> float:
         # cells of running sequences are saved and loaded, idle ones saved

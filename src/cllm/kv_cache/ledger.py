@@ -49,7 +49,7 @@ class Holding:
         self.path = path
         self.seq: Sequence | None = seq
         self.salt = seq.request.cache_salt
-        # by save_one_idle, which does not save it again after the copy was evicted
+        # set by save_one_idle, so that it saves a prefix only once, even if the copy is evicted
         self.saved = False
 
     @property
@@ -145,7 +145,7 @@ class Ledger(KVCache):
         seq_id = self._choose_seq_id(source, count)
         if source is None and (idle := self._idle.get(seq_id)) is not None:
             if idle.salt == seq.request.cache_salt:
-                # such as those of a template, too few for a match
+                # too few for a match, but free to keep: for example, the start of a template
                 shared = common_prefix(idle.path, seq.reusable_tokens)
                 count = self.layout.state.num_reusable(idle, shared)
             source = idle if count else None
@@ -205,8 +205,8 @@ class Ledger(KVCache):
         return chain, operations
 
     def _choose_seq_id(self, source: Holding | Snapshot | None, count: int) -> int:
-        """Return the seq_id that has the prefix, if hardly any other tokens are lost with it, else
-        the least useful.
+        """Return the source's own seq_id if that loses few other tokens, else the least useful free
+        one.
         """
         free = self.seq_ids.free
         if (

@@ -49,7 +49,7 @@ class Snapshots:
             if old.tier is StorageTier.RAM and old is not needed:
                 self.tiers.leave_ram(old)
                 leaving.append(old)
-        operations = self._leave_ram(leaving)
+        operations = self._make_drops(leaving)
         snapshot = self.tiers.add(tokens, salt=salt)
         self._tree.insert(tokens, snapshot, salt)
         return snapshot.key, operations
@@ -64,7 +64,7 @@ class Snapshots:
         self.tiers.forget(snapshot)
         return [Drop(snapshot.key)] if in_ram else []
 
-    def _leave_ram(self, snapshots: list[Snapshot]) -> list[Operation]:
+    def _make_drops(self, snapshots: list[Snapshot]) -> list[Operation]:
         for snapshot in snapshots:
             if not snapshot.in_file:
                 self._tree.remove(snapshot)
@@ -87,18 +87,18 @@ class Snapshots:
         if leaving is None:
             return None
         self.tiers.read(snapshot)
-        return self._leave_ram(leaving)
+        return self._make_drops(leaving)
 
     def record_written(self, key: int) -> None:
         """Record that a file contains the snapshot ``key``, unless it was evicted meanwhile."""
         if (snapshot := self.tiers.ram.get(key)) is not None:
-            self._remove_unfiled(self.tiers.record_written(snapshot))
+            self._forget_lost(self.tiers.record_written(snapshot))
 
     def evict_files(self) -> None:
         """Forget the least recently used files until the others are within the budget."""
-        self._remove_unfiled(self.tiers.evict_files())
+        self._forget_lost(self.tiers.evict_files())
 
-    def _remove_unfiled(self, snapshots: list[Snapshot]) -> None:
+    def _forget_lost(self, snapshots: list[Snapshot]) -> None:
         for snapshot in snapshots:
             if snapshot.tier is StorageTier.DISK:
                 self._tree.remove(snapshot)

@@ -28,7 +28,7 @@ def draw_extended(row: Row, params: SamplingParams, seed: int, position: int) ->
     """
     ids, values = candidates(row, params)
     if params.typical_p < 1:
-        ids, values = keep_minimum(ids, values, typical(values, params.typical_p))
+        ids, values = select(ids, values, typical(values, params.typical_p))
     if params.top_p < 1:
         ids, values = ids[: (kept := top_p(values, params.top_p))], values[:kept]
     if params.min_p > 0:
@@ -153,7 +153,7 @@ class Mirostat:
         return int(ids[at])
 
 
-def keep_minimum(ids: Ids, values: Values, kept: Ids) -> tuple[Ids, Values]:
+def select(ids: Ids, values: Values, kept: Ids) -> tuple[Ids, Values]:
     return ids[kept], values[kept]
 
 

@@ -83,12 +83,12 @@ class Sampler:
     def _sample(self, row: BatchRow, logits: npt.NDArray[np.float32], tokens: list[int]) -> None:
         """Append the tokens of one row to ``tokens``, the tokens of the rows before it."""
         seq, position = row.seq, row.seq.num_tokens
-        if row.num_scores:
+        if row.num_prompt_logprobs:
             tokens += self._score(row, logits, len(tokens))
         if row.draft and seq.matcher is not None:
             tokens += self._follow(row, seq.matcher, logits, len(tokens))
             return
-        for _ in range(row.num_samples - row.num_scores):
+        for _ in range(row.num_samples - row.num_prompt_logprobs):
             at = len(tokens)
             if seq.is_plain and seq.matcher is None:
                 tokens.append(choose(logits[at], seq, position))
@@ -117,7 +117,7 @@ class Sampler:
     def _score(self, row: BatchRow, logits: npt.NDArray[np.float32], at: int) -> list[int]:
         """Return the next tokens of the prompt, and keep their logprobs."""
         position = row.start + row.num_tokens - row.num_samples + 1
-        tokens = row.seq.tokens[position : position + row.num_scores]
+        tokens = row.seq.tokens[position : position + row.num_prompt_logprobs]
         num_top = row.seq.request.params.prompt_logprobs or 0
         for i, token in enumerate(tokens, at):
             self.logprobs[i] = distribution(logits[i], num_top).of(logits[i, token])

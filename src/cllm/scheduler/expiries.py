@@ -9,7 +9,7 @@ from cllm.core.sequence import Sequence, Status
 
 
 class Expiries:
-    """A heap of expiry times. An entry counts if it still is the sequence's ``expires``."""
+    """A heap of expiry times. Only an entry that equals the sequence's ``expires`` is valid."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []

@@ -38,7 +38,7 @@ class LengthEstimates:
         return self.computed / self._mean_prompt if self._mean_prompt else 1.0
 
     def estimate_length(self, seq: Sequence) -> int:
-        """Return the expected final number of tokens of ``seq``, from the update_mean output and
+        """Return the expected final number of tokens of ``seq``, from the mean output length and
         its own limit.
         """
         growth = max(MIN_GROWTH, int(self.output) - seq.num_output_tokens)

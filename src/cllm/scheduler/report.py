@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.core.output import Stats
 from cllm.core.sequence import Sequence
-from cllm.scheduler.reasons import Behind, NextStep
+from cllm.scheduler.reasons import Behind, NextStep, PrefillBudgetUsed
 from cllm.scheduler.scheduler import Scheduler
 from cllm.scheduler.trace import MAX_NAMED, Explanation, Waiter
 
@@ -22,7 +22,10 @@ def explain(scheduler: Scheduler, now: float, num_steps: int) -> Explanation:
     if head is not None:
         behind = Behind(head.name)
         others = ((seq, behind) for seq in scheduler.waiting if seq is not head)
-        waiting = [[(head, scheduler.step.blocked or NextStep())], *waiting, others]
+        blocked = scheduler.step.blocked
+        if isinstance(blocked, PrefillBudgetUsed):  # this concerns running sequences
+            blocked = None
+        waiting = [[(head, blocked or NextStep())], *waiting, others]
     return Explanation(
         steps=[
             msgspec.structs.replace(step, blocked=str(step.blocked))

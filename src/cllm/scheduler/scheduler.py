@@ -123,12 +123,19 @@ class Scheduler(Sequences):
         self._suspects = (seq,)
         self.kv_cache.hold(seq.seq_id, count + len(draft))
         num_samples = 1 + len(draft) if count == seq.num_lacking_tokens else 0
-        num_scores = (
+        num_prompt_logprobs = (
             seq.count_prompt_logprobs(seq.num_computed_tokens, count)
             if seq.num_pending_prompt_logprobs
             else 0
         )
-        return Row(seq, seq.num_computed_tokens, count, num_samples + num_scores, draft, num_scores)
+        return Row(
+            seq,
+            seq.num_computed_tokens,
+            count,
+            num_samples + num_prompt_logprobs,
+            draft,
+            num_prompt_logprobs,
+        )
 
     def _decode(self, operations: list[Operation]) -> list[Row]:
         """Return a row for each sequence that lacks one token, after parking sequences that do not
@@ -208,7 +215,7 @@ class Scheduler(Sequences):
 
     def _count_until_checkpoint(self, seq: Sequence) -> int:
         """Return the number of tokens up to the next position where the state of ``seq`` must be
-        saved.
+        saved; all its tokens if there is none.
         """
         return min(
             (
@@ -220,8 +227,8 @@ class Scheduler(Sequences):
         )
 
     def _count_until_logits_run_out(self, seq: Sequence, rows: list[Row]) -> int:
-        """Return how many tokens of ``seq`` fit into the step's rows of logits, if its prompt
-        logprobs are needed.
+        """Return how many tokens of ``seq`` can be computed before the step's rows of logits run
+        out; all of them without prompt logprobs.
 
         Reserves a row for each other running sequence.
         """
@@ -244,8 +251,8 @@ class Scheduler(Sequences):
         )
 
     def _list_checkpoints(self, seq: Sequence) -> list[int]:
-        """Return the positions, here or ahead, where the state is saved: where followers wait, and
-        before the last prompt token.
+        """Return the positions, from the current one on, where the state is saved: where followers
+        wait, and before the last prompt token.
         """
         awaited = self.kv_cache.layout.state.checkpoints(
             (*self.deferred.count_awaited(seq), seq.num_prompt_tokens - 1)
@@ -267,16 +274,17 @@ class Scheduler(Sequences):
             if seq.num_failures and any(other.num_failures for other in self.running):
                 self.step.blocked = FailedTogether(seq.name)
                 return
-            if match.is_inflight:
+            if match.must_wait:
                 if len(self.deferred) >= 2 * self.kv_cache.seq_ids.size:
                     self.step.blocked = TooManyDeferred(len(self.deferred))
                     return
-                leaving = self._defer(seq, match)
-                if leaving is not None:
-                    operations += leaving
+                operations_for_read = self._defer(seq, match)
+                if operations_for_read is not None:
+                    operations += operations_for_read
                     continue
                 match = Match()
-            if not self._fits(seq, match, growth):
+            if shortage := self._find_shortage(seq, match, growth):
+                self.step.blocked = shortage
                 return
             leased = self.kv_cache.lease(seq, match) or self.kv_cache.lease(seq, Match())
             assert leased is not None, "an empty match always fits"
@@ -284,17 +292,15 @@ class Scheduler(Sequences):
             growth += self._estimate_growth(seq)
             self._suspects = self.waiting
 
-    def _fits(self, seq: Sequence, match: Match, growth: int) -> bool:
-        """Return whether ``seq`` will probably find enough cells, if running sequences need
-        ``growth`` more.
+    def _find_shortage(self, seq: Sequence, match: Match, growth: int) -> TooFewCells | None:
+        """Return why ``seq`` will probably not find enough cells, if running sequences need
+        ``growth`` more; None if it will.
         """
-        if not self.running:
-            return True
+        num_available = self.kv_cache.num_available
         need = self.length_estimates.estimate_length(seq) - self.kv_cache.num_shared(match)
-        if need + growth <= self.kv_cache.num_available:
-            return True
-        self.step.blocked = TooFewCells(seq.name, need, growth, self.kv_cache.num_available)
-        return False
+        if not self.running or need + growth <= num_available:
+            return None
+        return TooFewCells(seq.name, need, growth, num_available)
 
     def _estimate_growth(self, *seqs: Sequence) -> int:
         """Return the number of further cells that running sequences will probably need."""
@@ -306,7 +312,7 @@ class Scheduler(Sequences):
     ) -> list[Operation]:
         self.waiting.take(seq)
         seq.seq_id, seq.num_computed_tokens = seq_id, num_cached
-        if seq.num_cached_tokens is None:  # cells of a parked sequence do not count as cached
+        if seq.num_cached_tokens is None:  # cells reused after parking do not count
             seq.num_cached_tokens = num_cached
             siblings = self._requests[seq.request.request_id].values()
             if seq.request.queue_timeout is not None and not any(
@@ -333,12 +339,12 @@ class Scheduler(Sequences):
             snapshot = match.source
             assert isinstance(snapshot, Snapshot)
             if snapshot.tier is StorageTier.DISK:
-                leaving = self.kv_cache.snapshots.read(snapshot)
-                if leaving is None:
+                operations_for_read = self.kv_cache.snapshots.read(snapshot)
+                if operations_for_read is None:
                     if snapshot.num_bytes > self.kv_cache.snapshots.tiers.ram_bytes:
                         self.kv_cache.snapshots.drop(snapshot.key)
                     return None
-                operations += leaving
+                operations += operations_for_read
                 assert self._disk is not None, "only a disk tier creates files"
                 self._disk.start_read(snapshot)
             self.deferred.await_read(snapshot, seq)
@@ -354,7 +360,9 @@ class Scheduler(Sequences):
         tail = self.running.tail
         if tail.effective_priority > head.effective_priority and (
             not self.kv_cache.seq_ids.num_free
-            or not self._fits(head, self.kv_cache.find(head), self._estimate_growth(*self.running))
+            or self._find_shortage(
+                head, self.kv_cache.find(head), self._estimate_growth(*self.running)
+            )
         ):
             self._park(tail)
 
@@ -386,37 +394,39 @@ class Scheduler(Sequences):
         for row in batch.rows:
             seq = row.seq
             self._suspects = (seq,)
-            begin, end = end + row.num_scores, end + row.num_samples
-            found = tokens[begin:end]
+            begin, end = end + row.num_prompt_logprobs, end + row.num_samples
+            sampled = tokens[begin:end]
             if FAILED in tokens[end - row.num_samples : end]:
                 self._drop_failed(seq)
                 continue
-            if row.num_scores:
+            if row.num_prompt_logprobs:
                 outputs.append(
                     self._report_prompt_logprobs(
-                        seq, [logprobs[i] for i in range(begin - row.num_scores, begin)]
+                        seq, [logprobs[i] for i in range(begin - row.num_prompt_logprobs, begin)]
                     )
                 )
-            right = 0
-            while right < len(row.draft) and found[right] == row.draft[right]:
-                right += 1
-            seq.num_computed_tokens = row.start + row.num_tokens + right
+            num_accepted = 0
+            while (
+                num_accepted < len(row.draft) and sampled[num_accepted] == row.draft[num_accepted]
+            ):
+                num_accepted += 1
+            seq.num_computed_tokens = row.start + row.num_tokens + num_accepted
             seq.num_failures = 0
             if row.num_samples and row.num_tokens == 1:
                 step.num_rows += 1
             else:
                 step.num_prefill_tokens += row.num_tokens
             step.num_guesses += len(row.draft)
-            step.num_accepted += right
+            step.num_accepted += num_accepted
             if row.draft and self._speculation is not None:
-                self._speculation.record_verification(seq, len(row.draft), right)
+                self._speculation.record_verification(seq, len(row.draft), num_accepted)
             seq_id = seq.seq_id
-            for i, token in enumerate(found[: right + 1], begin):
+            for i, token in enumerate(sampled[: num_accepted + 1], begin):
                 outputs.append(self._append(seq, token, logprobs.get(i)))
                 if seq.status is Status.FINISHED:
                     break
-            if right < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
-                self._undo_draft(seq, seq_id, row.start + row.num_tokens + right)
+            if num_accepted < len(row.draft) or (row.draft and seq.status is Status.FINISHED):
+                self._undo_draft(seq, seq_id, row.start + row.num_tokens + num_accepted)
             self._record_progress(seq)
         step.seconds, step.num_operations = now - step.at, len(batch.operations)
         step.num_running = len(self.running)

@@ -63,7 +63,7 @@ class Sequences:
         self._pending_operations: list[Operation] = []  # to run first in the next batch
         self._operations: list[Operation] = []  # of the batch being computed
         self._disk: Disk | None = None
-        # the sequences that caused an exception, if one is raised now
+        # the sequences to blame if an exception is raised now
         self._suspects: Iterable[Sequence] = ()
         self._num_recoveries = 0  # since the last step
 
@@ -92,7 +92,11 @@ class Sequences:
         seq.num_uncached_tokens = seq.num_tokens - max(match.num_tokens, match.num_inflight_tokens)
         request = seq.request
         self._expiries.set(
-            seq, min(filter(None, (request.deadline, request.queue_timeout)), default=None)
+            seq,
+            min(
+                (t for t in (request.deadline, request.queue_timeout) if t is not None),
+                default=None,
+            ),
         )
         self._requests.setdefault(request.request_id, {})[seq.index] = seq
         self.waiting.push(seq)
@@ -296,7 +300,7 @@ class Sequences:
         self.running.check()
         self.deferred.check(self.running)
         seqs = [*self.running, *self.waiting, *self.deferred]
-        assert len(set(seqs)) == len(seqs), f"a sequence in two seqs: {self}"
+        assert len(set(seqs)) == len(seqs), f"a sequence is in two states: {self}"
         known = {seq for seqs in self._requests.values() for seq in seqs.values()}
         assert known == set(seqs), f"a sequence is lost: {self}"
 

@@ -12,7 +12,7 @@ MAX_NAMED = 100  # waiting sequences listed in one answer
 
 class Step(msgspec.Struct):
     """One step: when it began, its duration in seconds, its contents, and why the head of the queue
-    was not admitted ("" if nothing waits).
+    was not admitted or a running prompt got no row ("" if neither happened).
     """
 
     at: float

@@ -44,15 +44,16 @@ class Waiting:
         return seq in self._stamps
 
     def push(self, seq: Sequence) -> None:
+        group = self.policy.group(seq)  # first, because the policy may raise
+        if not self._sizes.get(group):
+            self.policy.arrived(group)
+        rank = self.policy.rank(group)
         self._next_stamp += 1
         stamp = self._stamps[seq] = self._next_stamp
         self.num_tokens += seq.num_uncached_tokens
-        group = self.policy.group(seq)
-        if not self._sizes.get(group):
-            self.policy.arrived(group)
         if group not in self._groups:
             self._groups[group], self._sizes[group] = [], 0
-            heapq.heappush(self._ranks, (self.policy.rank(group), stamp, group))
+            heapq.heappush(self._ranks, (rank, stamp, group))
         due = math.inf if seq.request.deadline is None else seq.arrived + seq.request.deadline
         heapq.heappush(self._groups[group], (due, seq.order, stamp, seq))
         self._sizes[group] += 1

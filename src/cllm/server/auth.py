@@ -12,7 +12,7 @@ from cllm.core.account import Account
 from cllm.core.request import Priority
 
 
-def credentials_name(request: Request) -> str:
+def account_name_of(request: Request) -> str:
     """Return the name of the account with the request's API key, "" if it has no key.
 
     The key is taken from Authorization, else from x-api-key.
@@ -23,7 +23,7 @@ def credentials_name(request: Request) -> str:
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:16]}" if key else ""
 
 
-def named_account(name: str, settings: Settings) -> Account:
+def make_account(name: str, settings: Settings) -> Account:
     """Return the account ``name`` with its settings."""
     priority = settings.scheduler.priorities.get(name)
     return Account(name, None if priority is None else Priority[priority.upper()])

@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=Body)
 SCHEMA_TYPES = {int: "integer", float: "number", bool: "boolean"}
 
 
-def is_offered(
+def add_sampling_fields(
     dialect: str, *, integer: Any = int, **notes: str
 ) -> Callable[[type[Model]], type[Model]]:
     """Return a decorator for a body: it adds a field for each sampling parameter that ``dialect``
@@ -56,7 +56,7 @@ def json_schema(parameter: Parameter) -> dict[str, Any]:
     }
 
 
-def values_of(body: Body, dialect: str) -> dict[str, Any]:
+def read_sampling_values(body: Body, dialect: str) -> dict[str, Any]:
     """Return the parameters that ``dialect`` offers, by their names in SamplingParams.
 
     The value of a parameter that was left out is None.

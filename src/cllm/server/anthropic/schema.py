@@ -24,7 +24,7 @@ from cllm.server.anthropic.conversation import (
 from cllm.server.body import Body, example, rename_parameters
 from cllm.server.call import Call
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, is_offered, values_of
+from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.text.chat import Chat, Effort
 
 MAX_TOOLS = 512
@@ -271,7 +271,7 @@ class CountBody(Body):
         return [finished(turn) for turn in messages]
 
 
-@is_offered("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
+@add_sampling_fields("anthropic", temperature="Values above 1 are an extension of Anthropic's API.")
 class MessagesBody(CountBody, TermsBody):
     """POST /v1/messages."""
 
@@ -316,7 +316,7 @@ class MessagesBody(CountBody, TermsBody):
             return build_params(
                 defaults,
                 {
-                    **values_of(self, "anthropic"),
+                    **read_sampling_values(self, "anthropic"),
                     "stop": tuple(self.stop_sequences or ()),
                     "max_tokens": self.max_tokens,
                 },

@@ -38,7 +38,7 @@ from cllm.server.native.answers import (
 from cllm.server.off_loop import off_loop
 from cllm.server.queueing import TermsBody, answer_headers
 from cllm.server.resolve import service_for
-from cllm.server.sampling import build_params, is_offered, values_of
+from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.sse import EventStream, until_disconnect
 from cllm.text.output_reader import Delta
 
@@ -52,7 +52,7 @@ Prompt = Annotated[str, Field(min_length=1)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-@is_offered("native")
+@add_sampling_fields("native")
 class GenerateBody(TermsBody):
     """One or more plain prompts.
 
@@ -254,7 +254,7 @@ async def generate_stream(request: Request) -> Response:
 async def submit(request: Request, body: GenerateBody) -> Answer:
     service = service_for(request)
     own = {"max_tokens": body.max_tokens, "stop": tuple(body.stop or ())}
-    params = build_params(request.app.state.sampling, values_of(body, "native") | own)
+    params = build_params(request.app.state.sampling, read_sampling_values(body, "native") | own)
     scheduling = body.scheduling_options(call_of(request))
     prompts = [await service.encode(text, name, scheduling) for name, text in body.texts().items()]
     return service.submit(Generation(secrets.token_hex(16), prompts, params, scheduling))

@@ -14,7 +14,7 @@ from cllm.core.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from cllm.errors import BadRequest
 from cllm.server.body import Body, example, rename_parameters
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, is_offered, values_of
+from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.text.chat import Chat, Effort
 from cllm.text.grammar import Constraint
 
@@ -45,7 +45,7 @@ def truncated(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(truncated)]
 
 
-@is_offered("ollama", integer=Integer, seed="-1: a new seed for every request.")
+@add_sampling_fields("ollama", integer=Integer, seed="-1: a new seed for every request.")
 class Options(Body):
     """Sampling parameters. Those that are left out get the operator's defaults."""
 
@@ -94,7 +94,7 @@ class Options(Body):
         # the operator's default limit does not apply
         if self.num_predict is not None and limit is None:
             defaults = defaults.model_copy(update={"max_tokens": None})
-        values = values_of(self, "ollama")
+        values = read_sampling_values(self, "ollama")
         values["top_k"] = None if self.top_k is None else max(0, self.top_k)
         if values["seed"] == -1:
             values["seed"] = None

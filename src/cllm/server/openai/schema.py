@@ -27,7 +27,7 @@ from cllm.server.openai.conversation import (
     drop_nulls,
 )
 from cllm.server.queueing import TermsBody
-from cllm.server.sampling import build_params, is_offered, values_of
+from cllm.server.sampling import add_sampling_fields, build_params, read_sampling_values
 from cllm.server.structured import ConstrainedBody
 from cllm.text.chat import Chat, Effort
 from cllm.text.dry_breakers import DryBreakers
@@ -64,7 +64,7 @@ class StreamOptions(Body):
     )
 
 
-@is_offered("openai", temperature="Values above 2 are an extension of OpenAI's API.")
+@add_sampling_fields("openai", temperature="Values above 2 are an extension of OpenAI's API.")
 class GenerationBody(TermsBody, ConstrainedBody):
     """Fields that all generating routes of this dialect have in common."""
 
@@ -116,7 +116,7 @@ class GenerationBody(TermsBody, ConstrainedBody):
 
         ``breakers``: finds the tokens that end a repetition for DRY.
         """
-        values = values_of(self, "openai")
+        values = read_sampling_values(self, "openai")
         values["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say "off"
         if values["repetition_penalty"] is None:
             values["repetition_penalty"] = self.repeat_penalty
