@@ -43,6 +43,15 @@ def test_fork_takes_no_cells():
     assert (cells.num_private(source), cells.num_private(fork)) == (15, 5)
 
 
+def test_fork_at_end_of_extent_splits_nothing():
+    """A chain of many forks would otherwise collect empty extents."""
+    cells = Cells(100)
+    source = make_chain(cells, 30)
+    for _ in range(3):
+        cells.fork(source, 20)
+    assert [extent.length for extent in source.extents()] == [10, 20]
+
+
 def test_shared_cells_remain_until_last_chain_is_cut():
     """The source may be cut first."""
     cells = Cells(100)

@@ -59,6 +59,16 @@ def test_readers_resume_when_their_snapshot_has_been_read() -> None:
     assert [*deferred] == [seqs[1]]
 
 
+def test_reader_of_next_snapshot_ignores_the_last_one() -> None:
+    deferred, seq = Deferred(), sequence()
+    for key in (1, 2):
+        deferred.await_read(Snapshot(key, [1] * 7, 100, StorageTier.DISK), seq)
+        if key == 1:
+            assert deferred.take_readers(1) == [seq]
+    assert deferred.take_readers(1) == []
+    assert deferred.take_readers(2) == [seq]
+
+
 def test_discarded_sequence_is_never_returned() -> None:
     deferred, leader, follower, reader = Deferred(), sequence(50), sequence(), sequence()
     deferred.follow(leader, 10, follower)

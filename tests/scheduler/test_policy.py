@@ -21,6 +21,7 @@ from cllm.scheduler.policy import (
     Fair,
     FirstComeFirstServed,
     make_policy,
+    split_prefill_budget,
 )
 from cllm.scheduler.waiting import AGED_SHARE, PATIENCE, Waiting
 
@@ -126,6 +127,36 @@ def test_idle_accounts_save_no_credit():
         waiting.push(sequence("busy"))
     first = [seq.request.account for seq in order(waiting)[:10]]
     assert 4 <= first.count("busy") <= 6
+
+
+def test_account_that_returns_starts_at_the_floor_or_its_own_counter():
+    policy = Fair({})
+    light, heavy = sequence("light"), sequence("heavy")
+    policy.served(light, 10, 0)
+    for _ in range(10):
+        policy.served(heavy, 100, 0)
+    assert policy.floors[light.request.priority] == 900
+    for seq, counter in ((light, 900), (heavy, 1000)):
+        policy.arrived(policy.group(seq))
+        assert policy.rank(policy.group(seq))[1] == counter
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "efficient", "shares"),
+    [
+        ([100, 10], 40, 1000, [(1, 10), (0, 30)]),  # a short prompt joins the step
+        ([100, 50], 40, 1000, [(0, 40), (1, 0)]),  # half as long is not short
+        ([100, 15, 10], 40, 1000, [(1, 15), (0, 25), (2, 0)]),  # the first keeps half
+        ([10, 100], 40, 1000, [(0, 10), (1, 30)]),
+        ([10, 20, 20], 60, 15, [(0, 10), (1, 20), (2, 0)]),  # enough tokens for an efficient step
+        ([10, 20], 5, 1000, [(0, 5), (1, 0)]),
+        ([], 40, 1000, []),
+    ],
+)
+def test_prefill_budget_is_split(sizes, budget, efficient, shares):
+    seqs = [sequence(size=size) for size in sizes]
+    found = split_prefill_budget(seqs, budget, efficient)
+    assert [(seqs.index(seq), share) for seq, share in found] == shares
 
 
 def test_earlier_deadline_goes_first_within_account():
