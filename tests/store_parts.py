@@ -37,6 +37,17 @@ def names(folder):
 
 
 @contextlib.contextmanager
+def failing_deletion(store, table):
+    """Let the database fail when it deletes a row of ``table``."""
+    trigger = f"fail BEFORE DELETE ON {table} BEGIN SELECT RAISE(ABORT, 'disk I/O error'); END"
+    store._database.rows(f"CREATE TRIGGER {trigger}")
+    try:
+        yield
+    finally:
+        store._database.rows("DROP TRIGGER fail")
+
+
+@contextlib.contextmanager
 def full_disk(size):
     """Cut off writes that would make a file larger than ``size``, as a full disk does."""
     resource = pytest.importorskip("resource")

@@ -3,12 +3,14 @@
 import time
 
 import pytest
-from store_parts import OWN, full_disk, names, opened, put
+from store_parts import OWN, failing_deletion, full_disk, names, opened, put
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
 from cllm.store import batches
+from cllm.store.answers import Answers
 from cllm.store.batches import BatchRecord
+from cllm.store.files import insert_file, new_file
 
 
 def record_of(file, batch_id="batch_1", **more):
@@ -80,6 +82,60 @@ def test_oldest_batches_that_have_ended_are_deleted_with_their_answers(store, mo
     assert store.room._num_bytes == 1
 
 
+def test_batch_is_not_created_if_an_old_record_cannot_be_deleted(store, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_RECORDS", 1)
+    file = put(store, b"x")
+    add(store, file, "batch_1", status="failed")
+    with failing_deletion(store, "batches"), pytest.raises(BadRequest, match="disk") as caught:
+        add(store, file, "batch_2")
+    assert caught.value.status == 507
+    assert [record.id for record in store.batches.of_account(OWN)] == ["batch_1"]
+
+
+def test_batch_is_created_if_old_answers_cannot_be_deleted(store, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_RECORDS", 1)
+
+    def fail(answers):
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(Answers, "delete", fail)
+    file = put(store, b"x")
+    add(store, file, "batch_1", status="failed")
+    add(store, file, "batch_2")
+    assert [record.id for record in store.batches.of_account(OWN)] == ["batch_2"]
+
+
+def test_record_of_an_ended_batch_does_not_change(store):
+    record = add(store, put(store, b"x"))
+    record.status = "expired"
+    store.batches.save(record)
+    store.batches.save(record_of(store.files.of_account(OWN)[0], status="cancelling"))
+    assert store.batches.get("batch_1", OWN).status == "expired"
+    assert store.batches.unfinished() == []
+
+
+def test_damaged_record_is_skipped_and_its_files_are_kept(tmp_path, caplog):
+    with opened(tmp_path) as store:
+        file = put(store, b"x")
+        record = add(store, file, output_file_id="file-2")
+        intact = add(store, file, "batch_2")
+        store.batches.answers(record.id).errors.write_bytes(b"{}\n")
+        store.files.path("file-2").write_bytes(b"{}\n")
+        with store._database.transaction() as connection:
+            connection.execute(
+                "UPDATE batches SET record = replace(record, 'validating', 'pausing') WHERE id = ?",
+                (record.id,),
+            )
+    with opened(tmp_path) as store:
+        assert store.batches.unfinished() == store.batches.of_account(OWN) == [intact]
+        with pytest.raises(BadRequest, match="no batch"):
+            store.batches.get(record.id, OWN)
+        assert store.room._num_bytes == 7
+    assert "the record of batch_1 cannot be read" in caplog.text
+    assert names(tmp_path / "batches") == {"batch_1.errors"}
+    assert names(tmp_path / "files") == {f"{file.id}.data", "file-2.data"}
+
+
 def test_batch_is_not_created_if_the_disk_is_full(store):
     file = put(store, b"x")
     with full_disk(1000), pytest.raises(BadRequest, match="disk") as caught:
@@ -123,6 +179,32 @@ def test_answers_become_files_when_a_batch_has_finished(store):
     store.batches.finish(record)
     check_finished(store)
     assert store.files.get("file-2", OWN).expires_at >= time.time() + 3500
+
+
+def test_file_that_already_has_a_record_is_counted_once(tmp_path):
+    """An earlier version recorded the files of a batch one at a time, and crashed in between."""
+    with opened(tmp_path) as store:
+        record = add(store, put(store, b"x"))
+        make_answers(store, record)
+        store.files.move_in(store.batches.answers(record.id).output, "file-2")
+        file = new_file("o", "batch_1.output.jsonl", "batch_output", 3, None, "file-2")
+        with store._database.transaction() as connection:
+            insert_file(connection, file)
+    with opened(tmp_path) as store:
+        record.status = "completed"
+        store.batches.finish(record)
+        check_finished(store)
+
+
+def test_answers_named_by_a_failed_batch_survive_the_start(tmp_path):
+    with opened(tmp_path) as store:
+        file = put(store, b"x")
+        add(store, file, status="failed", output_file_id="file-2")
+        store.files.path("file-2").write_bytes(b"{}\n")
+    with opened(tmp_path) as store:
+        assert store.files.path("file-2").read_bytes() == b"{}\n"
+        assert store.files.of_account(OWN) == [file]
+        assert (store.room._num_files, store.room._num_bytes) == (1, 4)
 
 
 @pytest.mark.parametrize("num_moved", [0, 1, 2])

@@ -3,7 +3,7 @@
 import stat
 
 import pytest
-from store_parts import OWN, full_disk, names, opened, put
+from store_parts import OWN, failing_deletion, full_disk, names, opened, put
 
 from cllm.core.account import Account
 from cllm.errors import BadRequest
@@ -81,6 +81,23 @@ def test_file_expires_unless_a_batch_reads_it(store):
     store.batches.save(record)
     with pytest.raises(BadRequest, match="no file"):
         store.files.get(file.id, OWN)
+    assert names(store.folder / "files") == set()
+    assert (store.room._num_files, store.room._num_bytes) == (0, 0)
+
+
+def test_expired_file_that_cannot_be_deleted_is_hidden(store):
+    """Other files can be read, and the next call tries again."""
+    expired, kept = put(store, b"x"), put(store, b"content")
+    put_back(store, expired, expires_at=1)
+    with failing_deletion(store, "files"):
+        for call in (store.files.get, store.files.delete):
+            with pytest.raises(BadRequest, match="no file"):
+                call(expired.id, OWN)
+        assert store.files.of_account(OWN) == [kept]
+        assert store.files.get(kept.id, OWN) == kept
+        store.files.open(kept.id, OWN)[1].close()
+        assert store.room._num_files == 2
+    store.files.delete(kept.id, OWN)
     assert names(store.folder / "files") == set()
     assert (store.room._num_files, store.room._num_bytes) == (0, 0)
 

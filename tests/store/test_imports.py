@@ -98,7 +98,7 @@ def countdown(work):
         return work(*arguments)
     return called
 
-imports.import_file = countdown(imports.import_file)
+imports.insert_file = countdown(imports.insert_file)
 imports.import_batch = countdown(imports.import_batch)
 Path.unlink = countdown(Path.unlink)
 Store(Path(sys.argv[1]), 10, 10_000)._open()

@@ -5,6 +5,8 @@ A batch that has ended is deleted when there are too many.
 
 from __future__ import annotations
 
+import logging
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -67,6 +69,9 @@ class BatchRecord(msgspec.Struct):
 
 
 INSERT = "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO"
+FILE_ID = re.compile(rb'"(file-\w+)"')
+
+log = logging.getLogger("cllm.store")
 
 
 class BatchStore:
@@ -84,17 +89,16 @@ class BatchStore:
     def load(self) -> set[str]:
         """Take the room of the answers in the folder. Delete those that belong to no batch.
 
-        Returns the ids of the files that unfinished batches may already have begun to make.
+        Returns the ids of the files that batches name. Damaged records name files too.
         """
-        known = {batch_id for (batch_id,) in self._database.rows("SELECT id FROM batches")}
+        records = dict(self._database.rows("SELECT id, CAST(record AS BLOB) FROM batches"))
         for pattern in ("batch_*.output", "batch_*.errors"):
             for path in self._folder.glob(pattern):
-                if path.stem in known:
+                if path.stem in records:
                     self._room.take(path.stat().st_size, check=False)
                 else:
                     path.unlink()
-        made = ((record.output_file_id, record.error_file_id) for record in self.unfinished())
-        return {file_id for ids in made for file_id in ids if file_id is not None}
+        return {found.decode() for data in records.values() for found in FILE_ID.findall(data)}
 
     def answers(self, batch_id: str) -> Answers:
         """Return the answers of a batch, always the same object while it runs."""
@@ -117,27 +121,32 @@ class BatchStore:
             )
             raise BadRequest(message, code="too_many_batches", status=429)
         self._room.check(2)
+        oldest = self._database.rows(
+            "SELECT id FROM batches WHERE has_ended ORDER BY created_at, rowid LIMIT ?",
+            max(0, num_records + 1 - MAX_RECORDS),
+        )
         try:
-            self.save(record)
-            self._delete_oldest(num_records + 1 - MAX_RECORDS)
+            with self._database.transaction() as connection:
+                insert_batch(connection, record)
+                connection.executemany("DELETE FROM batches WHERE id = ?", oldest)
         except OSError as error:
             raise disk_fault(error) from None
+        for (batch_id,) in oldest:
+            self._delete_answers(batch_id)
 
-    def _delete_oldest(self, count: int) -> None:
-        """Delete the ``count`` oldest batches that have ended."""
-        for (batch_id,) in self._database.rows(
-            "SELECT id FROM batches WHERE has_ended ORDER BY created_at, rowid LIMIT ?",
-            max(0, count),
-        ):
-            with self._database.transaction() as connection:
-                connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
-            answers = self.answers(batch_id)
-            self._room.give_back(answers.num_bytes())
+    def _delete_answers(self, batch_id: str) -> None:
+        """Delete the answers of a batch without a record. If that fails, the next start does it."""
+        answers = self.answers(batch_id)
+        try:
+            num_bytes = answers.num_bytes()
             answers.delete()
-            del self._answers[batch_id]
+            self._room.give_back(num_bytes)
+        except OSError as error:
+            log.warning("the answers of %s cannot be deleted: %s", batch_id, error)
+        del self._answers[batch_id]
 
     def save(self, record: BatchRecord) -> None:
-        """Store the current state of ``record``. Raises OSError."""
+        """Store the current state of ``record``, unless its batch has ended. Raises OSError."""
         with self._database.transaction() as connection:
             insert_batch(connection, record)
 
@@ -161,17 +170,16 @@ class BatchStore:
                     new_file(record.account, name, "batch_output", size, expires_after, file_id)
                 )
         with self._database.transaction() as connection:
-            for file in files:
-                insert_file(connection, file)
+            num_new = sum(insert_file(connection, file) for file in files)
             insert_batch(connection, record)
-        self._room.take(0, len(files), check=False)  # their bytes were taken as answers
+        self._room.take(0, num_new, check=False)  # their bytes were taken as answers
 
     def get(self, batch_id: str, account: Account) -> BatchRecord:
         """Return a batch.
 
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
-        query = "SELECT record FROM batches WHERE id = ? AND account = ?"
+        query = "SELECT id, record FROM batches WHERE id = ? AND account = ?"
         found = self._select(query, batch_id, account.name)
         if not found:
             message = f"There is no batch {batch_id[:100]!r}."
@@ -180,22 +188,29 @@ class BatchStore:
 
     def of_account(self, account: Account) -> list[BatchRecord]:
         """Return the batches of ``account``, newest first."""
-        query = "SELECT record FROM batches WHERE account = ? ORDER BY created_at DESC, rowid DESC"
-        return self._select(query, account.name)
+        query = "SELECT id, record FROM batches WHERE account = ?"
+        return self._select(f"{query} ORDER BY created_at DESC, rowid DESC", account.name)
 
     def unfinished(self) -> list[BatchRecord]:
         """Return the batches that have not ended, oldest first."""
-        query = "SELECT record FROM batches WHERE NOT has_ended ORDER BY created_at, rowid"
+        query = "SELECT id, record FROM batches WHERE NOT has_ended ORDER BY created_at, rowid"
         return self._select(query)
 
     def _select(self, query: str, *values: str) -> list[BatchRecord]:
-        rows = self._database.rows(query, *values)
-        return [msgspec.json.decode(data, type=BatchRecord) for (data,) in rows]
+        """Return the records that ``query`` finds, without damaged ones."""
+        records = []
+        for batch_id, data in self._database.rows(query, *values):
+            try:
+                records.append(msgspec.json.decode(data, type=BatchRecord))
+            except msgspec.DecodeError as error:
+                log.warning("the record of %s cannot be read: %s", batch_id, error)
+        return records
 
 
 def insert_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:
+    """Store ``record``. The record of a batch that has ended does not change any more."""
     update = "UPDATE SET has_ended = excluded.has_ended, record = excluded.record"
-    connection.execute(f"{INSERT} {update}", row_of(record))
+    connection.execute(f"{INSERT} {update} WHERE NOT batches.has_ended", row_of(record))
 
 
 def import_batch(connection: sqlite3.Connection, record: BatchRecord) -> None:

@@ -95,11 +95,12 @@ class FileStore:
         self._database = database
         self._room = room
 
-    def load(self, unfinished: AbstractSet[str]) -> None:
+    def load(self, named: AbstractSet[str]) -> None:
         """Take the room of all files. Delete what a crash has left incomplete, and leave files of
         other programs alone.
 
-        ``unfinished``: ids of files that a batch was making; their contents are kept.
+        ``named``: ids of files that batches name. Their contents are kept, because a batch may have
+        been making them.
         """
         lost = []
         for file_id, num_bytes in self._database.rows("SELECT id, bytes FROM files"):
@@ -110,11 +111,11 @@ class FileStore:
         with self._database.transaction() as connection:
             connection.executemany("DELETE FROM files WHERE id = ?", lost)
         known = {file_id for (file_id,) in self._database.rows("SELECT id FROM files")}
-        for file_id in unfinished - known:
+        for file_id in named - known:
             if (content := self.path(file_id)).exists():
                 self._room.take(content.stat().st_size, check=False)
         for path in self._folder.glob("file-*"):
-            is_known = path.suffix == ".data" and path.stem in known | unfinished
+            is_known = path.suffix == ".data" and path.stem in known | named
             if not is_known and path.suffix in SUFFIXES and path.is_file():
                 path.unlink()
 
@@ -160,10 +161,8 @@ class FileStore:
 
         Raises BadRequest (404) if it does not exist or belongs to another account.
         """
-        self._forget_expired()
-        found = self._select(
-            "SELECT * FROM files WHERE id = ? AND account = ?", file_id, account.name
-        )
+        query = "SELECT * FROM files WHERE id = ? AND account = ?"
+        found = self._find(query, file_id, account.name)
         if not found:
             message = f"There is no file {file_id[:100]!r}."
             raise BadRequest(message, param=param, code="file_not_found", status=404)
@@ -176,9 +175,8 @@ class FileStore:
 
     def of_account(self, account: Account) -> list[StoredFile]:
         """Return the files of ``account``, oldest first."""
-        self._forget_expired()
         query = "SELECT * FROM files WHERE account = ? ORDER BY created_at, rowid"
-        return self._select(query, account.name)
+        return self._find(query, account.name)
 
     def delete(self, file_id: str, account: Account) -> None:
         """Delete a file. Raises BadRequest if a batch still reads it, and what ``get`` raises."""
@@ -190,17 +188,26 @@ class FileStore:
             raise BadRequest(message, param="file_id", code="file_in_use")
         self._delete(file)
 
+    def _find(self, query: str, *values: str) -> list[StoredFile]:
+        """Return the files that ``query`` finds and that have not expired.
+
+        Delete those that have expired and that no batch reads. If that fails, the next call tries
+        again.
+        """
+        undeleted = set()
+        for file in self._select(
+            "SELECT * FROM files WHERE expires_at < ? AND NOT EXISTS"
+            " (SELECT 1 FROM batches WHERE input_file_id = files.id AND NOT has_ended)",
+            time.time(),
+        ):
+            try:
+                self._delete(file)
+            except BadRequest:  # which has been logged
+                undeleted.add(file)
+        return [file for file in self._select(query, *values) if file not in undeleted]
+
     def _select(self, query: str, *values: str | float) -> list[StoredFile]:
         return [StoredFile(*row) for row in self._database.rows(query, *values)]
-
-    def _forget_expired(self) -> None:
-        """Delete the files that have expired and that no batch reads."""
-        query = (
-            "SELECT * FROM files WHERE expires_at < ? AND NOT EXISTS"
-            " (SELECT 1 FROM batches WHERE input_file_id = files.id AND NOT has_ended)"
-        )
-        for file in self._select(query, time.time()):
-            self._delete(file)
 
     def _delete(self, file: StoredFile) -> None:
         """Delete a file. Raises BadRequest (507)."""
@@ -213,15 +220,10 @@ class FileStore:
         self._room.give_back(file.bytes, 1)
 
 
-def insert_file(connection: sqlite3.Connection, file: StoredFile) -> None:
-    insert = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
-    connection.execute(insert, msgspec.structs.astuple(file))
-
-
-def import_file(connection: sqlite3.Connection, file: StoredFile) -> None:
-    """Record ``file``, unless there is a record of it."""
+def insert_file(connection: sqlite3.Connection, file: StoredFile) -> int:
+    """Record ``file``, unless there is a record of it. Returns the number of new records."""
     insert = "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
-    connection.execute(insert, msgspec.structs.astuple(file))
+    return connection.execute(insert, msgspec.structs.astuple(file)).rowcount
 
 
 def disk_fault(error: OSError) -> BadRequest:

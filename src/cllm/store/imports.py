@@ -11,7 +11,7 @@ import msgspec
 
 from cllm.store.batches import BatchRecord, import_batch
 from cllm.store.database import Database
-from cllm.store.files import StoredFile, import_file
+from cllm.store.files import StoredFile, insert_file
 
 T = TypeVar("T", StoredFile, BatchRecord)
 
@@ -27,7 +27,7 @@ def import_records(files: Path, batches: Path, database: Database) -> None:
     with database.transaction() as connection:
         for path, file in records_in(files, StoredFile):
             if path.with_suffix(".data").exists():
-                import_file(connection, file)
+                insert_file(connection, file)
             imported.append(path)
         for path, record in records_in(batches, BatchRecord):
             import_batch(connection, record)
