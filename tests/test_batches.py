@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import sqlite3
+import threading
 import time
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from cllm.batches import Batches
 from cllm.errors import BadRequest, EngineError
 from cllm.process.backlog import QueueFull
 from cllm.registry import Registry
+from cllm.store import batches as store_module
 from cllm.store.batches import BatchRecord
 from cllm.store.files import new_file
 from cllm.store.store import Store
@@ -275,6 +278,184 @@ def test_batch_waits_while_the_disk_is_full(tmp_path, monkeypatch):
         assert server.contents(record)[0] == {str(i): i * i for i in range(7)}
 
     run(tmp_path, test)
+
+
+def fail_calls(monkeypatch, name, error, times):
+    """Let the first ``times`` calls of ``name`` in the store's thread raise."""
+    run, left = module.Store.run, [times]
+
+    async def run_and_fail(store, work, *arguments):
+        if left[0] and work.__name__ == name:
+            left[0] -= 1
+            raise error
+        return await run(store, work, *arguments)
+
+    monkeypatch.setattr(module.Store, "run", run_and_fail)
+
+
+@pytest.mark.parametrize("name", ["answered", "flush", "save", "finish"])
+def test_batch_waits_while_the_disk_fails(tmp_path, monkeypatch, name):
+    async def test(server):
+        fail_calls(monkeypatch, name, OSError(errno.EIO, "Input/output error"), times=2)
+        await server.begin(NUMBERS)
+        record = await server.ended()
+        assert record.status == "completed"
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+
+    run(tmp_path, test)
+
+
+def test_answers_survive_a_failed_transaction_at_the_end(tmp_path, monkeypatch):
+    """The transaction fails after the answers have become the content of a file."""
+    insert, left = store_module.insert_file, [1]
+
+    def fail_once(connection, file):
+        if left[0]:
+            left[0] -= 1
+            raise sqlite3.OperationalError("disk I/O error")
+        return insert(connection, file)
+
+    async def first(server):
+        monkeypatch.setattr(store_module, "insert_file", fail_once)
+        await server.begin(NUMBERS)
+        assert (await server.ended()).status == "completed"
+
+    async def second(server):
+        record = await server.ended()
+        file = await server.store.run(server.store.files.get, record.output_file_id, OWN)
+        assert file.filename == "batch_1.output.jsonl"
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+@pytest.mark.parametrize("name", ["answered", "finish"])
+def test_answers_are_delivered_after_an_unexpected_error(tmp_path, monkeypatch, name):
+    """It occurs when all requests have been computed."""
+    lines, go_on = Squares(), asyncio.Event()
+
+    async def test(server):
+        await server.begin(NUMBERS)
+        await server.until(lambda record: record.completed)
+        fail_calls(monkeypatch, name, ValueError("a bug"), times=1)
+        go_on.set()
+        record = await server.ended()
+        assert (record.status, record.errors) == ("failed", [module.INTERNAL])
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+
+    async def hold_last(record, request_id, body, service):
+        if request_id == "6":
+            await go_on.wait()
+        return await Squares.answer(lines, record, request_id, body, service)
+
+    lines.answer = hold_last
+    run(tmp_path, test, lines)
+
+
+def test_batch_that_cannot_be_finished_continues_at_the_next_start(tmp_path, monkeypatch):
+    async def first(server):
+        await server.begin(NUMBERS)
+        (task,) = server.batches._running.values()
+        await task
+        assert server.batches._unfinished == {}
+        assert not (await server.batches.get("batch_1", OWN)).has_ended
+
+    async def second(server):
+        record = await server.ended()
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+
+    def fail(*arguments):
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(store_module, "insert_file", fail)
+        run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_batch_that_is_expiring_cannot_be_cancelled(tmp_path):
+    """Otherwise the record of the cancelled batch would replace the final one."""
+
+    async def test(server):
+        has_finished, go_on = threading.Event(), threading.Event()
+        finish = server.store.batches.finish
+
+        def finish_and_wait(record):
+            finish(record)
+            has_finished.set()
+            assert go_on.wait(60)
+
+        server.store.batches.finish = finish_and_wait
+        await server.begin(NUMBERS, expires_at=int(time.time()) + 2)
+        record = await server.batches.get("batch_1", OWN)
+        assert await asyncio.to_thread(has_finished.wait, 60)
+        assert record.status == "in_progress"
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(BadRequest, match="no longer be cancelled"):
+            await server.batches.cancel(record)
+        assert (await server.ended()).status == "expired"
+        assert await server.store.run(server.store.batches.unfinished) == []
+
+    run(tmp_path, test, Squares(r1=[FOREVER], r2=[FOREVER]))
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_batch_is_started_once_while_the_store_opens(tmp_path, is_earlier):
+    """It was left by an earlier server, or is created by a request at that time."""
+
+    async def first(server):
+        if is_earlier:
+            await server.begin(NUMBERS)
+
+    async def second():
+        server, go_on = Server(tmp_path, lines := Squares()), asyncio.Event()
+        open_store = server.store.open
+
+        async def open_slowly():
+            has_opened = await open_store()
+            server.store.open = open_store
+            await go_on.wait()
+            return has_opened
+
+        async def request():
+            await server.batches.open()
+            if not is_earlier:
+                await server.begin(NUMBERS)
+
+        server.store.open = open_slowly
+        starting = asyncio.create_task(server.batches.start())
+        while server.store.open is open_slowly:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        requesting = asyncio.create_task(request())
+        await asyncio.wait({requesting}, timeout=0.2)
+        go_on.set()
+        await asyncio.gather(starting, requesting)
+        record = await server.ended()
+        assert server.contents(record) == [{str(i): i * i for i in range(7)}, {}]
+        assert sorted(lines.tried) == [*"0123456"]
+        await server.batches.stop()
+
+    run(tmp_path, first, Squares(**{f"r{i}": [FOREVER] for i in range(7)}))
+    asyncio.run(second())
+
+
+def test_server_starts_if_batches_cannot_continue(tmp_path, monkeypatch):
+    """The next request tries again."""
+
+    async def main():
+        server = Server(tmp_path, Squares())
+        with monkeypatch.context() as patches:
+            patches.setattr(store_module.BatchStore, "unfinished", lambda store: 1 / 0)
+            await server.batches.start()
+            with pytest.raises(ZeroDivisionError):
+                await server.batches.open()
+        await server.batches.open()
+        await server.begin(NUMBERS)
+        assert (await server.ended()).status == "completed"
+        await server.batches.stop()
+
+    asyncio.run(main())
 
 
 def test_batch_keeps_the_answers_that_fit_when_it_fails(tmp_path):

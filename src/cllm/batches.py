@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -37,8 +36,7 @@ MISSING = {  # why a request has no answer, by the status of its batch
     "cancelled": "The batch was cancelled before this request was computed.",
 }
 INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-DISK_PAUSE = 2.0  # seconds between two attempts to write to a full disk
+DISK_PAUSE = 2.0  # seconds between two attempts to use a disk that is full or fails
 LINES_AT_ONCE = 500  # unanswered requests that are reported in one write
 
 log = logging.getLogger("cllm.batches")
@@ -96,22 +94,35 @@ class Batches:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._working: dict[str, asyncio.Task[None]] = {}  # tasks that answer the lines of a batch
         self._slots = asyncio.Semaphore(max_lines_at_once)
+        self._opening = asyncio.Lock()
+        self._is_open = False
 
     async def open(self) -> None:
         """Open the store, and continue the batches of an earlier server.
 
         Raises BadRequest (503).
         """
-        if await self.store.open():
-            for record in await self.store.run(self.store.batches.unfinished):
-                log.info("resuming batch %s", record.id)
-                self._start(record)
+        async with self._opening:  # no batch is created before the earlier ones continue
+            if not self._is_open:
+                await self.store.open()
+                for record in await self.store.run(self.store.batches.unfinished):
+                    log.info("resuming batch %s", record.id)
+                    self._start(record)
+                self._is_open = True
 
     async def start(self) -> None:
-        """Continue the batches of an earlier server, if there is a folder."""
-        if self.store.folder.exists():
-            with contextlib.suppress(BadRequest):  # which has been logged
+        """Continue the batches of an earlier server, if there is a folder.
+
+        An error does not prevent the server from starting; the next request for a file or a batch
+        tries again.
+        """
+        try:
+            if self.store.folder.exists():
                 await self.open()
+        except BadRequest:
+            pass  # it has been logged
+        except Exception:
+            log.exception("the batches of an earlier server cannot be continued")
 
     async def stop(self) -> None:
         """Stop computing, and close the store."""
@@ -144,18 +155,21 @@ class Batches:
         records = await self.store.run(self.store.batches.of_account, account)
         return [newest(record, unfinished) for record in records]
 
-    async def cancel(self, record: BatchRecord) -> None:
-        """End a batch with the answers that it has.
+    async def cancel(self, record: BatchRecord) -> BatchRecord:
+        """End a batch with the answers that it has, and return its newest record.
 
         Raises BadRequest if it is too late for that.
         """
-        if record.status not in ("validating", "in_progress", "cancelling"):
+        record = self._unfinished.get(record.id, record)
+        can_cancel = record.status in ("validating", "in_progress") and not record.ending
+        if not can_cancel and record.status != "cancelling":
             message = f"The batch is {record.status}; it can no longer be cancelled."
             raise BadRequest(message, param="batch_id", code="invalid_status")
-        if record.status != "cancelling":
+        if can_cancel:
             await self._turn(record, "cancelling")
         if record.id in self._working:
             self._working[record.id].cancel()
+        return record
 
     def _start(self, record: BatchRecord) -> None:
         self._unfinished[record.id] = record
@@ -164,14 +178,12 @@ class Batches:
         task.add_done_callback(lambda _: self._running.pop(record.id))
 
     async def _on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``. While the disk is full, wait and retry."""
+        """Return the result of ``work``. While the disk is full or fails, wait and retry."""
         while True:
             try:
                 return await self.store.run(work, *arguments)
             except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                log.warning("batches wait for disk space: %s", error)
+                log.warning("batches wait for the disk: %s", error)
                 await asyncio.sleep(DISK_PAUSE)
 
     async def _turn(self, record: BatchRecord, status: Status) -> None:
@@ -180,7 +192,11 @@ class Batches:
         await self._on_disk(self.store.batches.save, record)
 
     async def _run(self, record: BatchRecord) -> None:
-        """Run a batch from its current status to its end."""
+        """Run a batch from its current status to its end.
+
+        After an unexpected error it ends as failed, with the answers that it has. If even that is
+        impossible, it stays unfinished, and the next server tries again.
+        """
         try:
             if record.status == "validating":
                 await self._validate(record)
@@ -189,9 +205,13 @@ class Batches:
                 await self._finish(record)
         except Exception:
             log.exception("the batch %s failed", record.id)
-            record.errors = [INTERNAL]
-            await self._turn(record, "failed")
-        del self._unfinished[record.id]
+            record.errors, record.ending = [INTERNAL], "failed"
+            try:
+                await self._finish(record)
+            except Exception:
+                log.exception("the batch %s stays unfinished until the next start", record.id)
+        finally:
+            del self._unfinished[record.id]
 
     async def _validate(self, record: BatchRecord) -> None:
         path = self.store.files.path(record.input_file_id)

@@ -484,7 +484,7 @@ def test_batch_pauses_while_the_disk_is_full(start_server):
             upload(client, lines)
         assert caught.value.status_code == 507
         end = time.monotonic() + PATIENCE
-        while "batches wait for disk space" not in server.log:
+        while "batches wait for the disk" not in server.log:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert (

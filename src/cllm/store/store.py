@@ -52,16 +52,16 @@ class Store:
             raise EngineError("The server is shutting down.")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def open(self) -> bool:
+    async def open(self) -> None:
         """Create the folder if necessary, lock it, and load what an earlier server left.
 
-        Returns whether this call has opened it. Raises BadRequest (503) if that fails.
+        Does nothing if it is open. Raises BadRequest (503) if that fails.
         """
-        return not self._is_open and await self.run(self._open)
+        await self.run(self._open)
 
-    def _open(self) -> bool:
+    def _open(self) -> None:
         if self._is_open:
-            return False
+            return
         try:
             self._lock = lock_folder(self.folder)
             self._load()
@@ -76,7 +76,6 @@ class Store:
             )
             raise BadRequest(message, code="storage_unavailable", status=503) from None
         self._is_open = True
-        return True
 
     def _load(self) -> None:
         files, batches = self.folder / "files", self.folder / "batches"

@@ -115,8 +115,7 @@ async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
     """Cancel a batch. It keeps the answers that it has so far."""
     batches = await open_batches(request)
     record = await batches.get(batch_id, call_of(request).account())
-    await batches.cancel(record)
-    return batch_object(record)
+    return batch_object(await batches.cancel(record))
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
