@@ -495,6 +495,20 @@ def test_longer_snapshot_replaces_shorter_one():
     ledger.check()
 
 
+def test_snapshot_with_other_end_is_not_replaced():
+    """Two conversations that begin alike both stay in RAM."""
+    ledger = make_ledger_with_ram(1000)
+    run_and_release(ledger, LONGER[:70])
+    ledger.make_room(120)
+    seq = start(ledger, [*LONGER[:60], *range(500, 530)])
+    end(ledger, seq)
+    operations = ledger.make_room(120)
+    assert Save(seq.seq_id, 1) in operations
+    assert Drop(0) not in operations
+    assert list(ledger.snapshots.tiers.ram) == [0, 1]
+    ledger.check()
+
+
 def test_file_of_replaced_snapshot_is_still_tracked():
     """Otherwise it would never be deleted, and the folder would exceed its budget."""
     ledger = make_ledger_with_ram()
