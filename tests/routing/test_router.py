@@ -193,10 +193,12 @@ def test_size_of_prefix_table_is_limited(prompts: list[list[int]], max_blocks: i
 
 def test_full_table_forgets_the_ends_of_prompts_first() -> None:
     router = Router("prefix-window", 10)
-    (first,) = {router.choose(request(*range(10)), candidates(3)).number}
-    router.choose(request(99), candidates(3))
+    first = router.choose(request(*range(10)), candidates(3))
+    other = router.choose(request(99), candidates(3))
     assert router.num_blocks == 10
-    assert router.choose(request(*range(10)), candidates(3)).number == first
+    assert router.choose(request(99), candidates(3)).num_tokens < other.num_tokens, "the newest"
+    again = router.choose(request(*range(10)), candidates(3))
+    assert (again.number, again.num_tokens < first.num_tokens) == (first.number, True)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
