@@ -128,6 +128,10 @@ FAULTS = [
         ("if params.top_p < 1:", "if params.top_p > 1:"),
         ("weights >= params.min_p)", "weights <= params.min_p)"),
         ("shifted[:kept] / params.temperature", "shifted[:kept] * params.temperature"),
+    ),
+    *faults_in(
+        "sampling/pipeline.py",
+        "sampling/test_extensions.py",
         ("seq.num_prompt_tokens < params.min_tokens", "seq.num_prompt_tokens <= params.min_tokens"),
     ),
     *faults_in(
