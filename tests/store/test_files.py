@@ -102,6 +102,19 @@ def test_expired_file_that_cannot_be_deleted_is_hidden(store):
     assert (store.room._num_files, store.room._num_bytes) == (0, 0)
 
 
+def test_file_whose_record_cannot_be_deleted_has_no_content(store):
+    """The client can repeat its request."""
+    file = put(store, b"content")
+    with failing_deletion(store, "files"):
+        with pytest.raises(BadRequest, match="disk"):
+            store.files.delete(file.id, OWN)
+        with pytest.raises(BadRequest, match="no file") as caught:
+            store.files.open(file.id, OWN)
+        assert caught.value.status == 404
+    store.files.delete(file.id, OWN)
+    assert (store.room._num_files, store.room._num_bytes) == (0, 0)
+
+
 def put_back(store, file, expires_at):
     """Change when ``file`` expires."""
     with store._database.transaction() as connection:

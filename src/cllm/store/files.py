@@ -164,14 +164,16 @@ class FileStore:
         query = "SELECT * FROM files WHERE id = ? AND account = ?"
         found = self._find(query, file_id, account.name)
         if not found:
-            message = f"There is no file {file_id[:100]!r}."
-            raise BadRequest(message, param=param, code="file_not_found", status=404)
+            raise no_file(file_id, param)
         return found[0]
 
     def open(self, file_id: str, account: Account) -> tuple[StoredFile, BinaryIO]:
         """Return a file and its content. Raises what ``get`` raises."""
         file = self.get(file_id, account)
-        return file, self.path(file.id).open("rb")
+        try:
+            return file, self.path(file.id).open("rb")
+        except FileNotFoundError:  # it was deleted, and the disk kept its record from being deleted
+            raise no_file(file_id, "file_id") from None
 
     def of_account(self, account: Account) -> list[StoredFile]:
         """Return the files of ``account``, oldest first."""
@@ -224,6 +226,11 @@ def insert_file(connection: sqlite3.Connection, file: StoredFile) -> int:
     """Record ``file``, unless there is a record of it. Returns the number of new records."""
     insert = "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
     return connection.execute(insert, msgspec.structs.astuple(file)).rowcount
+
+
+def no_file(file_id: str, param: str) -> BadRequest:
+    message = f"There is no file {file_id[:100]!r}."
+    return BadRequest(message, param=param, code="file_not_found", status=404)
 
 
 def disk_fault(error: OSError) -> BadRequest:
