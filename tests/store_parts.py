@@ -20,7 +20,7 @@ def opened(folder, max_files=10, max_bytes=10_000):
     try:
         yield store
     finally:
-        store._release()
+        store._close_and_unlock()
 
 
 def put(store, content, expires_after=None):

@@ -293,7 +293,7 @@ def fail_calls(monkeypatch, name, error, times):
     monkeypatch.setattr(module.Store, "run", run_and_fail)
 
 
-@pytest.mark.parametrize("name", ["answered", "flush", "save", "finish"])
+@pytest.mark.parametrize("name", ["read_answered", "flush", "save", "finish"])
 def test_batch_waits_while_the_disk_fails(tmp_path, monkeypatch, name):
     async def test(server):
         fail_calls(monkeypatch, name, OSError(errno.EIO, "Input/output error"), times=2)
@@ -330,7 +330,7 @@ def test_answers_survive_a_failed_transaction_at_the_end(tmp_path, monkeypatch):
     run(tmp_path, second)
 
 
-@pytest.mark.parametrize("name", ["answered", "finish"])
+@pytest.mark.parametrize("name", ["read_answered", "finish"])
 def test_answers_are_delivered_after_an_unexpected_error(tmp_path, monkeypatch, name):
     """It occurs when all requests have been computed."""
     lines, go_on = Squares(), asyncio.Event()

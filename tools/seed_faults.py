@@ -245,7 +245,7 @@ def is_found(fault: Fault, sources: Path) -> bool:
         "HYPOTHESIS_STORAGE_DIRECTORY": str(sources / "hypothesis"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "not llama and not slow", *(f"tests/{name}" for name in fault.tests.split())]
+    command += ["-m", "not llama", *(f"tests/{name}" for name in fault.tests.split())]
     try:
         code = subprocess.run(
             command,

@@ -37,7 +37,7 @@ MISSING = {  # why a request has no answer, by the status of its batch
 }
 INTERNAL = {"code": "internal_error", "message": "Internal error.", "line": None, "param": None}
 DISK_PAUSE = 2.0  # seconds between two attempts to use a disk that is full or fails
-LINES_AT_ONCE = 500  # unanswered requests that are reported in one write
+MISSING_LINES_PER_WRITE = 500  # unanswered requests that are reported in one write
 
 log = logging.getLogger("cllm.batches")
 
@@ -166,7 +166,7 @@ class Batches:
             message = f"The batch is {record.status}; it can no longer be cancelled."
             raise BadRequest(message, param="batch_id", code="invalid_status")
         if can_cancel:
-            await self._turn(record, "cancelling")
+            await self._save_status(record, "cancelling")
         if record.id in self._working:
             self._working[record.id].cancel()
         return record
@@ -186,9 +186,9 @@ class Batches:
                 log.warning("batches wait for the disk: %s", error)
                 await asyncio.sleep(DISK_PAUSE)
 
-    async def _turn(self, record: BatchRecord, status: Status) -> None:
+    async def _save_status(self, record: BatchRecord, status: Status) -> None:
         """Change the status of ``record``, in memory and on disk."""
-        turn(record, status)
+        set_status(record, status)
         await self._on_disk(self.store.batches.save, record)
 
     async def _run(self, record: BatchRecord) -> None:
@@ -219,9 +219,9 @@ class Batches:
             self._lines.check, path, record.endpoint
         )
         if record.errors:
-            await self._turn(record, "failed")
+            await self._save_status(record, "failed")
         elif record.status == "validating":  # and not cancelled meanwhile
-            await self._turn(record, "in_progress")
+            await self._save_status(record, "in_progress")
 
     def _service_for(self, record: BatchRecord) -> Service | None:
         """Return the service of the batch's model, or None if this server has another one."""
@@ -295,7 +295,7 @@ class Batches:
         """
         answers = self.store.batches.answers(record.id)
         completed, failed, record.usage = await self._on_disk(
-            answers.answered, self._lines.identify
+            answers.read_answered, self._lines.identify
         )
         record.completed, record.failed = len(completed), len(failed)
         return completed | failed
@@ -342,13 +342,13 @@ class Batches:
             if record.ending in MISSING:
                 await self._report_missing(record, answered)
             elif record.status != "finalizing":
-                await self._turn(record, "finalizing")
+                await self._save_status(record, "finalizing")
             record.output_file_id = new_id() if record.completed else None
             record.error_file_id = new_id() if record.failed else None
             await self._on_disk(self.store.batches.save, record)
         assert record.ending
         final = msgspec.structs.replace(record)
-        turn(final, record.ending)
+        set_status(final, record.ending)
         await self._on_disk(self.store.batches.finish, final)
         log.info(
             "the batch %s is %s: %d answers, %d errors",
@@ -368,7 +368,7 @@ class Batches:
                 self.store.room.take(len(line), check=False)
                 answers.add(line, succeeded=False)
                 num_missing += 1
-                if num_missing % LINES_AT_ONCE == 0:
+                if num_missing % MISSING_LINES_PER_WRITE == 0:
                     await self._on_disk(answers.flush)
         await self._on_disk(answers.flush)
         record.failed += num_missing
@@ -379,7 +379,7 @@ def newest(stored: BatchRecord, unfinished: dict[str, BatchRecord]) -> BatchReco
     return stored if stored.has_ended else unfinished.get(stored.id, stored)
 
 
-def turn(record: BatchRecord, status: Status) -> None:
+def set_status(record: BatchRecord, status: Status) -> None:
     """Change the status of ``record``, and note the time."""
     record.status = status
     record.times = {**record.times, status: int(time.time())}

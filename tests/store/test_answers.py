@@ -26,10 +26,10 @@ def test_line_truncated_by_a_crash_is_removed(tmp_path):
     whole = answers.output.read_bytes()
     for cut in range(len(line("a")), len(whole)):
         answers.output.write_bytes(whole[:cut])
-        assert Answers(tmp_path, "batch_1").answered(identify) == ({"a"}, {"c"}, {"output": 4})
+        assert Answers(tmp_path, "batch_1").read_answered(identify) == ({"a"}, {"c"}, {"output": 4})
         assert answers.output.read_bytes() == line("a")
     answers.add(line("b"), succeeded=True)
-    assert answers.answered(identify) == ({"a", "b"}, {"c"}, {"output": 6}), (
+    assert answers.read_answered(identify) == ({"a", "b"}, {"c"}, {"output": 6}), (
         "added answers are written first"
     )
     assert answers.output.read_bytes() == whole

@@ -36,7 +36,7 @@ def test_history_with_a_missing_response_raises_an_error():
     store = ResponseStore(3, 10_000)
     add(store, "a")
     add(store, "b", "a")
-    assert history_of(store.turns("b", OWN)) == [
+    assert history_of(store.find_conversation("b", OWN)) == [
         {"t": "x"},
         {"id": "msg_a"},
         {"t": "x"},
@@ -44,16 +44,16 @@ def test_history_with_a_missing_response_raises_an_error():
     ]
     store.delete("a", OWN)
     with pytest.raises(BadRequest, match="'a' was not found"):
-        store.turns("b", OWN)
+        store.find_conversation("b", OWN)
     with pytest.raises(BadRequest):
-        store.turns("b", Account("another"))
+        store.find_conversation("b", Account("another"))
 
 
 def test_least_recently_used_responses_are_removed_first():
     store = ResponseStore(2, 10_000)
     add(store, "a")
     add(store, "b")
-    assert store.with_items(["msg_a", "msg_x"], OWN) == [store.get("a", OWN)]
+    assert store.find_by_items(["msg_a", "msg_x"], OWN) == [store.get("a", OWN)]
     add(store, "c")
     assert store.get("a", OWN)
     with pytest.raises(BadRequest, match="at most 2 responses"):
@@ -63,7 +63,7 @@ def test_least_recently_used_responses_are_removed_first():
 def test_items_are_found_by_their_account_only():
     store = ResponseStore(2, 10_000)
     add(store, "a")
-    assert store.with_items(["msg_a"], Account("another")) == []
+    assert store.find_by_items(["msg_a"], Account("another")) == []
     with pytest.raises(BadRequest, match="not found") as caught:
         store.get("a", Account("another"))
     assert caught.value.status == 404

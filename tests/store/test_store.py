@@ -62,8 +62,10 @@ def test_work_runs_in_order_in_another_thread(tmp_path):
         go_on.set()
         await asyncio.gather(first, *others)
         assert done == [*range(5)]
-        await store.close()
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0)
         with pytest.raises(EngineError, match="shutting down"):
             await store.run(done.append, 5)
+        await closing
 
     asyncio.run(main())

@@ -53,7 +53,7 @@ class Answers:
                 append_whole(path, b"".join(taken))
                 del lines[: len(taken)]
 
-    def answered(self, identify: Identify) -> AnsweredRequests:
+    def read_answered(self, identify: Identify) -> AnsweredRequests:
         """Return which requests have an answer, and their tokens.
 
         Remove lines that a crash has cut off.
@@ -61,7 +61,7 @@ class Answers:
         self.flush()
         usage: Counter[str] = Counter()
         completed, failed = (
-            set(ids_in(path, identify, usage)) for path in (self.output, self.errors)
+            set(read_request_ids(path, identify, usage)) for path in (self.output, self.errors)
         )
         return AnsweredRequests(completed, failed, dict(usage))
 
@@ -87,7 +87,7 @@ def append_whole(path: Path, data: bytes) -> None:
             raise
 
 
-def ids_in(path: Path, identify: Identify, usage: Counter[str]) -> Iterator[str]:
+def read_request_ids(path: Path, identify: Identify, usage: Counter[str]) -> Iterator[str]:
     """Yield the ids of the requests whose answers are in a file, and add their tokens to ``usage``.
 
     Remove a line that a crash has cut off.

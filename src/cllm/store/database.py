@@ -30,8 +30,8 @@ FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 
 
 class Database:
-    """A connection, which one thread uses. All errors of SQLite become OSError: ENOSPC if the disk
-    is full, else EIO.
+    """A connection, which one thread uses. All errors of SQLite become OSError: ENOSPC if a write
+    failed (the disk is full, or a quota is used up), else EIO.
     """
 
     def __init__(self, path: Path) -> None:

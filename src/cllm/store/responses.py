@@ -98,7 +98,7 @@ class ResponseStore:
         self.get(response_id, account)
         self._remove(response_id)
 
-    def with_items(self, item_ids: Iterable[str], account: Account) -> list[Stored]:
+    def find_by_items(self, item_ids: Iterable[str], account: Account) -> list[Stored]:
         """Return the responses of ``account`` whose output has an item with one of these ids.
 
         They count as used.
@@ -110,7 +110,7 @@ class ResponseStore:
             if name in self._stored and self._stored[name].account == account
         ]
 
-    def turns(
+    def find_conversation(
         self, response_id: str | None, account: Account, param: str = "previous_response_id"
     ) -> list[Stored]:
         """Return a response and all those before it, oldest first. They count as used.

@@ -66,7 +66,7 @@ class Store:
             self._lock = lock_folder(self.folder)
             self._load()
         except BaseException as error:
-            self._release()
+            self._close_and_unlock()
             if not isinstance(error, OSError):
                 raise
             log.warning("files and batches are off: %s: %s", self.folder, error.strerror)
@@ -90,11 +90,12 @@ class Store:
 
     async def close(self) -> None:
         """Finish what the thread has to do, and unlock the folder."""
-        await self.run(self._release)
+        last = self._thread.submit(self._close_and_unlock)
         self._is_closed = True
+        await asyncio.wrap_future(last)
         await asyncio.to_thread(self._thread.shutdown)
 
-    def _release(self) -> None:
+    def _close_and_unlock(self) -> None:
         if self._database is not None:
             self._database.close()
         if self._lock is not None:

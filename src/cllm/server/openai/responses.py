@@ -139,7 +139,7 @@ async def input_items(
     call = call_of(request)
     store, account = response_store(call), call.account()
     stored = store.get(response_id, account)
-    turns = store.turns(stored.previous_id, account)
+    turns = store.find_conversation(stored.previous_id, account)
     check_turns(call, [*turns, stored])
 
     def answer() -> bytes:
@@ -176,8 +176,8 @@ async def translate(
     sent = await off_loop(call, body.items)
     references = {item["id"] for item in sent if item["type"] == "item_reference"}
     referred, turns = (
-        store.with_items(references, account),
-        store.turns(body.previous_response_id, account),
+        store.find_by_items(references, account),
+        store.find_conversation(body.previous_response_id, account),
     )
     check_turns(call, [*referred, *turns])
 
