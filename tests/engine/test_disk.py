@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from cllm.core.params import SamplingParams
 from cllm.core.request import Request
 from cllm.engine.build import build_engine
 from cllm.engine.commands import Add, Close
-from cllm.engine.disk import DiskCache, Written, lock
+from cllm.engine.disk import DiskCache, Read, Written, lock
 from cllm.engine.engine import Engine
 from cllm.engine.params import EngineParams
 from cllm.errors import StartupError
@@ -232,6 +233,34 @@ def test_a_snapshot_that_cannot_be_written_is_forgotten(tmp_path, monkeypatch, e
     disk.delete_all_except(kept.keys())
     disk.flush(60)
     assert not list(tmp_path.iterdir())
+
+
+def test_file_that_is_being_written_stays_while_others_are_deleted(tmp_path):
+    disk = DiskCache(tmp_path, "model")
+    disk.write(1, np.arange(5, dtype=np.int32), memoryview(b"old"))
+    disk.flush(60)
+    assert disk.results() == [Written(1)]
+    disk.write(2, np.arange(6, dtype=np.int32), memoryview(b"new"))
+    kept: dict[int, None] = {}
+    disk.delete_all_except(kept.keys())
+    disk.flush(60)
+    assert disk.results()[0] == Written(2)
+    (path,) = tmp_path.iterdir()
+    assert path.read_bytes().endswith(b"new")
+
+
+def test_read_file_counts_as_recently_used(tmp_path):
+    disk = DiskCache(tmp_path, "model")
+    for key in (1, 2):
+        disk.write(key, np.arange(key, dtype=np.int32), memoryview(b"data"))
+    disk.flush(60)
+    assert disk.results() == [Written(1), Written(2)]
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    disk.read(1, memoryview(bytearray(4)))
+    disk.flush(60)
+    assert disk.results() == [Read(1, succeeded=True)]
+    assert [len(tokens) for _, tokens, _ in disk.find()] == [2, 1]
 
 
 def test_a_file_whose_tokens_were_saved_again_stays(tmp_path):

@@ -50,6 +50,16 @@ def pipe() -> Iterator[tuple[BinaryIO, int]]:
             os.close(writing)
 
 
+def test_message_that_is_written_in_parts_arrives_whole(
+    pipe: tuple[BinaryIO, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, descriptor = pipe
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[:7]))
+    send_all(descriptor, Failed("x" * 100))
+    assert DECODER.decode(read_frame(stream) or b"") == Failed("x" * 100)
+
+
 def test_message_larger_than_the_pipe_arrives_whole(pipe: tuple[BinaryIO, int]) -> None:
     stream, descriptor = pipe
     message = Failed("x" * 3_000_000)

@@ -174,6 +174,19 @@ def test_load_of_returning_clients_is_summed_by_due_time():
     assert load(BATCH, 0.0) == QueueLoad(1, 1, 2)
 
 
+def test_load_of_redeemed_and_expired_reservations_does_not_count():
+    desk = Desk()
+    ticket = desk.reject(body=1)
+    desk.reject(body=2)
+    load = desk.reservations.sum_load_within
+    desk.now += 10.0
+    desk.redeem(ticket=ticket)
+    assert load(NORMAL, 60.0) == QueueLoad(1, 1, 2)
+    desk.now += 60.0
+    assert desk.find() is None
+    assert load(NORMAL, 60.0) == QueueLoad(0, 0, 0)
+
+
 @pytest.mark.parametrize("weights", [{}, {"2": 3.0, "4": 0.5}])
 @pytest.mark.parametrize("num_turns", [0.5, 1.0, 2.5, 4.0, 7.0])
 def test_share_of_turns_counts_each_account_up_to_its_turns(weights, num_turns):

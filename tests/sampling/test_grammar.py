@@ -122,6 +122,21 @@ def test_only_allowed_token_is_sampled_despite_any_bias():
     ) == [ord("x")]
 
 
+@pytest.mark.parametrize("draft", [b"", b"c", b"cd", b"cx", b"xy"])
+def test_matcher_is_unchanged_after_draft_tokens(draft):
+    """The scheduler consumes the tokens that it appends."""
+    bound = SamplingParams(temperature=0, grammar="some")
+    seq = Sequence(Request("A", [1], bound), 0, 0, 100)
+    seq.matcher = follow('start: "abcdefg"', *b"ab")
+    logits = np.zeros((len(draft) + 1, VOCABULARY_SIZE), np.float32)
+    row = Row(seq, 0, 1, 1 + len(draft), draft=tuple(draft))
+    tokens = Sampler().sample(Batch([row], []), logits)
+    num_right = next((i for i in range(len(draft)) if draft[i] != b"cdefg"[i]), len(draft))
+    expected = [*b"cdefg"[: num_right + 1]]
+    assert tokens == expected + [NO_TOKEN] * (len(draft) - num_right)
+    assert bytes_allowed(seq.matcher) == {ord("c")}
+
+
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"mirostat": 2}, {"temperature": 0}]
 )
