@@ -216,7 +216,7 @@ FAULTS = [
     ),
     *faults_in(
         "server/queueing.py",
-        "server/test_queueing.py",
+        "server/test_auth.py",
         ("self.deadline_ms / 1000", "self.deadline_ms"),
         ("self.user or user", "user or self.user"),
     ),

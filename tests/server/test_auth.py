@@ -10,6 +10,7 @@ from cllm.config import Settings
 from cllm.core.account import Account
 from cllm.core.request import Priority
 from cllm.server.call import Call, call_of
+from cllm.server.queueing import TermsBody
 
 
 def call(headers, priorities=None):
@@ -47,3 +48,15 @@ def test_request_of_a_batch_has_the_account_of_the_batch():
     state = call({}).state
     assert Call(state, KEY).account("ann") == Account(KEY)
     assert Call(state, "").account("ann") == Account("user-ann")
+
+
+def test_body_names_limits_and_user():
+    """``metadata.user_id`` of Anthropic's requests counts if the body has no ``user``."""
+    body = TermsBody(user="ann", deadline_ms=1500, queue_timeout_ms=250, priority="batch")
+    options = body.scheduling_options(call({}), "bob")
+    assert options.account.name == "user-ann"
+    assert (options.deadline, options.queue_timeout) == (1.5, 0.25)
+    assert options.priority is Priority.BATCH
+    assert TermsBody().scheduling_options(call({}), "bob").account.name == "user-bob"
+    keyed = call({"authorization": "Bearer secret"})
+    assert body.scheduling_options(keyed, "bob").account.name == KEY

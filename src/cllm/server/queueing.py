@@ -27,7 +27,7 @@ class TermsBody(Body):
 
     user: Annotated[str, Field(max_length=256)] | None = Field(
         default=None,
-        description="The account, for fair scheduling; a bearer token takes precedence.",
+        description="The account, for fair scheduling; an API key takes precedence.",
     )
     priority: PriorityName | None = Field(
         default=None,
